@@ -144,7 +144,7 @@ class Trainer:
             check_logprobs(batch.rollouts, self.run.world)
         with self.run.phase("train", n, rollouts=batch.rollouts):
             if isinstance(self.engine, Separate):
-                await self.engine.rest()  # its GPU memory is free for the update
+                await self.engine.sleep()  # its GPU memory is free for the update
             training = update(self.policy, batch.groups)
         with self.run.phase("check", n, rollouts=batch.rollouts):
             check_weights(self.policy.model, f"after the update of step {n}", self.run.world)

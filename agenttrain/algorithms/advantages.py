@@ -20,8 +20,8 @@ EPSILON = 1e-4
 def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tensor:
     """Advantage of every rollout, [P, G]; NaN where the reward is NaN.
 
-    A NaN reward is in no mean and in no deviation. Where all rewards that are compared are exactly
-    equal the advantage is 0 exactly, whatever the rounding of their mean.
+    A NaN reward is in no mean and in no deviation. Where all compared rewards are exactly equal the
+    advantage is exactly 0, whatever the rounding of their mean.
 
     GRPO (https://arxiv.org/abs/2402.03300): the group's mean is the baseline; RLOO
     (https://arxiv.org/abs/2402.14740): the mean of the group's others; REINFORCE++
@@ -59,11 +59,11 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
 
 
 def normalized_advantages(rewards_FPG: Tensor, weights: Sequence[float], *, scale: Scale) -> Tensor:
-    """The weighted sum of each function's own group-normalised advantages, [P, G].
+    """Weighted sum of each function's own group-normalised advantages, [P, G].
 
     GDPO, https://arxiv.org/abs/2601.05242: a function whose rewards spread little counts as much as
     one whose rewards spread widely. With scale=batch the sum is divided by its deviation over the
-    batch (its mean is 0 already), as in the paper; with none it is left as it is. NaN where no
+    batch (its mean is 0 already), as in the paper; with none it is not divided. NaN where no
     function applies.
 
     Example: functions [1, 0] and [0, 10] of one group of two, of weights 1 and 0.5, are worth
@@ -84,6 +84,6 @@ def normalized_advantages(rewards_FPG: Tensor, weights: Sequence[float], *, scal
 
 
 def _deviation(values: Tensor) -> Tensor:
-    """Standard deviation (ddof=1) of what is not NaN, a scalar; 0 below two values."""
+    """Return the standard deviation (ddof=1) of the values that are not NaN; 0 below two values."""
     known_N = values[~values.isnan()]
     return known_N.std() if known_N.numel() > 1 else values.new_zeros(())

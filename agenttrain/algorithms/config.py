@@ -1,7 +1,7 @@
 """The settings of the learning algorithm: axes that combine freely, presets in `conf/algorithm/`.
 
-A combination without a meaning is refused, and so is a setting that nothing reads, unless it has
-its default: nobody shall believe that it acts.
+A combination without a meaning is an error, and so is a setting that nothing reads, unless it has
+its default: it would seem to act.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class KlEstimator(StrEnum):
 
 
 class KlIn(StrEnum):
-    """Where the KL penalty acts."""
+    """Place of the KL penalty."""
 
     loss = "loss"
-    """KL of the policy as it is trained."""
+    """KL of the policy that is trained."""
     reward = "reward"
-    """KL of the probabilities that `behaviour` names: the engine's, or the trainer's own."""
+    """KL of the probabilities that `behaviour` chooses: the engine's, or the trainer's own."""
 
 
 class Reference(StrEnum):
@@ -86,11 +86,11 @@ class Reference(StrEnum):
     frozen = "frozen"
     """The policy at the start of the run."""
     synced = "synced"
-    """The same, mixed with the policy every `ref_sync_steps` (TR-DPO)."""
+    """That policy, mixed with the trained one every `ref_sync_steps` (TR-DPO)."""
 
 
 class Behaviour(StrEnum):
-    """Probabilities that the ratio is divided by, and that a KL in the reward is taken of."""
+    """Probabilities in the denominator of the ratio and in a KL in the reward."""
 
     engine = "engine"
     """Those that the engine sampled with."""
@@ -99,7 +99,7 @@ class Behaviour(StrEnum):
 
 
 class Correction(StrEnum):
-    """On which level the trainer's probabilities are compared with the engine's."""
+    """Level on which the trainer's probabilities are compared with the engine's."""
 
     none = "none"
     token = "token"
@@ -119,7 +119,7 @@ class CorrectionMode(StrEnum):
 
 
 UNGROUPED = (Advantage.batch, Advantage.none)
-"""Baselines that do not look at the rollout's group."""
+"""Baselines that do not depend on the rollout's group."""
 
 
 @dataclass(config=SETTINGS)
@@ -140,8 +140,8 @@ class AlgorithmConfig:
     dynamic_sampling: Whole = Field(default=0, ge=0)
     """Extra rounds of tasks that may replace groups whose rewards are all equal; 0: none."""
     oversample: Number = Field(default=1.0, ge=1)
-    """Tasks sampled for each that is wanted; the surplus, the last in task order, is not trained
-    on, and groups whose rewards are all equal go first."""
+    """Tasks sampled per task that is trained on. The surplus is left out: first groups whose
+    rewards are all equal, then the last in task order."""
     rewards: Rewards = Rewards.sum
     advantage: Advantage = Advantage.group
     scale: Scale = Scale.group
@@ -172,25 +172,28 @@ class AlgorithmConfig:
     entropy_bonus_max: Number = Field(default=1.0, ge=0)
     """With entropy_target: the bonus stays between 0 and this."""
     top_entropy: Number = Field(default=1.0, gt=0, le=1)
-    """Share of an update's tokens that are trained, those with the highest entropy before the
+    """Share of an update's tokens that are trained: those with the highest entropy before the
     step's first update."""
     mask_truncated: bool = False
     """Rollouts cut by a token limit get no gradient; they still count in their group's baseline."""
     off_policy_threshold: Number | None = None
-    """Nats per token. Rollouts of negative advantage whose tokens became less likely than that
-    since they were sampled, on average, get no gradient."""
+    """Nats per token. Rollouts of negative advantage get no gradient if their tokens lost more
+    log-probability than this since they were sampled, on average."""
     behaviour: Behaviour = Behaviour.engine
     correction: Correction = Correction.none
-    """Weigh what was sampled by its ratio trainer / engine; needs behaviour=recomputed."""
+    """Weigh sampled tokens by their ratio trainer / engine; needs behaviour=recomputed."""
     correction_mode: CorrectionMode = CorrectionMode.truncate
     correction_max: Number | None = Field(default=2.0, gt=0)
     """Upper bound of the ratio trainer / engine; null: none."""
     correction_min: Number | None = Field(default=None, gt=0)
-    """Lower bound of it; null: none."""
+    """Lower bound of that ratio; null: none."""
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:
-        raise_problems(_problems(self))
+        problems = [*_unread(self), *_advantage(self), *_loss(self), *_correction(self)]
+        if not self.objective.is_own:  # `load_objective` checks these once they are imported
+            problems += _objective(self)
+        raise_problems(problems)
         return self
 
     @property
@@ -200,29 +203,29 @@ class AlgorithmConfig:
 
     @property
     def resamples(self) -> bool:
-        """Return whether a step may sample other groups than it trains on."""
+        """Return True if a step may sample other groups than it trains on."""
         return self.dynamic_sampling > 0 or self.oversample > 1
 
     @property
     def kl_in_loss(self) -> bool:
-        """Return whether the loss has a KL term."""
+        """Return True if the loss has a KL term."""
         return self.beta > 0 and self.kl_in is KlIn.loss
 
     @property
     def kl_in_reward(self) -> bool:
-        """Return whether rewards have a KL penalty taken off."""
+        """Return True if rewards are reduced by a KL penalty."""
         return self.beta > 0 and self.kl_in is KlIn.reward
 
     @property
     def has_bonus(self) -> bool:
-        """Return whether the loss has an entropy bonus, if at times of weight 0."""
+        """Return True if the loss has an entropy bonus, even one whose weight is 0 at times."""
         return self.entropy_bonus > 0 or self.entropy_target is not None
 
 
 def load_objective(algorithm: AlgorithmConfig) -> None:
-    """Import an objective of the user's, and check its settings and what it goes with.
+    """Import an objective of the user's, and check its settings beside the algorithm's others.
 
-    Nothing else does before the first update asks for the loss. Raises ConfigError.
+    Without this call the first update would be the first to import it. Raises ConfigError.
     """
     if algorithm.objective.is_own:
         _ = algorithm.objective.settings
@@ -230,17 +233,8 @@ def load_objective(algorithm: AlgorithmConfig) -> None:
             raise ConfigError("\n".join(problems))
 
 
-def _problems(a: AlgorithmConfig) -> Iterator[str]:
-    yield from _unread(a)
-    yield from _advantage(a)
-    yield from _loss(a)
-    yield from _correction(a)
-    if not a.objective.is_own:  # else once it was imported
-        yield from _objective(a)
-
-
 def _unread(a: AlgorithmConfig) -> Iterator[str]:
-    """Yield a problem for each setting that is set and that nothing reads."""
+    """Yield a problem for each setting that is set although nothing reads it."""
     yield from _needs("algorithm.beta above 0", a.beta > 0, a, "kl", "kl_in", "reference")
     yield from _needs(
         "algorithm.beta above 0 and algorithm.kl_in=loss", a.kl_in_loss, a, "kl_bias_correction"
@@ -270,7 +264,10 @@ def _unread(a: AlgorithmConfig) -> Iterator[str]:
 
 
 def _needs(needed: str, is_set: bool, a: AlgorithmConfig, *keys: str) -> Iterator[str]:
-    """Yield a problem for each of the keys without its default, unless the `needed` is set."""
+    """Yield a problem for each of these keys that is not at its default, unless `is_set`.
+
+    `needed` names the setting that gives the keys an effect; `is_set` is True if the run has it.
+    """
     for key in keys:
         field = AlgorithmConfig.__pydantic_fields__[key]  # type: ignore[attr-defined]
         value, default = getattr(a, key), field.default
@@ -375,7 +372,7 @@ def _correction(a: AlgorithmConfig) -> Iterator[str]:
 
 
 def _objective(a: AlgorithmConfig) -> Iterator[str]:
-    """Check what goes with the objective, by what it declares of itself."""
+    """Check the other settings against what the objective declares about itself."""
     objective, name = a.objective.registered, a.objective.name
     ratio = getattr(a.objective.settings, "ratio", Ratio.token)
     yield from _needs(

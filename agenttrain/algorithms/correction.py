@@ -1,7 +1,7 @@
 """Corrections for an engine whose probabilities are not exactly the trainer's.
 
 Engines compute in other kernels and precisions, or hold weights that are an update old. Shapes: S
-sampled tokens of B rollouts; row_S names each token's.
+sampled tokens of B rollouts; row_S is the index of each token's rollout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def correction_ratio(
 def bounded(
     ratio: Tensor, mode: CorrectionMode, *, low: float | None, high: float | None
 ) -> Tensor:
-    """The ratio within [low, high]: outside it becomes the bound (truncate) or 0 (mask).
+    """Ratio within [low, high]: outside it becomes the bound (truncate) or 0 (mask).
 
     Example: [.5, 1, 3] in [.8, 2] becomes [.8, 1, 2] or [0, 1, 0].
     """
@@ -59,8 +59,8 @@ def off_policy_keep(
     """Rollouts that keep their gradient, [B] of bool.
 
     A rollout keeps it if A >= 0, or if its mean of log p(engine) - log p(policy) is not above the
-    threshold: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. A rollout that the policy has left
-    already is not pushed further away.
+    threshold: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. A rollout from which the policy has
+    moved away already is not pushed further.
     """
     difference_S = engine_S - logprobs_S.detach()
     drift_B = row_mean(difference_S, row_S, advantages_B.numel())

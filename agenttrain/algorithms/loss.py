@@ -2,8 +2,8 @@
 
 Its metrics are parts that combine over microbatches, updates and processes (`Metrics`).
 
-Shapes: S sampled tokens of B rollouts, one rollout after the other; row_S names each token's.
-Tokens that the policy did not sample (prompt, template, tool) are not among the S at all.
+Shapes: S sampled tokens of B rollouts, one rollout after the other; row_S is the index of each
+token's rollout. Tokens that the policy did not sample (prompt, template, tool) are not among the S.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutp
 from agenttrain.algorithms.objectives.config import Ratio
 
 Metrics = dict[str, Tensor]
-"""Name -> part, [2]. (sum, count): parts add up, and sum / count is the mean of the whole. Of names
-that end in ``max`` or ``min``: (value, value), of which the greatest or least is the whole's."""
+"""Name -> part, [2]: (sum, count). Parts add up, and the total's sum / count is the metric. For a
+name that ends in ``max`` or ``min``: (value, value), and the metric is the greatest or least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +51,14 @@ class LossInputs:
 
     @property
     def rollouts(self) -> int:
-        """B."""
+        """B, the number of rollouts."""
         return self.advantages_B.numel()
-
-    @property
-    def advantages_S(self) -> Tensor:
-        """The advantage of each token's rollout."""
-        return self.advantages_B[self.row_S]
 
 
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """The microbatch's part of the loss (a scalar), and its metrics.
+    """Return the microbatch's part of the loss (a scalar), and its metrics.
 
-    Raises ValueError when `inputs` lack what `config` asks for.
+    Raises ValueError when `inputs` lack a tensor that `config` needs.
     """
     correction, metrics = _correction(inputs, config)
     of_tokens = config.correction is Correction.token
@@ -71,7 +66,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     objective_inputs = ObjectiveInputs(
         logprobs_S=inputs.logprobs_S,
         behaviour_S=inputs.behaviour_S,
-        advantages_S=inputs.advantages_S,
+        advantages_S=inputs.advantages_B[inputs.row_S],
         sequence_S=inputs.row_S,
         sequences=inputs.rollouts,
         correction_S=correction if in_objective and of_tokens else None,
@@ -87,16 +82,31 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         loss_S = loss_S * inputs.kept_S
         metrics["mask/top_entropy"] = mean_parts(~inputs.kept_S)
     if config.off_policy_threshold is not None:
-        keep_B = _off_policy_keep(inputs, config.off_policy_threshold)
-        loss_S = loss_S * keep_B[inputs.row_S]
-        metrics["mask/off_policy"] = mean_parts(~keep_B)
+        threshold, engine_S = config.off_policy_threshold, inputs.engine_S
+        if engine_S is None:
+            raise ValueError(f"algorithm.off_policy_threshold={threshold}: the loss needs engine_S")
+        with_gradient_B = off_policy_keep(
+            inputs.logprobs_S, engine_S, inputs.advantages_B, inputs.row_S, threshold
+        )
+        loss_S = loss_S * with_gradient_B[inputs.row_S]
+        metrics["mask/off_policy"] = mean_parts(~with_gradient_B)
     if config.kl_in_loss:
-        kl_S = _kl(objective_inputs, inputs.ref_logprobs_S, config)
+        if inputs.ref_logprobs_S is None:
+            raise ValueError(f"algorithm.beta={config.beta}: the loss needs ref_logprobs_S")
+        kl_S = kl_estimate(inputs.logprobs_S, inputs.ref_logprobs_S, config.kl)
+        if config.kl_bias_correction:
+            kl_S = kl_S * objective_inputs.ratio(Ratio.token)
         loss_S = loss_S + config.beta * kl_S
         metrics["kl"] = mean_parts(kl_S.detach())
     loss = (loss_S * inputs.weights_B[inputs.row_S]).sum()
     if inputs.bonus:
-        loss = loss - inputs.bonus * _entropy(inputs).sum()
+        # The bonus acts on the tokens that are trained.
+        if inputs.entropy_S is None:
+            raise ValueError(f"bonus={inputs.bonus}: the loss needs entropy_S")
+        entropy_S = inputs.entropy_S * (inputs.weights_B > 0)[inputs.row_S]
+        if inputs.kept_S is not None:
+            entropy_S = entropy_S * inputs.kept_S
+        loss = loss - inputs.bonus * entropy_S.sum()
     return loss, metrics
 
 
@@ -114,15 +124,15 @@ def _check_output(output: object, inputs: LossInputs, config: AlgorithmConfig) -
     if tuple(output.loss_S.shape) != expected:
         raise ValueError(
             f"algorithm.objective: {name} returned a loss_S of shape {list(output.loss_S.shape)}; "
-            f"return the loss of each sampled token, {list(expected)}: what it is divided by is "
-            "algorithm.aggregation"
+            f"return the loss of each sampled token, {list(expected)}; algorithm.aggregation "
+            "divides it"
         )
 
 
 def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | None, Metrics]:
-    """The weight for the engine's mismatch, and its metrics.
+    """Return the weight for the engine's mismatch, and its metrics.
 
-    [S] on token level, [B] above it.
+    The weight is [S] on token level, [B] above it.
     """
     if config.correction is Correction.none:
         return None, {}
@@ -145,37 +155,14 @@ def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | N
     return weight, metrics
 
 
-def _off_policy_keep(inputs: LossInputs, threshold: float) -> Tensor:
-    if inputs.engine_S is None:
-        raise ValueError(f"algorithm.off_policy_threshold={threshold}: the loss needs engine_S")
-    return off_policy_keep(
-        inputs.logprobs_S, inputs.engine_S, inputs.advantages_B, inputs.row_S, threshold
-    )
-
-
-def _kl(inputs: ObjectiveInputs, ref_logprobs_S: Tensor | None, config: AlgorithmConfig) -> Tensor:
-    if ref_logprobs_S is None:
-        raise ValueError(f"algorithm.beta={config.beta}: the loss needs ref_logprobs_S")
-    kl_S = kl_estimate(inputs.logprobs_S, ref_logprobs_S, config.kl)
-    return kl_S * inputs.ratio(Ratio.token) if config.kl_bias_correction else kl_S
-
-
-def _entropy(inputs: LossInputs) -> Tensor:
-    """Entropy of the tokens that the bonus acts on, 0 at the others, [S]."""
-    if inputs.entropy_S is None:
-        raise ValueError(f"bonus={inputs.bonus}: the loss needs entropy_S")
-    entropy_S = inputs.entropy_S * (inputs.weights_B > 0)[inputs.row_S]
-    return entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S
-
-
 def mean_parts(values: Tensor) -> Tensor:
-    """(sum, count) of `values`, [2]."""
+    """Return (sum, count) of `values`, [2]."""
     total = values.float().sum()
     return torch.stack((total, torch.full_like(total, values.numel())))
 
 
 def extremes(name: str, values: Tensor) -> Metrics:
-    """`<name>/min` and `<name>/max` of values of any shape, without NaN ones."""
+    """Return `<name>/min` and `<name>/max` of values of any shape, NaN ones left out."""
     known = values.float()[~values.isnan()]
     nothing = known.new_tensor([torch.inf])
     lowest, highest = torch.cat((known, nothing)).min(), torch.cat((known, -nothing)).max()
@@ -183,7 +170,7 @@ def extremes(name: str, values: Tensor) -> Metrics:
 
 
 def _part(name: str, values: Tensor) -> Tensor:
-    """Return the part of a metric of an objective; its name's end says of which kind."""
+    """Return the part of an objective's metric, of the kind that the end of its name means."""
     for end in ("min", "max"):
         if name.endswith(end):
             return extremes("", values)[f"/{end}"]
@@ -191,7 +178,7 @@ def _part(name: str, values: Tensor) -> Tensor:
 
 
 def metric_names(config: AlgorithmConfig) -> list[str]:
-    """Return the metrics that an update with this configuration has besides loss and gradient."""
+    """Return the metrics of an update under this configuration, besides loss and gradient."""
     ratio = "sampling/importance_sampling_ratio"
     optional: list[tuple[bool, list[str]]] = [
         (
@@ -212,50 +199,47 @@ class Averages:
     """Combines parts of the same name over microbatches, updates and processes.
 
     Example: parts (6., 3.) and (2., 1.) of ``kl`` make the mean 2.0; parts (6., 6.) and (2., 2.) of
-    ``kl_max`` make 6.0, as of every name that ends in ``max``; those in ``min`` make the least.
+    ``kl_max`` make 6.0, as for every name that ends in ``max``; names in ``min`` take the least.
     """
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
 
     def add(self, parts: Metrics, *, counted: bool = True) -> None:
-        """Add parts; where they are not `counted`, only their names, with parts of nothing.
+        """Add parts; unless they are `counted`, add their names with parts that change nothing.
 
         Every process needs the same names: `means` combines them over all.
         """
         for name, part in parts.items():
-            part = part if counted else _empty(name, part)
+            if not counted:
+                neutral = {"max": -torch.inf, "min": torch.inf}.get(name[-3:], 0.0)
+                part = torch.full_like(part, neutral)
             known = self._parts.get(name)
-            new = part if known is None else _combine(name, torch.stack((known, part)))
-            self._parts[name] = new
+            self._parts[name] = (
+                part if known is None else _combine(name, torch.stack((known, part)))
+            )
 
     def means(self, accelerator: Any) -> dict[str, float]:
         """Return the value of each name over all processes, which must have added the same names.
 
-        NaN where there was nothing to average, or to take the greatest or least of.
+        NaN for a name without any value.
         """
         if not self._parts:
             return {}
         names = sorted(self._parts)
         own = torch.stack([self._parts[name] for name in names])
         parts = accelerator.gather(own[None])
-        return {name: _value(name, _combine(name, parts[:, i])) for i, name in enumerate(names)}
-
-
-def _empty(name: str, like: Tensor) -> Tensor:
-    """Return the part of `name` that changes no other, [2]."""
-    if not name.endswith(("max", "min")):
-        return torch.zeros_like(like)
-    return torch.full_like(like, -torch.inf if name.endswith("max") else torch.inf)
+        values = {}
+        for index, name in enumerate(names):
+            part = _combine(name, parts[:, index])
+            if not name.endswith(("max", "min")):
+                values[name] = (part[0] / part[1]).item()
+            else:
+                values[name] = part[0].item() if part[0].isfinite() else torch.nan
+        return values
 
 
 def _combine(name: str, parts: Tensor) -> Tensor:
     if name.endswith("max"):
         return parts.amax(0)
     return parts.amin(0) if name.endswith("min") else parts.sum(0)
-
-
-def _value(name: str, part: Tensor) -> float:
-    if not name.endswith(("max", "min")):
-        return (part[0] / part[1]).item()
-    return part[0].item() if part[0].isfinite() else torch.nan

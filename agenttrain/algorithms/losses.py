@@ -21,8 +21,9 @@ def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimat
     variance), k3 = exp(-d) - 1 + d (unbiased, never negative). John Schulman, "Approximating KL
     divergence", http://joschu.net/blog/kl-approx.html
 
-    As a term of the loss, the expected gradient of k1 is zero: it belongs into the reward, or times
-    the ratio, with which its gradient is that of the KL (https://arxiv.org/abs/2512.02556).
+    As a term of the loss, the expected gradient of k1 is zero. It belongs into the reward, or is
+    multiplied by the ratio, which gives it the gradient of the KL
+    (https://arxiv.org/abs/2512.02556).
     """
     difference_S = logprobs_S - ref_logprobs_S
     if estimator is KlEstimator.k1:
@@ -37,11 +38,11 @@ def token_weights(
 ) -> Tensor:
     """Weight of each token of rollout b in the loss, [B].
 
-    The weights depend on the whole optimizer update, over all microbatches and processes, so that
-    the weighted sums of the parts add up to exactly the loss of the whole.
+    The weights depend on all microbatches and processes of an optimizer update, so that the
+    weighted sums of its parts add up to exactly its loss.
 
-    lengths_B counts sampled tokens; `tokens` and `rollouts` count the whole update, with those that
-    have no gradient; `fixed_length` is the limit on a completion's tokens.
+    lengths_B counts sampled tokens; `tokens` and `rollouts` count the update, including those
+    without a gradient; `fixed_length` is the limit on a completion's tokens.
 
     token_mean: 1 / tokens (DAPO, https://arxiv.org/abs/2503.14476). sequence_mean:
     1 / (rollouts x length): the mean over rollouts of each one's mean (GRPO,
@@ -49,7 +50,7 @@ def token_weights(
     much more as it is longer (LUSPO, https://arxiv.org/abs/2602.05261). fixed_length:
     1 / (rollouts x fixed_length) (Dr. GRPO, https://arxiv.org/abs/2503.20783).
 
-    Example: lengths [3, 1] that are the whole update, with fixed_length 10, weigh [1/4, 1/4],
+    Example: an update of lengths [3, 1], with fixed_length 10, has the weights [1/4, 1/4],
     [1/6, 1/2], [1/2, 1/2] or [1/20, 1/20].
 
     A loss on the level of sequences is the same number at each of a rollout's tokens, so that
@@ -65,17 +66,17 @@ def token_weights(
 
 
 TIED = 1e-4
-"""Nats within which two tokens' entropies are equal: a token's own changes by some 1e-6 with what
-shares its microbatch."""
+"""Nats within which two tokens' entropies count as equal: a token's entropy changes by some 1e-6
+with the other rows of its microbatch."""
 
 
 def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor:
     """Mask of the tokens among the top `share` by entropy, [N] of bool.
 
-    https://arxiv.org/abs/2506.01939. As many tokens as reach TRL's quantile if no two are equal.
-    Of tokens that are equal to the last one kept (`TIED`) those of the lowest `place_N` are kept,
-    where TRL keeps all that rounding puts above: rollouts of a group have the same entropy where
-    their texts do not differ yet, and rounding is another in other microbatches.
+    https://arxiv.org/abs/2506.01939. It has as many tokens as reach TRL's quantile if no two are
+    equal. Among tokens that tie with the last one (`TIED`) the lowest `place_N` come first. TRL
+    takes those that rounding puts above, but the rollouts of a group have equal entropies until
+    their texts differ, and rounding changes with the microbatch.
 
     Example: of [0, 1, 2, 3, 4] the top half, .5, is [2, 3, 4]; of [1, 1, 1, 2, 0] with places 0 …
     4 it is the first two and the 2.
@@ -96,8 +97,8 @@ class EntropyBonus:
     """The weight of the entropy in the loss; adaptive with `entropy_target`.
 
     Adaptive as in Skywork-OR1, https://arxiv.org/abs/2505.22312: after each update the coefficient
-    rises by a step while the entropy is not above its target, else it falls; and it acts only while
-    the entropy of the last update was not above the target.
+    rises by a step if the entropy is at or below its target, else it falls. It acts only if the
+    entropy of the last update was at or below the target.
 
     Example: target 1.0, step .01, at coefficient .02: an update of entropy .8 makes it .03, one of
     entropy 1.2 makes it .02 again, which does not act.
@@ -108,7 +109,7 @@ class EntropyBonus:
     """Mean entropy of the last update; None before the first."""
 
     def weight(self, config: AlgorithmConfig) -> float:
-        """Weight of the entropy in the loss of the next update."""
+        """Return the weight of the entropy in the loss of the next update."""
         target = config.entropy_target
         above = target is not None and self.last is not None and self.last > target
         return 0.0 if above else self.coefficient

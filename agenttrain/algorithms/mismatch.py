@@ -1,15 +1,15 @@
-"""How far the engine's log-probabilities of what it sampled are from the trainer's, and where.
+"""Gap between the engine's log-probabilities of the tokens it sampled and the trainer's.
 
-What the figures say of the cause (`likely_cause` reads them):
+The figures point to a cause (`likely_cause` reads them):
 
-1. token error: the trainer scores other tokens than were sampled. The ledger forbids it and
-   counts (``rollout/ledger_breaks``).
+1. token error: the trainer scores other tokens than were sampled. The ledger prevents it and
+   counts attempts (``rollout/ledger_breaks``).
 2. stale weights: ``sampling/stale_tokens`` > 0, with a gap that the tokens of the trainer's own
    version do not have (``logprob_gap_stale`` beside ``logprob_gap_fresh``).
 3. another sampling transform (temperature, filters): ``sampling/logprob_slope`` is not 1. At a
    temperature T that the trainer does not know it is near 1 / T; a filter moves the ends only.
-4. numerics: what is left. The slope is 1; kernels of other precision give a gap that grows with
-   the position (``logprob_gap_early`` … ``_late``), a cache that is wrong one after the first turn.
+4. numerics: none of the above. The slope is 1. Kernels of other precision give a gap that grows
+   with the position (``logprob_gap_early`` … ``_late``), a wrong cache one after the first turn.
 
 Shapes: S sampled tokens.
 """
@@ -39,33 +39,33 @@ MISMATCH_NAMES = (
 )
 """Names of the parts that `mismatch` returns."""
 LEAST_SPREAD = 1e-3
-"""Standard deviation of the trainer's logprobs below which they have no slope to speak of."""
+"""Standard deviation of the trainer's logprobs below which their slope means nothing."""
 FAR = 3.0
-"""How many times another gap is far above it."""
+"""Factor by which one gap is far above another."""
 SLOPE_OFF = 0.1
-"""How far from 1 a slope is no rounding."""
+"""Distance of a slope from 1 that rounding does not explain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origins:
-    """Where sampled tokens stand, and who sampled them."""
+    """Places of sampled tokens, and the weights they were sampled under."""
 
     turn_S: Tensor
     """Turn of the rollout, from 0."""
     third_S: Tensor
     """0, 1 or 2: the third of its rollout's sampled tokens."""
     stale_S: Tensor
-    """True: sampled under other weights than the trainer's at the step's begin."""
+    """True: sampled under other weights than the trainer's at the start of the step."""
 
 
 def mismatch(
     engine_S: Tensor, trainer_S: Tensor, origins: Origins, means: tuple[float, float]
 ) -> Metrics:
-    """Parts of `MISMATCH_NAMES`.
+    """Return the parts of `MISMATCH_NAMES`.
 
     The gap is |trainer - engine|; ``kl`` is the k3 estimate of KL(engine || trainer). `means` are
-    the engine's and the trainer's over all tokens, those of other processes too: the slopes that
-    processes find around them are parts of one.
+    the engine's and the trainer's over the tokens of all processes: slopes around these add up over
+    the processes.
 
     Example: engine [-1, -2], trainer [-1, -1.5], the second token of turn 1: mean 0.25, max 0.5,
     first_turn 0, later_turns 0.5, kl (0 + exp(0.5) - 1 - 0.5) / 2 = 0.0744.
@@ -80,8 +80,8 @@ def mismatch(
         "fresh": ~origins.stale_S,
         "stale": origins.stale_S,
     }
-    # (covariance, variance) x tokens of the line through (trainer, engine) by least squares; no
-    # part where all tokens are equally likely.
+    # (covariance, variance) x tokens of the least-squares line through (trainer, engine); zeros
+    # where all tokens are equally likely.
     engine, trainer = means
     centred_S = (trainer_S - trainer).float()
     variance = centred_S.square().sum()
@@ -102,8 +102,8 @@ def mismatch(
 def likely_cause(figures: Mapping[str, float]) -> str | None:
     """Name the likely cause of a step's gap; None where the gap was not measured.
 
-    The first cause that shows: a wrong cache or stale weights bend the slope too. Example: slope
-    1.43 and nothing else: "another sampling transform …".
+    The order matters: a wrong cache or stale weights bend the slope too. Example: slope 1.43 and
+    nothing else: "another sampling transform …".
     """
 
     def figure(name: str) -> float:

@@ -88,7 +88,7 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     target that begins with ``split=…`` becomes one about ``data.train.split``.
     """
     located = locate_section(section, key=key)
-    target, bound, where = located.found, located.bound, located.where
+    target, bound, where = located.target, located.bound, located.where
     try:
         if inspect.isfunction(target) and "index" in inspect.signature(target).parameters:
             inspect.signature(target).bind(index=0, **bound)

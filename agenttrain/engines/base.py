@@ -1,4 +1,4 @@
-"""The seam behind which tokens are sampled."""
+"""`Engine`, the interface behind which tokens are sampled, and protocols of special engines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Engine(Protocol):
         ...
 
     async def release(self, session: str) -> None:
-        """The rollout is over: its cache may go."""
+        """End a session; its cache may be dropped."""
         ...
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -76,7 +76,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Separate(Protocol):
-    """An engine with weights of its own: they are sent to it, and what it holds is checked."""
+    """An engine with weights of its own: they are sent to it, and its copy is checked."""
 
     takes_adapters: bool
     """True: `update` takes a model's adapters as they are, by peft's names, and no other weights;
@@ -86,8 +86,8 @@ class Separate(Protocol):
         """Log-probability of every id after the first, given those before it, at temperature 1."""
         ...
 
-    async def rest(self) -> None:
-        """Give memory back until the next `update`; nothing may be asked of it meanwhile."""
+    async def sleep(self) -> None:
+        """Give memory back until the next `update`; the engine takes no calls in between."""
         ...
 
 
@@ -96,12 +96,12 @@ class OwnNumberFormat(Protocol):
     """A `Separate` engine whose weights may have another number format than the policy's."""
 
     dtype: torch.dtype
-    """Weights are cast to it on their way: half as many bytes cross between processes."""
+    """Weights are cast to it before they are sent: half as many bytes cross between processes."""
 
 
 @runtime_checkable
 class Quantized(Protocol):
-    """A `Separate` engine whose weights may be coarser than those that it is sent."""
+    """A `Separate` engine that may round the weights that it is sent to a coarser format."""
 
     quantized: bool
     """True: its weights may stay the same where the policy's changed a little."""
@@ -109,15 +109,15 @@ class Quantized(Protocol):
 
 @runtime_checkable
 class Forgetful(Protocol):
-    """A `Separate` engine that takes adapters, and gives back the weights under them in `rest`."""
+    """A `Separate` engine that takes adapters, and forgets the weights under them in `sleep`."""
 
     lacks_base: bool
-    """True: the next update has to bring the weights under the adapters too, before these."""
+    """True: the next update has to bring the weights under the adapters too, before them."""
 
 
 @runtime_checkable
 class Lockstep(Protocol):
-    """An engine that can repeat a run bit for bit, if told which rollouts to wait for."""
+    """An engine that can repeat a run bit for bit if it knows which rollouts to wait for."""
 
     def expect(self, sessions: Sequence[str]) -> None:
         """These sessions, in this order, will each call `generate` and finally `release`."""

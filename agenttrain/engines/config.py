@@ -1,4 +1,4 @@
-"""Settings that every engine has; each engine's own stand in its folder's config.py."""
+"""Settings that every engine has; those of one engine are in its folder's config.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class EngineSettings:
     """Settings of the engine that samples. An engine's own class adds its keys to these."""
 
     name: str = ""
-    """A folder of agenttrain/engines. Of an engine from outside, which is given as engine._target_,
-    the dotted path of its EngineSpec."""
+    """A folder of agenttrain/engines. For an engine from outside, given as engine._target_: the
+    dotted path of its EngineSpec."""
     max_context: Whole | None = Field(default=None, ge=1)
     """Tokens of one sequence; None: what the model's config allows."""
     max_rows: Whole = Field(default=128, ge=1)

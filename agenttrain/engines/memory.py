@@ -35,9 +35,9 @@ class MemoryItem:
     """Its contents."""
     when: tuple[When, ...] = EVER
     on_host: bool = False
-    """It is in the host's memory."""
+    """The memory is the host's."""
     once: bool = False
-    """Only one process of a node has it."""
+    """Only one process of a node takes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Room:
 
     @property
     def missing(self) -> int:
-        """Bytes for want of which the engine refuses to start."""
+        """Bytes short of `needs`; above 0 the engine refuses to start."""
         return max(0, self.needs - self.has)
 
 
@@ -98,21 +98,21 @@ class ModelSizes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The work and the machine that an engine's memory depends on, of one process."""
+    """The work and the machine of one process, on which an engine's memory depends."""
 
     rows: int
     """Rollouts in flight."""
     prompt: int
     """Tokens of a prompt."""
     sampled: int
-    """Most tokens of one sequence: prompt and completion, of an evaluation's rollouts too."""
+    """Most tokens of one sequence: prompt and completion. Rollouts of evaluations count too."""
     limit: int
     """The engine's context, to which rows of its cache may grow."""
     on_gpu: bool
     memory: int | None
-    """Bytes of a GPU, on a CPU of a node; None: not known."""
+    """Bytes of a GPU, or of a node without GPUs; None: not known."""
     taken: int
-    """Bytes of a node without GPUs that the process has taken before the engine starts."""
+    """Bytes that the process takes of a node without GPUs before the engine starts."""
     sharded: bool
     """The policy's weights are divided among the processes."""
     adapters: bool
@@ -129,12 +129,12 @@ class EngineMemory:
 
     items: tuple[MemoryItem, ...] = ()
     room: Room | None = None
-    """The room for keys and values of an engine that refuses to start without enough of it."""
+    """Memory for keys and values, of an engine that refuses to start with too little of it."""
     savings: tuple[Saving, ...] = ()
     """Settings of the engine that make a run smaller, in the order in which to try them."""
 
 
 def shorter_context(max_context: int | None, load: EngineLoad) -> tuple[Saving, ...]:
-    """Return the saving of a context no longer than the run's sequences; none if it is none."""
+    """Return a context as long as the run's sequences, if `max_context` allows longer ones."""
     longer = max_context is None or max_context > load.sampled
     return (("max_context", [load.sampled]),) if longer else ()

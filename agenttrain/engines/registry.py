@@ -1,12 +1,12 @@
 """Engines by name: the bundled ones, each a folder with a `spec.py`, and those from outside.
 
-An engine from outside is named by the dotted path of its EngineSpec, `engine._target_`. Its module
-is somebody's code: it is imported by `admit` alone, once everything else in the settings is valid.
+`engine._target_` names an engine from outside by the dotted path of its EngineSpec. Its module is
+foreign code: only `admit` imports it, once everything else in the settings is valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import cache
@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
+from agenttrain.engines.config import EngineSettings
 from agenttrain.engines.spec import EngineSpec, S
 from agenttrain.types import ConfigError
 from agenttrain.utils import sections
@@ -51,7 +51,7 @@ def specs() -> Mapping[str, EngineSpec[Any]]:
 
 
 def spec_of(settings: S) -> EngineSpec[S]:
-    """Return the engine that the settings are of; one from outside has passed `admit`."""
+    """Return the engine of these settings; an engine from outside must have passed `admit`."""
     assert not isinstance(settings, OutsideEngine), "its module is not imported yet"
     bundled = specs().get(settings.name)
     if bundled is not None:
@@ -71,11 +71,6 @@ def names_with(**abilities: bool) -> str:
         if all(getattr(spec, ability) == value for ability, value in abilities.items())
     ]
     return f"engine={'|'.join(able)}"
-
-
-def default_engine() -> EngineSettings:
-    """Return the settings of a run that names no engine."""
-    return chosen({"name": DEFAULT_ENGINE})
 
 
 def chosen(section: Any) -> EngineSettings:
@@ -103,9 +98,9 @@ def chosen(section: Any) -> EngineSettings:
 
 
 def admit(settings: EngineSettings) -> EngineSettings:
-    """Import an engine from outside and return its own settings; a bundled one's stay as they are.
+    """Import an engine from outside and return its own settings; return a bundled one's unchanged.
 
-    Raises ConfigError where the path names no engine, or the engine refuses its keys.
+    Raises ConfigError if the path names no engine, or the engine's settings are invalid.
     """
     if not isinstance(settings, OutsideEngine):
         return settings
@@ -122,7 +117,7 @@ def admit(settings: EngineSettings) -> EngineSettings:
 
 
 def plain(settings: EngineSettings) -> dict[str, Any]:
-    """Return the section as it stands in config.yaml, complete as far as it is known."""
+    """Return the section as config.yaml stores it; before `admit` with the given keys only."""
     if isinstance(settings, OutsideEngine):
         return {TARGET: settings.name, **settings.own}
     keys = sections.plain(settings)
@@ -133,24 +128,22 @@ def plain(settings: EngineSettings) -> dict[str, Any]:
 
 def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
     known = field_names(settings)
-    return with_known_keys(
-        settings, keys, "engine", lambda key, value: _unknown(key, value, known, engine)
-    )
 
+    def unknown(key: str, value: Any) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                typed = f"engine.{key}.{name}={shown(inner)}"
+                now = moved_key(typed)
+                yield f"{typed}: {'unknown key' if now is None else f'is {now} now'}"
+            return
+        typed = f"engine.{key}={shown(value)}"
+        owners = owners_of(key, {name: spec.settings for name, spec in specs().items()})
+        if owners:
+            yield f"{typed}: {engine} has no such key; it belongs to engine={'|'.join(owners)}"
+            return
+        hint = f"; the keys of {engine} are: {', '.join(known)}"
+        if near := get_close_matches(key, known, n=1):
+            hint = f" (did you mean 'engine.{near[0]}'?)"
+        yield f"{typed}: unknown key{hint}"
 
-def _unknown(key: str, value: Any, known: Sequence[str], engine: str) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            typed = f"engine.{key}.{name}={shown(inner)}"
-            now = moved_key(typed)
-            yield f"{typed}: {'unknown key' if now is None else f'is {now} now'}"
-        return
-    typed = f"engine.{key}={shown(value)}"
-    owners = owners_of(key, {name: spec.settings for name, spec in specs().items()})
-    if owners:
-        yield f"{typed}: {engine} has no such key; it belongs to engine={'|'.join(owners)}"
-        return
-    hint = f"; the keys of {engine} are: {', '.join(known)}"
-    if near := get_close_matches(key, known, n=1):
-        hint = f" (did you mean 'engine.{near[0]}'?)"
-    yield f"{typed}: unknown key{hint}"
+    return with_known_keys(settings, keys, "engine", unknown)

@@ -1,4 +1,4 @@
-"""`ScriptedEngine`: an engine that says what it is told, for tests of tools, rewards and loops."""
+"""`ScriptedEngine`: an engine that answers from a script, to test tools, rewards and loops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Answer = str | Sequence[int] | Completion
 """Text (encoded, and ended by the request's first stop id), token ids as they are, or a completion
-that also says its logprobs; a completion with finish `abort` may end anywhere."""
+with logprobs of its own; a completion with finish `abort` may end anywhere."""
 Script = (
     Sequence[Answer] | Mapping[str, Sequence[Answer]] | Callable[[Sequence[int], str, int], Answer]
 )
@@ -28,12 +28,12 @@ LOGPROB = -0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """One request as the engine got it."""
+    """One request that the engine received."""
 
     session: str
     turn: int
     ids: array[int]
-    """A copy of what was sent: an array, so that a test over a long history stays quick."""
+    """A copy of the request's ids: an array, so that a test over a long history stays quick."""
     sampling: Sampling
 
     @property
@@ -63,9 +63,9 @@ class ScriptedEngine:
         max_context: int = 4096,
         keeps_sent: bool = True,
     ) -> None:
-        """`delay`: seconds until an answer; `encode`: what turns text answers into ids.
+        """`delay`: seconds until an answer; `encode`: function from text answers to ids.
 
-        `sent` holds every request with all of its ids, unless not `keeps_sent`.
+        With `keeps_sent`, `sent` collects every request with all of its ids.
         """
         self.script = script
         self.encode = encode
@@ -87,7 +87,7 @@ class ScriptedEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """The script's next answer of this session, cut at its first stop id and at the budget.
+        """Return the session's next answer, cut at its first stop id and at the budget.
 
         Raises EngineError where a real engine would, when the script has no answer left, and when
         an answer ends with neither a stop id nor the budget; ImagesRefused.
@@ -104,26 +104,34 @@ class ScriptedEngine:
         if self.keeps_sent:
             self.sent.append(Sent(session=session, turn=turn, ids=ids, sampling=sampling))
         await asyncio.sleep(self.delay)
-        answer = self._answer(ids, session, turn)
+        script = self.script
+        if callable(script):
+            answer = script(ids, session, turn)
+        else:
+            answers = script.get(session, ()) if isinstance(script, Mapping) else script
+            if turn >= len(answers):
+                raise EngineError(f"session={session!r}: the script has no answer for turn {turn}.")
+            answer = answers[turn]
         budget = min(sampling.max_tokens, self.max_context - len(ids))
         return self._complete(answer, sampling.stop_token_ids, budget, f"{session} turn {turn}")
-
-    def _answer(self, ids: array[int], session: str, turn: int) -> Answer:
-        if callable(self.script):
-            return self.script(ids, session, turn)
-        answers = self.script.get(session, ()) if isinstance(self.script, Mapping) else self.script
-        if turn >= len(answers):
-            raise EngineError(f"session={session!r}: the script has no answer for turn {turn}.")
-        return answers[turn]
 
     def _complete(
         self, answer: Answer, stops: Sequence[int], budget: int, where: str
     ) -> Completion:
-        ids, logprobs, aborted = self._ids(answer, stops), None, False
+        logprobs, aborted = None, False
+        if isinstance(answer, Completion):
+            ids, logprobs = list(answer.token_ids), answer.logprobs
+            aborted = answer.finish is Finish.abort
+        elif not isinstance(answer, str):
+            ids = list(answer)
+        elif self.encode is None:
+            raise EngineError(
+                f"script: {answer!r} is text. Give ScriptedEngine an encode function."
+            )
+        else:
+            ids = [*self.encode(answer), *stops[:1]]
         if not ids:
             raise EngineError(f"script, {where}: no token to answer with. Give at least one.")
-        if isinstance(answer, Completion):
-            logprobs, aborted = answer.logprobs, answer.finish is Finish.abort
         end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
         end = min(end, budget)
         finish = Finish.stop if end and ids[end - 1] in stops else Finish.length
@@ -141,23 +149,12 @@ class ScriptedEngine:
             versions=((self.version, end),),
         )
 
-    def _ids(self, answer: Answer, stops: Sequence[int]) -> list[int]:
-        if isinstance(answer, Completion):
-            return list(answer.token_ids)
-        if not isinstance(answer, str):
-            return list(answer)
-        if self.encode is None:
-            raise EngineError(
-                f"script: {answer!r} is text. Give ScriptedEngine an encode function."
-            )
-        return [*self.encode(answer), *stops[:1]]
-
     async def release(self, session: str) -> None:
-        """Record it."""
+        """Record the session in `released`."""
         self.released.append(session)
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Count it; what is sampled from now on carries `version`."""
+        """Count the update; tokens sampled from now on carry `version`."""
         self.updates += 1
         self.version = version
 

@@ -1,6 +1,6 @@
 """`EngineSpec`: an engine as its folder registers it.
 
-Setup, `plan` and the checks ask the spec of the chosen engine; none of them knows an engine's name.
+Setup, `plan` and the checks use the spec of the chosen engine; none of them names an engine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RunFacts:
     """The run has more than one process."""
 
 
-def _no_problems(*_: Any) -> Iterable[str]:
+def _no_problems(*_: Any) -> Any:
     return ()
 
 
@@ -62,13 +62,9 @@ def _no_memory(settings: EngineSettings, load: EngineLoad, sizes: ModelSizes) ->
     return EngineMemory()
 
 
-def _accept(settings: EngineSettings, model: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(Generic[S]):
-    """An engine: its settings, how it is built, and what has to be known about it before that.
+    """An engine: its settings, the function that builds it, and facts needed before it is built.
 
     A bundled one is `SPEC` in `engines/<name>/spec.py`. One from outside the package is any object
     of this class, named by its dotted path::
@@ -83,21 +79,21 @@ class EngineSpec(Generic[S]):
     """Keys of the section `engine` and their bounds."""
     build: Callable[[S, EngineInputs], Engine]
     check: Callable[[S, RunFacts], Iterable[str]] = _no_problems
-    """Yield what is wrong with the settings beside those of other sections."""
+    """Yield problems of the settings together with those of other sections."""
     check_machine: Callable[[S, Callable[[], int]], Iterable[str]] = _no_problems
-    """Yield what this machine lacks. The second argument counts its GPUs, which imports torch."""
-    check_model: Callable[[S, Any], None] = _accept
+    """Yield problems of this machine. The second argument counts its GPUs and imports torch."""
+    check_model: Callable[[S, Any], None] = _no_problems
     """Raise EngineError for a model, built without weights, that the engine cannot serve."""
     gpu_notes: Callable[[S], Iterable[str]] = _no_problems
-    """Yield what would be slow on a GPU, with a remedy."""
+    """Yield settings that are slow on a GPU, with a remedy."""
     memory: Callable[[S, EngineLoad, ModelSizes], EngineMemory] = _no_memory
     """Estimate the memory that the engine takes in each process."""
     own_weights: bool = False
-    """It samples from weights of its own, which are sent to it; else from the policy's module."""
+    """True: samples from weights of its own, which are sent to it; False: from the policy's."""
     deterministic: bool = False
-    """It can repeat a run bit for bit (`Lockstep`)."""
+    """True: can repeat a run bit for bit (`Lockstep`)."""
     grammars: bool = False
-    """It takes requests with a grammar."""
+    """True: takes requests with a grammar."""
     too_cold: str = (
         f"must be at least {LEAST_TEMPERATURE:g}: divided by less, logits turn their rounding "
         "errors into whole nats, and overflow in the end"

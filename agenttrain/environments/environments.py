@@ -163,14 +163,14 @@ def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:
     for name, section in environment.items():
         located = locate_section(section, key=f"environment.{name}")
         settings, bound = beside(EnvironmentSettings, located.bound, f"environment.{name}")
-        if not inspect.isclass(located.found):
+        if not inspect.isclass(located.target):
             raise ValueError(
                 f"{located.where}: is not a class; each rollout gets an instance of its own, so "
                 "name the class itself"
             )
         try:
-            inspect.signature(located.found).bind(**bound)
+            inspect.signature(located.target).bind(**bound)
         except TypeError as error:
             raise ValueError(f"{located.where} with {bound}: {error}") from error
-        kinds[name] = EnvironmentKind(name, located.found, bound=bound, settings=settings)
+        kinds[name] = EnvironmentKind(name, located.target, bound=bound, settings=settings)
     return kinds

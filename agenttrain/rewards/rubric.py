@@ -159,7 +159,7 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
         key = f"reward.{name}"
         located = locate_section(section, key=key)
         settings[name], bound = beside(RewardSettings, located.bound, key)
-        scorers[name] = _build_scorer(located.found, name, bound, located.where, settings[name])
+        scorers[name] = _build_scorer(located.target, name, bound, located.where, settings[name])
     return Rubric(
         scorers,
         {name: beside.weight for name, beside in settings.items()},

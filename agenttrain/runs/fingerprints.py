@@ -1,8 +1,8 @@
 """Fingerprints of a run's parts besides its settings: rows, template, tools, rewards, model.
 
-fingerprints.json in the run folder holds a digest of each thing, so that a resumed run can say what
-has changed since. What cannot change a run is in no digest: comments, other functions of a module,
-agenttrain's own code, which has a version.
+fingerprints.json in the run folder has a digest of each of them, so that a resumed run can name the
+parts that have changed since. Digests leave out text that cannot change a run: comments, other
+functions of a module, and agenttrain's own code, which has a version.
 
     {"data": {"rows of data.train": "93a1…", …}, "tools": {"schema of find": "07be…",
      "code of tools.find": "5c0d…"}, …}
@@ -32,24 +32,25 @@ from agenttrain.utils.model_path import model_folder
 
 FILE = "fingerprints.json"
 ROWS = 20_000
-"""Rows of a dataset that are looked at, evenly spaced; the first ones of one without end."""
+"""Rows of a dataset that are hashed, evenly spaced."""
 ENDLESS_ROWS = 16
+"""Rows of a dataset without end that are hashed: the first ones."""
 BLOCKS, BLOCK_BYTES = 64, 2**16
 """Blocks of each file of weights that are hashed, evenly spaced: training changes all of them."""
 OURS = "agenttrain."
 FILE_ARGUMENTS = ("path", "database")
-"""Arguments of bundled tools that name files and folders which they read and never write."""
+"""Arguments of bundled tools that name files and folders which the tools read and never write."""
 CODE_ARGUMENTS = ("_target_", "connect")
 
 Fingerprints = dict[str, dict[str, str]]
 
 
 def fingerprints(components: Components) -> Fingerprints:
-    """Return the fingerprints of a run that is about to begin or to go on."""
+    """Return the fingerprints of a run that is about to start or to go on."""
     config = components.config
     toolboxes = [components.toolbox, *components.environments.toolboxes.values()]
     schemas = [schema for toolbox in toolboxes for schema in toolbox.schemas()]
-    found = {
+    parts = {
         RunPart.data: {
             "rows of data.train": _rows(components.train_tasks),
             "rows of data.test": _rows(components.test_tasks),
@@ -67,13 +68,13 @@ def fingerprints(components: Components) -> Fingerprints:
             **_model(config),
         },
     }
-    return {str(part): digests for part, digests in found.items()}
+    return {str(part): digests for part, digests in parts.items()}
 
 
 def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart]) -> None:
-    """Compare with what the run in `folder` was before; `allowed` parts may have changed.
+    """Compare `now` with the fingerprints in `folder`; only `allowed` parts may have changed.
 
-    Raises ConfigError that names what has.
+    Raises ConfigError with the names of the others that have.
     """
     before = read(folder)
     if before is None:
@@ -84,30 +85,35 @@ def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart])
             "whether these changed",
             file=sys.stderr,
         )
-    changed = {part: _changed(before[part], now[part]) for part in now if part in before}
-    refused = {part: names for part, names in changed.items() if names and part not in allowed}
-    if refused:
-        names = ", ".join(name for names in refused.values() for name in names)
-        keys = ",".join([*refused, *(part for part in allowed if part not in refused)])
+    changed: dict[str, list[str]] = {}
+    for part in now:
+        if part in before:
+            names = dict.fromkeys([*before[part], *now[part]])
+            old, new = before[part], now[part]
+            changed[part] = [name for name in names if old.get(name) != new.get(name)]
+    problems = {part: names for part, names in changed.items() if names and part not in allowed}
+    if problems:
+        listed = ", ".join(name for names in problems.values() for name in names)
+        keys = ",".join([*problems, *(part for part in allowed if part not in problems)])
         raise ConfigError(
-            f"resume={quote(str(folder))}: not what the run learnt with until now: {names} changed."
-            " Put it back as it was; or go on with what it is now: add "
+            f"resume={quote(str(folder))}: not what the run learnt with until now: {listed} "
+            "changed. Put it back as it was; or go on with what it is now: add "
             f"resume_changed=[{keys}]; or start a new run"
         )
     for part in allowed:
-        told = ", ".join(changed.get(part, ())) or "nothing of it"
-        print(f"resume_changed={part}: {told} changed", flush=True)
+        listed = ", ".join(changed.get(part, ())) or "nothing of it"
+        print(f"resume_changed={part}: {listed} changed", flush=True)
 
 
 def check_resumed(components: Components) -> None:
-    """`check_unchanged` for a run that would go on, where it has done a step."""
+    """Call `check_unchanged` for a run that would go on, if it has done a step."""
     config = components.config
     if config.resume is not None and done_steps(Path(config.resume)):
         check_unchanged(Path(config.resume), fingerprints(components), config.resume_changed)
 
 
 def write(folder: Path, now: Fingerprints) -> None:
-    """Write the fingerprints of the run from now on."""
+    """Write a run's fingerprints."""
     write_atomically(folder / FILE, json.dumps(now, indent=1) + "\n")
 
 
@@ -115,8 +121,8 @@ def read(folder: Path) -> Fingerprints | None:
     """Return a run's fingerprints; None, with a warning, where they are missing or not readable."""
     path = folder / FILE
     try:
-        found: Fingerprints = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(digests, dict) for digests in found.values()):
+        parts: Fingerprints = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(digests, dict) for digests in parts.values()):
             raise ValueError("not a digest by name for each part")
     except (OSError, ValueError, AttributeError) as error:
         missing = isinstance(error, FileNotFoundError)
@@ -126,16 +132,11 @@ def read(folder: Path) -> Fingerprints | None:
             file=sys.stderr,
         )
         return None
-    return found
-
-
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    names = dict.fromkeys([*before, *now])
-    return [name for name in names if before.get(name) != now.get(name)]
+    return parts
 
 
 def _rows(source: TaskSource) -> str:
-    """Digest of the number of rows and their content, in their order."""
+    """Return the digest of the number of rows and their content, in their order."""
     total = len(source)
     endless = total == sys.maxsize
     count = ENDLESS_ROWS if endless else min(total, ROWS)
@@ -144,8 +145,8 @@ def _rows(source: TaskSource) -> str:
 
 
 def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of the user's own functions and classes."""
-    found = {}
+    """Return the digests of the user's own functions and classes."""
+    digests = {}
     for name, section in sections.items():
         for argument in CODE_ARGUMENTS:
             path = section.get(argument) if isinstance(section, Mapping) else None
@@ -154,53 +155,50 @@ def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
             where = f"{key}.{name}" if argument == "_target_" else f"{key}.{name}.{argument}"
             code = code_of(locate(path, key=where))
             if code is not None:
-                found[f"code of {where}"] = _digest(code)
-    return found
+                digests[f"code of {where}"] = _digest(code)
+    return digests
 
 
 def _files(sections: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of the files that bundled tools read."""
-    found = {}
+    """Return the digests of the files that bundled tools read.
+
+    That of a folder covers the names and contents of all files in it.
+    """
+    digests = {}
     for name, section in sections.items():
         if not isinstance(section, Mapping) or not str(section.get("_target_")).startswith(OURS):
             continue
         for argument in FILE_ARGUMENTS:
             given = section.get(argument)
             path = None if given is None else Path(given).expanduser()
-            if path is not None and path.exists():  # a bundled corpus is no path
-                found[f"tools.{name}.{argument}"] = _tree(path)
-    return found
-
-
-def _tree(path: Path) -> str:
-    """Digest of a file, or of the names and contents of all files in a folder."""
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    texts = []
-    for file in files:
-        with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        texts.append(f"{file.relative_to(path).as_posix()} {digest}")
-    return _hashed(texts)
+            if path is None or not path.exists():  # a bundled corpus is no path
+                continue
+            inside = sorted(file for file in path.rglob("*") if file.is_file())
+            texts = []
+            for file in inside if path.is_dir() else [path]:
+                with file.open("rb") as opened:
+                    digest = hashlib.file_digest(opened, "sha256").hexdigest()
+                texts.append(f"{file.relative_to(path).as_posix()} {digest}")
+            digests[f"tools.{name}.{argument}"] = _hashed(texts)
+    return digests
 
 
 def _model(config: RunConfig) -> dict[str, str]:
-    """Digest of the first weights, where a resumed run still reads them: the reference of the KL
-    penalty, the model under adapters."""
+    """Return the digest of the first weights, if a resumed run still reads them: for the reference
+    of the KL penalty, or as the model under adapters."""
     if not (config.algorithm.beta or config.model.lora.rank):
         return {}
-    files = sorted(model_folder(config.model.path).glob("*.safetensors"))
-    return {"weights of model.path": _hashed(_blocks(file) for file in files)} if files else {}
-
-
-def _blocks(file: Path) -> str:
-    """Digest of the size and of some blocks of a file that may have many gigabytes."""
-    size = file.stat().st_size
-    found = hashlib.sha256(str(size).encode())
-    with file.open("rb") as opened:
-        for number in range(BLOCKS):
-            opened.seek(number * max(size - BLOCK_BYTES, 0) // BLOCKS)
-            found.update(opened.read(BLOCK_BYTES))
-    return found.hexdigest()
+    digests = []
+    for file in sorted(model_folder(config.model.path).glob("*.safetensors")):
+        # Its size and some blocks: a file may have many gigabytes.
+        size = file.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with file.open("rb") as opened:
+            for number in range(BLOCKS):
+                opened.seek(number * max(size - BLOCK_BYTES, 0) // BLOCKS)
+                digest.update(opened.read(BLOCK_BYTES))
+        digests.append(digest.hexdigest())
+    return {"weights of model.path": _hashed(digests)} if digests else {}
 
 
 def _json(value: Any) -> str:
@@ -208,7 +206,7 @@ def _json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Make plain a value that JSON lacks; never an address in memory, which differs per process."""
+    """Convert a value that JSON lacks; never to an address in memory, which differs per process."""
     for name in ("isoformat", "tolist", "hex"):
         method: Callable[[], Any] | None = getattr(value, name, None)
         if callable(method):
@@ -221,17 +219,17 @@ def _digest(text: str) -> str:
 
 
 def _hashed(texts: Iterable[str]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for text in texts:
-        found.update(text.encode("utf-8", "surrogatepass") + b"\n")
-    return found.hexdigest()
+        digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
+    return digest.hexdigest()
 
 
 def code_of(target: Any) -> str | None:
-    """Return the source of `target` and of everything that it names in its module, and so on.
+    """Return the source of `target` and of everything that it uses in its module, and so on.
 
-    Comments, blank lines and the module's other functions are left out, so that a change in them is
-    none. What it imports from other modules is not followed. None where there is no source.
+    Comments, blank lines and the module's other functions are left out, so that changes in them do
+    not count. Imports from other modules are not followed. None if there is no source.
     """
     module = sys.modules.get(getattr(target, "__module__", None) or "")
     name = getattr(target, "__qualname__", type(target).__qualname__).partition(".")[0]
@@ -257,7 +255,7 @@ def code_of(target: Any) -> str | None:
 
 
 def _names(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement of a module defines; an import is not its own code."""
+    """Yield the names that a statement of a module defines; none for an import."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
     elif not isinstance(node, ast.Import | ast.ImportFrom):

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.algorithms.config import AlgorithmConfig
-from agenttrain.data.curriculum import Curriculum
-from agenttrain.data.tasks import TaskSource
 from agenttrain.engines.base import Engine
 from agenttrain.engines.registry import spec_of
 from agenttrain.engines.spec import EngineInputs
@@ -21,7 +19,7 @@ from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
 from agenttrain.training.checkpoint_files import MANIFEST, only_tensors, verify
-from agenttrain.training.config import Init, ModelConfig
+from agenttrain.training.config import Init
 from agenttrain.training.logprobs import checkpoint_layers
 from agenttrain.training.lora import add_lora, base_of, is_adapted
 from agenttrain.training.optimizers import build_optimizer
@@ -40,10 +38,10 @@ def verify_model(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig, *, sampled: bool = True) -> None:
-    """Raise for what the run asks of a model that its architecture does not have.
+    """Raise if the model's architecture cannot do what the run needs, or if weights are missing.
 
-    The model is built without weights, so that this is known before they are loaded. `sampled`:
-    an engine samples from it.
+    The model is built without weights, before they are loaded. `sampled`: an engine samples from
+    it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -58,7 +56,16 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
             model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
-    _check_shards(folder, config.model)
+    for index in folder.glob("*.safetensors.index.json"):
+        if config.model.init is Init.random:
+            continue
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(name for name in named if not (folder / name).is_file())
+        if missing:
+            raise ValueError(
+                f"model.path={config.model.path}: {index.name} names {', '.join(missing)}, which "
+                "the folder lacks; copy the whole model"
+            )
     if sampled:
         spec_of(config.engine).check_model(config.engine, model)
     if config.training.gradient_checkpointing:
@@ -66,26 +73,6 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
     if config.model.lora.rank:
         add_lora(model, config.model.lora)
     build_optimizer(model, config.optimizer)
-
-
-def _check_shards(folder: Path, model: ModelConfig) -> None:
-    """Raise ValueError for a file of weights that the folder's index names and lacks."""
-    for index in folder.glob("*.safetensors.index.json"):
-        if model.init is Init.random:
-            continue
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        missing = sorted(name for name in named if not (folder / name).is_file())
-        if missing:
-            raise ValueError(
-                f"model.path={model.path}: {index.name} names {', '.join(missing)}, which the "
-                "folder lacks; copy the whole model"
-            )
-
-
-def curriculum_of(config: RunConfig, tasks: TaskSource) -> Curriculum | None:
-    """Return what chooses among the training tasks, at its start; None: their own order."""
-    settings = config.data.curriculum
-    return Curriculum(tasks, settings, seed=config.seed) if settings.enabled else None
 
 
 def make_policy(
@@ -97,10 +84,21 @@ def make_policy(
     world: World | None = None,
     sampled: bool = True,
 ) -> Policy:
-    """Build model and optimizer, every generator seeded: in each process of `world` differently."""
+    """Build model and optimizer; seed every generator, in each process of `world` differently."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
     world = world or World()
     seed_random(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
-    model = _model(config)
+    logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
+    source, dtype = model_folder(config.model.path), getattr(torch, config.model.dtype)
+    if config.model.init is Init.random:
+        architecture = AutoConfig.from_pretrained(source)
+        model: Any = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+    else:
+        with only_tensors(source):
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     if config.model.lora.rank or is_adapted(model):
         add_lora(model, config.model.lora)
     sharding = None
@@ -125,19 +123,6 @@ def make_policy(
     return policy
 
 
-def _model(config: RunConfig) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
-    folder, dtype = model_folder(config.model.path), getattr(torch, config.model.dtype)
-    if config.model.init is Init.random:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
-    with only_tensors(folder):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-
-
 def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -> Engine:
     """Build the engine that samples from the policy; its log goes to the run's folder."""
     spec, lora = spec_of(config.engine), config.model.lora
@@ -153,7 +138,7 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
         rank=policy.world.rank,
         run_folder=folder,
     )
-    # Some seed the generators of the process: tools and rewards would draw the same on all ranks.
+    # Some engines seed the process's generators; tools and rewards would draw alike on all ranks.
     states = random_states()
     engine = spec.build(config.engine, inputs)
     set_random_states(states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from agenttrain.tracking.run_folder import PACKAGES, write_atomically
 def write_config(
     folder: Path, config: dict[str, Any], certificate: str | None, kernel: str | None = None
 ) -> None:
-    """Write config.yaml: the resolved settings, and under `provenance` what they ran with.
+    """Write config.yaml: the resolved settings, and under `provenance` the versions they ran with.
 
     `certificate` is the chat template's hash; None before the template was certified. `kernel`
     computes the policy's attention; None before the model was loaded.
@@ -28,22 +29,18 @@ def write_config(
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
+    # The working folder's commit, with `-dirty` when it has changes; None outside git.
+    revision = None
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=10)
+        revision = done.stdout.strip() or None
     provenance = {
         "versions": {**versions, "python": platform.python_version()},
-        "git_revision": _git_revision(),
+        "git_revision": revision,
         "template_certificate": certificate,
         "training_kernel": kernel,
         SIGNATURE: signature(config),
     }
     text = OmegaConf.to_yaml(OmegaConf.create({**config, "provenance": provenance}))
     write_atomically(folder / "config.yaml", text)
-
-
-def _git_revision() -> str | None:
-    """Return the working folder's commit, with `-dirty` when it has changes; None outside git."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(describe, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None

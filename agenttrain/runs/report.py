@@ -15,7 +15,6 @@ from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts import read_step, rollout_record, step_path
 from agenttrain.tracking.run_folder import write_atomically
-from agenttrain.types import Rollout
 from agenttrain.utils.model_path import model_folder
 
 SHOWN = 3
@@ -31,12 +30,23 @@ def print_scores(
     dashboard: str | None,
     best: Mapping[str, Any] | None,
 ) -> None:
-    """Print the scores before and after, the best one, and some rollouts."""
+    """Print the scores before and after, the best one, and some sampled rollouts.
+
+    These are the longest of the solved ones, and last an unsolved one.
+    """
+    rollouts = [
+        rollout
+        for evaluation in after[:1]
+        for rollout in evaluation.rollouts
+        if rollout.reward is not None
+    ]
+    ranked = sorted(rollouts, key=lambda r: (r.reward, len(r.tool_results)), reverse=True)
+    chosen = ranked if len(ranked) < SHOWN else [*ranked[: SHOWN - 1], ranked[-1]]
     print_report(
         Console(),
         before=before,
         after=after,
-        rollouts=[rollout_record(rollout) for rollout in _instructive(after)],
+        rollouts=[rollout_record(rollout) for rollout in chosen],
         decode=decode,
         run_folder=run_folder,
         dashboard=dashboard,
@@ -45,7 +55,7 @@ def print_scores(
 
 
 def print_losses(folder: Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Print the held-out losses of supervised learning, and what to do next."""
+    """Print the held-out losses of supervised learning, and the commands to run next."""
     if before and after:
         print(
             f"held-out loss  {before['loss']:.4f} -> {after['loss']:.4f} nats per token, "
@@ -62,7 +72,7 @@ def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = Non
     """Write the HTML page of a step's rollouts; without `to` it lies beside their file."""
     from transformers import AutoTokenizer
 
-    # The checkpoint's tokenizer is the one that the run had; model.path may have changed since.
+    # The checkpoint has the run's tokenizer; the folder model.path may have changed since.
     saved = folder / "checkpoints" / "latest"
     source = saved if saved.exists() else model_folder(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -70,15 +80,3 @@ def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = Non
     title = f"{folder.resolve().name}, step {step}"
     write_atomically(path, viewer.render(read_step(folder, step), tokenizer.decode, title=title))
     return path
-
-
-def _instructive(evaluations: Sequence[Evaluation]) -> list[Rollout]:
-    """Return sampled rollouts to show: the longest solved ones, and last an unsolved one."""
-    rollouts = [
-        rollout
-        for evaluation in evaluations[:1]
-        for rollout in evaluation.rollouts
-        if rollout.reward is not None
-    ]
-    ranked = sorted(rollouts, key=lambda r: (r.reward, len(r.tool_results)), reverse=True)
-    return ranked if len(ranked) < SHOWN else [*ranked[: SHOWN - 1], ranked[-1]]

@@ -2,8 +2,8 @@
 
     code = Run(verb="train", config=config, plain=plain, folder=folder).execute()
 
-A run holds its folder, listens to signals, is watched, builds its components, continues from its
-newest checkpoint, and records in summary.json how it ended.
+A run locks its folder, handles signals, is watched, builds its components, continues from its
+newest checkpoint, and records its end in summary.json.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
 from agenttrain.algorithms.objectives.config import build_objective
+from agenttrain.data.curriculum import Curriculum
 from agenttrain.evaluation import (
     Best,
     Evaluation,
@@ -37,7 +38,7 @@ from agenttrain.rollout.sharing import Costs
 from agenttrain.rollout.source import Demonstrations, RolloutSource
 from agenttrain.runs.fingerprints import check_unchanged, fingerprints
 from agenttrain.runs.fingerprints import write as write_fingerprints
-from agenttrain.runs.loading import curriculum_of, make_engine, make_policy
+from agenttrain.runs.loading import make_engine, make_policy
 from agenttrain.runs.provenance import write_config
 from agenttrain.runs.report import print_losses, print_scores
 from agenttrain.runs.setup import Components, prepare
@@ -72,7 +73,7 @@ CROSS_ENTROPY = AlgorithmConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Parts of a run that take part in a phase of a step, besides the work itself."""
+    """Treatment of a phase of a step besides its work."""
 
     shown: bool = False
     """The console shows its name."""
@@ -110,9 +111,9 @@ class Run:
     plain: dict[str, Any]
     """The resolved settings, as config.yaml keeps them."""
     folder: Path
-    """The run folder; a run that is in it already goes on."""
+    """The run folder; a run that it has already goes on."""
     sweep: bool = False
-    """Set where the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
+    """True if the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
     world: World = field(default_factory=World)
     stop: StopRequest = field(default_factory=StopRequest)
     watchdog: Watchdog = field(default_factory=Watchdog)
@@ -132,7 +133,13 @@ class Run:
             try:
                 with lock_folder(self.folder):
                     earlier = read_summary(self.folder)
-                    self._check_verb(earlier)
+                    verb = earlier.get("verb", self.verb)
+                    if verb != self.verb:
+                        raise ConfigError(
+                            f"{self.folder}: holds a run of `agenttrain {verb}`, and `agenttrain "
+                            f"{self.verb}` cannot go on with it. Give another folder: resume= the "
+                            "run that was trained, or hydra.run.dir= a new one."
+                        )
                     self.sweep = self.sweep or earlier.get("sweep", False)
                     self.record(
                         verb=self.verb,
@@ -148,17 +155,8 @@ class Run:
     def _agree(self, signalled: bool) -> bool:
         return self.world.max(float(signalled), "whether a signal came") > 0
 
-    def _check_verb(self, summary: dict[str, Any]) -> None:
-        verb = summary.get("verb", self.verb)
-        if verb != self.verb:
-            raise ConfigError(
-                f"{self.folder}: holds a run of `agenttrain {verb}`, and `agenttrain {self.verb}` "
-                "cannot go on with it. Give another folder: resume= the run that was trained, or "
-                "hydra.run.dir= a new one."
-            )
-
     def _execute(self) -> int:
-        """Run the verb in a folder that is held; the main process reports and records errors."""
+        """Run the verb in the locked folder; the main process reports and records errors."""
         try:
             with Watchdog(self.folder, self.config.watchdog, self.world) as self.watchdog:
                 self.watchdog.begin("load")
@@ -168,7 +166,15 @@ class Run:
         except Preempted as stopped:
             return self._preempted(str(stopped))
         except KeyboardInterrupt:
-            return self._interrupted()
+            # Ctrl-C, a second SIGTERM, or a first signal with nothing to save.
+            stop = self.stop
+            if stop.at_once and not stop.insisted and self.verb != "eval":
+                return self._preempted(str(stop.name))
+            self._record_end(status="interrupted")
+            if self.world.is_main:
+                goes_on = "" if self.verb == "eval" else f"; to go on: {self._again}"
+                print(f"interrupted{goes_on}", file=sys.stderr)
+            return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
         except ConfigError:
             raise
         except Exception as error:
@@ -178,9 +184,9 @@ class Run:
         return DONE
 
     def prepare(self) -> Components:
-        """Build the run's components, and record in the folder what they are.
+        """Build the run's components, and record them in the folder.
 
-        config.yaml stands before anything slow, so that a stopped run can go on.
+        config.yaml is written before anything slow, so that a stopped run can go on.
         """
         if not self.world.is_main:
             return prepare(self.config, self.verb)
@@ -191,7 +197,7 @@ class Run:
         try:
             components = prepare(self.config, self.verb)
         except Exception:
-            if new:  # a run that cannot be built has not begun: its folder is free for the next try
+            if new:  # the run has not started: its folder is free for the next try
                 path.unlink(missing_ok=True)
             raise
         now = fingerprints(components)
@@ -219,7 +225,10 @@ class Run:
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 with self.stop.deferred(trainer.save_checkpoint):
-                    before = self._evaluation_before()
+                    before = None  # or the evaluation before the first step, if the run goes on
+                    if self.world.is_main:
+                        before = read_summary(self.folder).get("eval", {}).get("before")
+                    before = self.world.broadcast(before, "the evaluation before training")
                     if before is None:
                         evaluations = await trainer.evaluate("before")
                         before = trainer.evaluator.summary(evaluations)
@@ -238,13 +247,6 @@ class Run:
             print_losses(self.folder, before, after)
         else:
             self._print_scores(components, before, evaluations, trainer.best)
-
-    def _evaluation_before(self) -> dict[str, Any] | None:
-        """Return the evaluation before the first step of a run that goes on, to every process."""
-        before = None
-        if self.world.is_main:
-            before = read_summary(self.folder).get("eval", {}).get("before")
-        return self.world.broadcast(before, "the evaluation before training")
 
     async def _evaluate(self, components: Components) -> None:
         with self._timed("seconds"):
@@ -278,7 +280,7 @@ class Run:
             decode=components.chat.decode,
             run_folder=self.folder,
             dashboard=command if self.tracker.has_dashboard else None,
-            # One that was made on the way; the table has what the run ended with.
+            # Only the best of an earlier step: the table has the scores after the last one.
             best=best.record if best and best.step != self.config.steps else None,
         )
 
@@ -286,10 +288,9 @@ class Run:
     def phase(
         self, name: str, step: int, *, label: str = "", rollouts: Sequence[Rollout] = ()
     ) -> Iterator[None]:
-        """Within, the run is in a phase of a step: see PHASES.
+        """Put the run into a phase of a step for the block: see PHASES.
 
-        `label` is shown instead of the name; `rollouts` are the step's so far, which a crash bundle
-        keeps.
+        `label` is shown instead of the name; `rollouts` are the step's so far, for a crash bundle.
         """
         phase = PHASES[name]
         with ExitStack() as stack:
@@ -316,7 +317,7 @@ class Run:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Add the wall seconds within to those that summary.json has, however the work ends."""
+        """Add the block's wall seconds to those in summary.json, even if it raises."""
         earlier = read_summary(self.folder).get(name, 0.0)
         started = time.perf_counter()
         try:
@@ -325,18 +326,18 @@ class Run:
             self._record_end(**{name: earlier + time.perf_counter() - started})
 
     def record(self, **changes: Any) -> None:
-        """`update_summary` by the main process; the others leave it to that one."""
+        """Call `update_summary` in the main process only."""
         if self.world.is_main:
             update_summary(self.folder, **changes)
 
     def _record_end(self, **changes: Any) -> None:
-        """`record` while the run ends already: a full disk is no second error."""
+        """Call `record` while the run ends: a full disk is no second error."""
         with suppress(OSError):
             self.record(**changes)
 
     @property
     def project(self) -> str:
-        """The experiment's name: the folder that holds the run's, or the sweep's."""
+        """The experiment's name: that of the folder around the run's, or around the sweep's."""
         parent = self.folder.resolve().parent
         return parent.parent.name if self.sweep else parent.name
 
@@ -353,36 +354,29 @@ class Run:
     def restore(self, checkpoints: Checkpoints, policy: Policy) -> dict[str, Any] | None:
         """Load the newest checkpoint of a run that goes on, into the policy too; return its state.
 
-        None: the run starts at step 0.
+        None: the run starts at step 0. Raises CheckpointError when its checkpoint is gone.
         """
         if self.config.resume is None:
             return None
         exists = False
         with self.world.together("whether there is a checkpoint", CheckpointError):
-            exists = self.world.is_main and self._has_checkpoint(checkpoints)
+            exists = self.world.is_main and not checkpoints.empty
+            if self.world.is_main and not exists:
+                saved = read_summary(self.folder).get("latest_checkpoint")
+                if saved is not None:
+                    raise CheckpointError(
+                        f"{self.folder / saved}: the run saved this checkpoint, and "
+                        f"{checkpoints.folder} holds none now. Put it back; or start a new run: "
+                        "resuming would begin at step 0."
+                    )
+                metrics = self.folder / "metrics.jsonl"
+                rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+                cut = f", {rows} recorded steps are cut" if rows else ""
+                print(f"no checkpoint yet: starting again from step 0{cut}", flush=True)
         return checkpoints.load_latest(policy) if self.world.broadcast(exists) else None
 
-    def _has_checkpoint(self, checkpoints: Checkpoints) -> bool:
-        """Return whether a run goes on from a checkpoint; print what it costs if there is none.
-
-        Raises CheckpointError when there was one and it is gone.
-        """
-        if not checkpoints.empty:
-            return True
-        saved = read_summary(self.folder).get("latest_checkpoint")
-        if saved is not None:
-            raise CheckpointError(
-                f"{self.folder / saved}: the run saved this checkpoint, and {checkpoints.folder} "
-                "holds none now. Put it back; or start a new run: resuming would begin at step 0."
-            )
-        metrics = self.folder / "metrics.jsonl"
-        rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-        cut = f", {rows} recorded steps are cut" if rows else ""
-        print(f"no checkpoint yet: starting again from step 0{cut}", flush=True)
-        return False
-
     def make_tracker(self, done: int) -> Tracker:
-        """Build the tracker of a run that has done so many steps."""
+        """Build the tracker of a run that has done `done` steps."""
         if not self.world.is_main:
             return SilentTracker()
         return Tracker(
@@ -398,7 +392,7 @@ class Run:
         )
 
     def record_kernel(self, components: Components, policy: Policy) -> None:
-        """Record in config.yaml which kernels compute the attention of training."""
+        """Record in config.yaml the kernels that compute the attention of training."""
         if not self.world.is_main:
             return
         write_config(self.folder, self.plain, components.certificate.hash, policy.kernel)
@@ -414,21 +408,10 @@ class Run:
             print(f"stopped by {signal} {where}; to go on: {self._again}", file=sys.stderr)
         return PREEMPTED
 
-    def _interrupted(self) -> int:
-        """End at once: after Ctrl-C, a second SIGTERM, or a first signal with nothing to save."""
-        stop = self.stop
-        if stop.at_once and not stop.insisted and self.verb != "eval":
-            return self._preempted(str(stop.name))
-        self._record_end(status="interrupted")
-        if self.world.is_main:
-            goes_on = "" if self.verb == "eval" else f"; to go on: {self._again}"
-            print(f"interrupted{goes_on}", file=sys.stderr)
-        return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
-
     def _failed(self, error: Exception) -> int:
         """End after an error. Raises it again if it is a bug, or another process reports it.
 
-        Where something could not be written, the message names the checkpoint that stands.
+        If a write failed, the message names the checkpoint to go on from.
         """
         if isinstance(error, PeerFailed):
             self._record_end(status="failed", error=str(error))
@@ -446,7 +429,7 @@ class Run:
         return FAILED
 
     def _message(self, error: Exception) -> str:
-        """Return an error in a line, with the path that it is about."""
+        """Return an error as one line, with the path that it concerns."""
         nameless = isinstance(error, OSError) and error.filename is None
         where = f" (run folder {self.folder})" if nameless else ""
         return without_password(f"{type(error).__name__}: {error}{where}")
@@ -511,13 +494,17 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         )
     else:
         run.evidence = Evidence(folder=run.folder, policy=policy, checkpoints=checkpoints)
+        order = config.data.curriculum
+        curriculum = (
+            Curriculum(components.train_tasks, order, seed=config.seed) if order.enabled else None
+        )
         source = rollouts = RolloutSource(
             algorithm=config.algorithm,
             tasks_per_step=config.tasks_per_step,
             seed=config.seed,
             collector=replace(collector, stop=run.stop, progress=run.tracker.progress.rollouts),
             tasks=components.train_tasks,
-            curriculum=curriculum_of(config, components.train_tasks),
+            curriculum=curriculum,
             peers=world,
             costs=Costs(config.eval.group_by),
         )
@@ -542,7 +529,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
 
 
 def _longest_conversation(config: RunConfig, policy: Policy) -> int:
-    """Return the tokens of the longest conversation that is learnt."""
+    """Return the tokens of the longest conversation that is learned from."""
     text = policy.model.config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]

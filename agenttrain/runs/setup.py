@@ -1,8 +1,8 @@
 """Components of a run, before there are weights: tokenizer, chat, tools, data, rewards.
 
-`prepare` builds and checks all of them, so that a tool that cannot be built, a template that is
-refused or a row that asks for too much stops the run before anything expensive starts. The policy
-and its engine are built afterwards, in `loading.py`.
+`prepare` builds and checks all of them, so that a tool that cannot be built, a template without a
+certificate or a row with a mistake stops the run before anything expensive starts. The policy and
+its engine are built afterwards, in `loading.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROW_TOOL_SETS = 4
 
 
 class Components:
-    """Components of a run, each built when it is first asked for.
+    """Components of a run, each built when it is first used.
 
     Example: ``components = prepare(config)`` builds and checks everything that training needs;
     ``Components(config).chat`` builds the tools and the chat, and no task and no reward.
@@ -64,7 +64,7 @@ class Components:
         *,
         tools: tuple[Toolbox, Environments] | None = None,
     ) -> None:
-        """`tools` are those that an earlier run recorded; None: build the configuration's."""
+        """`tools` are those recorded by an earlier run; None: build the configuration's."""
         self.config = config
         self.verb = verb
         self._tools = tools
@@ -72,7 +72,7 @@ class Components:
     def with_config(self, config: RunConfig) -> Components:
         """Return components of another configuration that share these tools, chat and certificate.
 
-        For configurations that do not differ in what these depend on.
+        The settings that these depend on must be the same.
         """
         shared = Components(config, self.verb, tools=(self.toolbox, self.environments))
         shared.tokenizer, shared.chat = self.tokenizer, self.chat
@@ -91,7 +91,24 @@ class Components:
 
     @cached_property
     def _toolbox_and_environments(self) -> tuple[Toolbox, Environments]:
-        return self._tools or build_tools(self.config)
+        if self._tools is not None:
+            return self._tools
+        config = self.config
+        environments = Environments(
+            build_kinds(config.environment),
+            stop_tools=config.stop_tools,
+            max_stuck=config.rollout.max_stuck_calls,
+        )
+        # `build_toolbox` raises for a stop tool that is neither a tool nor a method.
+        stops = [name for name in config.stop_tools if name not in environments.tool_names]
+        toolbox = build_toolbox(
+            config.tools,
+            stops,
+            threads=config.rollout.concurrency,
+            max_stuck=config.rollout.max_stuck_calls,
+        )
+        check_collisions(toolbox, environments)
+        return toolbox, environments
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -103,21 +120,22 @@ class Components:
     @cached_property
     def chat(self) -> Chat:
         """The model's chat template and response schema, for a run with these tools."""
-        return chat_of(self.config, self.tokenizer, tools=any(map(bool, self._tool_sets)))
+        sets = tool_sets(self.toolbox, self.environments)
+        return chat_of(self.config, self.tokenizer, tools=any(map(bool, sets)))
 
     @cached_property
     def certificate(self) -> Certificate:
-        """The certificate of the template on the run's tools: a refused one if there is any.
+        """The certificate of the template with the run's tools: a failed one if there is any.
 
-        With several environments it is certified with the tools of each.
+        With several environments the template is certified with the tools of each.
         """
-        return _certificate(self.chat, self._tool_sets)
+        return _certificate(self.chat, tool_sets(self.toolbox, self.environments))
 
     @cached_property
     def tasks(self) -> Splits:
         """Training and test tasks, and notes on rows left out and held out.
 
-        With an environment a row need not ask anything itself, unless it is a demonstration.
+        With an environment a row needs no prompt of its own, unless it is a demonstration.
         """
         config = self.config
         needs_prompt = self.verb == "sft" or not config.environment
@@ -159,18 +177,18 @@ class Components:
     def prompt_lengths(self) -> dict[str, list[int]]:
         """Tokens of the first prompts of each split, by its key; their user turns are rendered too.
 
-        Raises ChatError that names the key, the task and what to change where the template refuses
-        one.
+        Raises ChatError with key, task and remedy if the template cannot render one.
         """
-        return {
-            # An environment's reset may give the whole prompt, which then no row has.
-            key: [self._prompt_length(task, key) for task in _first(source) if task.messages]
-            for key, source in self.tasks.by_key.items()
-        }
+        lengths = {}
+        for key, source in self.tasks.by_key.items():
+            first = source.tasks(0, min(RENDERED_TASKS, len(source)))
+            # A row without messages: an environment's reset may give the whole prompt.
+            lengths[key] = [self._prompt_length(task, key) for task in first if task.messages]
+        return lengths
 
     @property
     def demonstrator(self) -> Demonstrator:
-        """The maker of rollouts out of rows with answers."""
+        """The component that makes rollouts out of rows with answers."""
         return Demonstrator(
             chat=self.chat,
             toolbox=self.toolbox,
@@ -190,17 +208,17 @@ class Components:
         )
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
-        """Return the schemas of the tools that the model sees with this task."""
+        """Return the schemas of the tools that the model has in this task."""
         return RowTools(task, self.toolbox, self.environments).schemas
 
     def prompt_ids(self, task: Task) -> list[int]:
-        """Return the ids that a rollout of the task begins with."""
+        """Return the ids with which a rollout of the task starts."""
         return self.chat.prompt_ids(task.messages, self.schemas(task))
 
     def probe_prompt(self) -> list[int]:
         """Return the ids of the first task's prompt, for the probe of a weight sync.
 
-        Where an environment gives the prompt: the ids that end a turn.
+        If all prompts come from environments: an id that ends a turn.
         """
         sources = (source for source in (self.train_tasks, self.test_tasks) if len(source))
         for task in (task for source in sources for task in source.tasks(0, 1)):
@@ -215,13 +233,31 @@ class Components:
         finally:
             await self.toolbox.aclose()
 
-    @property
-    def _tool_sets(self) -> list[list[dict[str, Any]]]:
-        return tool_sets(self.toolbox, self.environments)
-
     def _prompt_length(self, task: Task, key: str) -> int:
+        """Return the tokens of a prompt, after rendering each later user turn behind an answer."""
+        chat, schemas = self.chat, self.schemas(task)
         try:
-            return _render(self.chat, task, self.schemas(task))
+            if any(message["role"] == "system" for message in task.messages):
+                problem = system_problem(chat, schemas)
+                if problem is not None:
+                    raise ChatError(
+                        f"{problem}, and this task has one; put its text into the first user "
+                        "message, or set chat_template=file with chat_template.path=<file.jinja>"
+                    )
+            length = len(chat.prompt_ids(task.messages, schemas))
+            messages: list[Message] = list(task.messages)
+            for text in task.user_turns:
+                question: Message = {"role": "user", "content": text}
+                messages += [ANSWER.message(), question]
+                chat.prompt_ids(messages, schemas)
+                chat.suffix(
+                    ANSWER,
+                    [question],
+                    completion_ids=[0],
+                    finish=Finish.length,
+                    generation_prompt=True,
+                )
+            return length
         except ChatError as error:
             raise ChatError(
                 f"{key}: task {task.task_id}: {error}; or remove the messages from the rows"
@@ -245,13 +281,13 @@ def prepare(config: RunConfig, verb: str = "train") -> Components:
 
 
 def complete(components: Components) -> None:
-    """Build and check what `prepare` does after the certificate, which has passed."""
+    """Build and check the other components, after the certificate has passed."""
     from agenttrain.runs.loading import check_model  # torch comes with it
 
     config, verb = components.config, components.verb
     if verb != "sft":
         check_model(config)
-    # Saved with every checkpoint: whoever serves it shows the model what training showed it.
+    # Saved with every checkpoint, so that the model is served with the texts of its training.
     components.tokenizer.chat_template = components.chat.saved_template
     components.tokenizer.response_template = response_template(components.chat)
     if verb == "sft":
@@ -273,36 +309,15 @@ def complete(components: Components) -> None:
         check_reward_columns(source, rubric.columns, key)
 
 
-def build_tools(config: RunConfig) -> tuple[Toolbox, Environments]:
-    """Build the run's own tools, and its environments with their methods.
-
-    Raises ValueError with key, value and remedy, also for a stop tool that is neither.
-    """
-    environments = Environments(
-        build_kinds(config.environment),
-        stop_tools=config.stop_tools,
-        max_stuck=config.rollout.max_stuck_calls,
-    )
-    stops = [name for name in config.stop_tools if name not in environments.tool_names]
-    toolbox = build_toolbox(
-        config.tools,
-        stops,
-        threads=config.rollout.concurrency,
-        max_stuck=config.rollout.max_stuck_calls,
-    )
-    check_collisions(toolbox, environments)
-    return toolbox, environments
-
-
 def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:
     """Load the run's chat template and response schema, for a run with or without tools."""
     return load_chat(tokenizer, config.chat_template, config.response_schema, tools=tools)
 
 
 def rubric_of(config: RunConfig, rewarding: Sequence[str]) -> Rubric:
-    """Build the rewards of a run of which the environments `rewarding` have one of their own.
+    """Build the rewards of a run; the environments `rewarding` have a reward of their own.
 
-    Raises ValueError where an environment's reward is hidden, or there is none.
+    Raises ValueError if the run hides an environment's reward, or uses one that does not exist.
     """
     sections = reward_sections(config, rewarding=bool(rewarding))
     targets = [section.get("_target_") for section in sections.values()]
@@ -320,7 +335,7 @@ def rubric_of(config: RunConfig, rewarding: Sequence[str]) -> Rubric:
 
 
 def context_of(config: RunConfig) -> int | None:
-    """Return the engine's limit of one sequence in tokens; None where no config names one."""
+    """Return the engine's limit of one sequence in tokens; None if no config has one."""
     from transformers import AutoConfig
 
     if config.engine.max_context is not None:
@@ -341,10 +356,10 @@ def check_rows(
     *,
     structured_calls: bool = False,
 ) -> set[str]:
-    """Check the rows of each source, and the template with the tools that they list.
+    """Check the rows of each source, and the template with their tools; return these tools' names.
 
-    Returns the names of these tools. Raises RowError that names the row, CertificateError as
-    `Certificate.raise_if_refused`, ChatError as `check_grammars`.
+    Raises RowError with the name of the row, CertificateError as `Certificate.raise_if_refused`,
+    and ChatError as `check_grammars`.
     """
     names: set[str] = set()
     if structured_calls:
@@ -360,7 +375,7 @@ def check_rows(
 
 
 def overlong_notes(components: Components) -> list[str]:
-    """Return lines that say how many of the first prompts would be left out of the run."""
+    """Return notes with the number of first prompts that the run would leave out."""
     context = context_of(components.config)
     return [
         f"note: {count} of the first {len(lengths)} of {key} fill the context of {context} tokens "
@@ -371,50 +386,22 @@ def overlong_notes(components: Components) -> list[str]:
 
 
 def _certificate(chat: Chat, sets: Sequence[list[dict[str, Any]]]) -> Certificate:
-    """Return the certificate of the first set of tools that is refused, else of the first."""
+    """Return the certificate of the first set of tools that fails, else that of the first set."""
     certificates = [certify(chat, schemas) for schemas in sets]
-    refused = (certificate for certificate in certificates if not certificate.passed)
-    return next(refused, certificates[0])
-
-
-def _first(source: TaskSource) -> Sequence[Task]:
-    return source.tasks(0, min(RENDERED_TASKS, len(source)))
-
-
-def _render(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> int:
-    """Return the tokens of the prompt. Raises ChatError where it, or a later user turn, is refused.
-
-    A later user turn is rendered behind an answer.
-    """
-    if any(message["role"] == "system" for message in task.messages):
-        problem = system_problem(chat, schemas)
-        if problem is not None:
-            raise ChatError(
-                f"{problem}, and this task has one; put its text into the first user message, or "
-                "set chat_template=file with chat_template.path=<file.jinja>"
-            )
-    length = len(chat.prompt_ids(task.messages, schemas))
-    messages: list[Message] = list(task.messages)
-    for text in task.user_turns:
-        question: Message = {"role": "user", "content": text}
-        messages += [ANSWER.message(), question]
-        chat.prompt_ids(messages, schemas)
-        chat.suffix(
-            ANSWER, [question], completion_ids=[0], finish=Finish.length, generation_prompt=True
-        )
-    return length
+    failed = (certificate for certificate in certificates if not certificate.passed)
+    return next(failed, certificates[0])
 
 
 def _check_room(components: Components, *, training: bool) -> None:
-    """Raise ChatError where the prompts of the whole first step fill the context.
+    """Raise ChatError if all prompts of the first step fill the context.
 
-    Single prompts that do are left out and counted while the run goes on. Without `training` only
-    the evaluation's rows count.
+    Single prompts that fill it are left out and counted while the run goes on. Without `training`
+    only the evaluation's rows count.
     """
     config, tasks, lengths = components.config, components.tasks, components.prompt_lengths
     context = context_of(config)
     if context is None or any(kind.has_reset for kind in components.environments.kinds.values()):
-        return  # a reset may replace the prompt that the row has
+        return  # a reset may replace the row's prompt
     step = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
     counts = {
         "data.train": step if training else 0,
@@ -437,9 +424,9 @@ def _check_room(components: Components, *, training: bool) -> None:
 
 
 def _check_demonstrations(components: Components) -> None:
-    """Check all rows, and make the first demonstrations of each split of them.
+    """Check all rows, and make the first demonstrations of each split.
 
-    Raises BadDemonstration naming the key and the row.
+    Raises BadDemonstration with the key and the row.
     """
     config = components.config
     _ = components.row_tool_names

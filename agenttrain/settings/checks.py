@@ -1,9 +1,9 @@
 """Checks that span sections of the settings, or read files, before anything heavy is imported.
 
-What one section says alone is checked in its `config.py`. Each check yields one line per problem,
-``key=value: problem; remedy``; all lines are raised at once. Among them: `rollout.structured_calls`
-(the gradient must be that of the policy), and settings that a verb does not read (`agenttrain sft`
-and reinforcement learning differ).
+A section alone is checked in its `config.py`. Each check yields one line per problem, ``key=value:
+problem; remedy``; all lines are raised at once. Among them: `rollout.structured_calls` (the
+gradient must be that of the policy), and settings that a verb does not read (`agenttrain sft` and
+reinforcement learning differ).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def validate(
     *,
     code: Collection[str] = SECTIONS,
 ) -> None:
-    """Raise ConfigError with every problem found, one per line.
+    """Raise ConfigError with every problem, one per line.
 
-    `model_parts` of the model's folder have to be there. Once all else is right, the modules that
-    the sections `code` name are imported and asked what they take: give none of a recorded run
-    whose code the user has not agreed to.
+    The model's folder must have the `model_parts`. Once all else is valid, the modules that the
+    sections `code` name are imported, and their parameters checked: leave out sections of a
+    recorded run whose code the user does not trust.
     """
     problems = [problem for check in CHECKS for problem in check(config)]
     try:
@@ -88,8 +88,18 @@ def _reference(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _names(config: RunConfig) -> Iterator[str]:
-    """Check the names of files, and of the engine."""
+def _texts_and_files(config: RunConfig) -> Iterator[str]:
+    """Check `data.map` and `data.prompt`, which other libraries parse, and the names of files."""
+    for name, text in config.data.map.items():
+        try:
+            compiled(text, f"data.map.{name}")
+        except ValueError as error:
+            yield str(error)
+    if config.data.prompt is not None:
+        try:
+            TextTemplate(config.data.prompt, "data.prompt")
+        except ValueError as error:
+            yield str(error)
     for group in ("chat_template", "response_schema"):
         path = getattr(config, group).path
         if path is not None and Path(path).expanduser().is_dir():
@@ -139,7 +149,7 @@ def _updates(config: RunConfig) -> Iterator[str]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
-    """Check that there is something to evaluate on, and that it is not what was trained on."""
+    """Check that there are rows to evaluate on, and that they are not those of the training."""
     evaluation, data = config.eval, config.data
     if config.checkpoint.keep_best and (evaluation.every is None or evaluation.questions == 0):
         yield (
@@ -148,7 +158,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         )
     if not has_test_rows(data) and evaluation.every is not None:
         yield f"eval.every={evaluation.every}: data.test names no rows; {HOLD_OUT}"
-    # Whoever names one file twice wants to be tested on what was trained.
+    # Only with data.path: a user who types the same file for both splits wants this.
     same = data.train == data.test and data.path is not None
     if data.test_fraction is None and same and evaluation.questions:
         yield (
@@ -156,20 +166,6 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
             "data.test_fraction=0.1, or choose others with data.test.split=… or "
             "data.test.path=…, or eval.questions=0"
         )
-
-
-def _expressions(config: RunConfig) -> Iterator[str]:
-    """Check `data.map` and `data.prompt`, whose languages are libraries' of their own."""
-    for name, text in config.data.map.items():
-        try:
-            compiled(text, f"data.map.{name}")
-        except ValueError as error:
-            yield str(error)
-    if config.data.prompt is not None:
-        try:
-            TextTemplate(config.data.prompt, "data.prompt")
-        except ValueError as error:
-            yield str(error)
 
 
 def _guards(config: RunConfig) -> Iterator[str]:
@@ -182,7 +178,7 @@ def _guards(config: RunConfig) -> Iterator[str]:
 
 
 def shared_problems(config: RunConfig) -> Iterator[str]:
-    """Yield settings that do not go with the way in which processes share the policy."""
+    """Yield settings that contradict the way in which processes share the policy."""
     mixed = config.training.mixed_precision
     if config.distributed.name is DistributedName.fsdp2 and mixed is MixedPrecision.fp16:
         yield (
@@ -192,7 +188,7 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    *(_sizes, _reference, section_problems, _expressions, _names),
+    *(_sizes, _reference, section_problems, _texts_and_files),
     *(_updates, engine_problems, _evaluation, _guards, shared_problems),
 )
 
@@ -204,9 +200,9 @@ def check_test_rows(verb: str, config: RunConfig) -> None:
 
 
 def check_own_objective(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError for what is wrong with an objective of the user's.
+    """Raise ConfigError for problems of an objective of the user's.
 
-    Last of all checks: it imports the user's module, and torch with it.
+    Call it last: it imports the user's module, and torch with it.
     """
     if verb not in UNTRAINED:
         load_objective(config.algorithm)
@@ -214,49 +210,46 @@ def check_own_objective(verb: str, config: RunConfig) -> None:
 
 KEY = "rollout.structured_calls=true"
 UNTRAINED = ("eval", "sft", "plan")
-"""Verbs that train nothing by what is sampled."""
+"""Verbs that do not train on sampled tokens."""
 
 
 def check_structured(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError where training would take a grammar's samples for the policy's own."""
+    """Raise ConfigError if training would take a grammar's samples for the policy's own."""
     if not config.rollout.structured_calls or verb in UNTRAINED:
         return
-    if problems := list(_problems(config)):
-        raise ConfigError("\n".join(problems))
-
-
-def _problems(config: RunConfig) -> Iterator[str]:
-    a = config.algorithm
+    a, problems = config.algorithm, []
     if a.correction not in (Correction.token, Correction.sequence):
-        yield (
+        problems.append(
             f"algorithm.correction={a.correction}: with {KEY} completions are sampled from the "
             "policy renormalised over what the grammar allows, and only the ratio of both makes "
             "the gradient the policy's; set algorithm.correction=token or sequence, with "
             "algorithm.behaviour=recomputed, or leave structured_calls out"
         )
     elif a.correction_min is not None and a.correction_mode is CorrectionMode.truncate:
-        yield (
+        problems.append(
             f"algorithm.correction_min={a.correction_min}: with {KEY} it would raise the weight of "
             "tokens that the policy would hardly have written; leave it out, or set "
             "algorithm.correction_mode=mask"
         )
     if a.kl_in_loss:
-        yield (
+        problems.append(
             f"algorithm.beta={a.beta}: with {KEY} tokens are not the policy's own, and nothing "
             "weighs their KL; set algorithm.kl_in=reward, whose KL is weighed with the reward, or "
             "algorithm.beta=0"
         )
     if a.off_policy_threshold is not None:
-        yield (
+        problems.append(
             f"algorithm.off_policy_threshold={a.off_policy_threshold}: with {KEY} it would take "
             "what the grammar rules out for a policy that has moved; leave it out"
         )
     limit = config.guards.logprob_gap.limit
     if limit is not None:
-        yield (
+        problems.append(
             f"guards.logprob_gap.limit={limit}: with {KEY} the gap of a token holds what the "
             "grammar ruled out before it, without a bound; add guards.logprob_gap.limit=null"
         )
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 RL_ONLY = (
@@ -266,11 +259,9 @@ RL_ONLY = (
     *(f"eval.{name}" for name in ("top_p", "top_k", "min_p", "tools")),
     *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
 )
-"""Sections and settings that nothing of supervised learning reads."""
+"""Sections and settings that supervised learning does not read."""
 READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")
-"""Settings of those sections that are read all the same."""
-
-
+"""Settings of those sections that it reads."""
 UNREAD = {
     "sft": (*RL_ONLY, "slurm"),
     "train": ("sft", "slurm"),
@@ -280,7 +271,7 @@ UNREAD = {
 
 
 def check_verb(verb: str, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for what was typed and has no effect with `verb`."""
+    """Raise ConfigError for typed settings that have no effect with `verb`."""
     unread = UNREAD.get(verb, ())
     problems = []
     for text in overrides:
@@ -294,7 +285,7 @@ def check_verb(verb: str, overrides: Sequence[str]) -> None:
 
 
 def check_init(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError where a new run would let a model act that has learnt nothing."""
+    """Raise ConfigError if a new run would sample from a model that has learned nothing."""
     if verb in ("train", "eval") and config.model.init is Init.random:
         raise ConfigError(
             "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "

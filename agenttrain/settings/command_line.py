@@ -19,7 +19,7 @@ from agenttrain.utils.names import did_you_mean
 
 RUN_DIR = "hydra.run.dir="
 AUTO = "auto"
-"""`resume=auto`; a folder of that name is ./auto."""
+"""Value of `resume=auto`; a folder of that name is written ./auto."""
 TIMESTAMP = "%Y-%m-%d_%H-%M-%S"
 EVAL_FOLDERS = (
     f"{RUN_DIR}outputs/${{hydra.job.name}}/${{now:{TIMESTAMP}}}_eval",
@@ -59,19 +59,19 @@ class Command:
     """The command line itself."""
     verb: str
     overrides: list[str]
-    """Overrides without `saved`."""
+    """Overrides without that of `saved`."""
     saved: Path | None
     """The folder of `resume=` (train, sft, check) or `run=` (eval)."""
     trust: bool
-    """`trust=true`: the code that `saved` names may run."""
+    """True for `trust=true`: the code that `saved` names may run."""
     auto: bool
-    """`resume=auto`: `saved` is hydra.run.dir where that holds a run, else None."""
+    """True for `resume=auto`: `saved` is hydra.run.dir if it holds a run, else None."""
     options: list[str]
     """The other arguments, for Hydra."""
     source: Source
     sweep: bool
     shows: str | None
-    """Printed by Hydra instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
+    """Output of Hydra's instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
 
 
 def resuming(verb: str) -> str:
@@ -80,11 +80,11 @@ def resuming(verb: str) -> str:
 
 
 def parse(arguments: Sequence[str]) -> Command:
-    """Parse the arguments; raises ConfigError for what cannot be one."""
-    _refuse_unknown_verb(arguments)
+    """Parse the arguments; raises ConfigError for mistakes in them."""
+    _check_verb(arguments)
     verb, words = split_verb(arguments)
     parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.error = _raise_usage  # type: ignore[method-assign]
     parsed = parser.parse_intermixed_args(words)
     if parsed.config_path is not None:
         raise ConfigError("--config-path: use --config-dir, which adds a folder of your groups")
@@ -152,7 +152,7 @@ def _first_word(arguments: Sequence[str]) -> int | None:
     return position if position < len(arguments) else None
 
 
-def _refuse_unknown_verb(arguments: Sequence[str]) -> None:
+def _check_verb(arguments: Sequence[str]) -> None:
     position = _first_word(arguments)
     word = "" if position is None else arguments[position]
     if word and "=" not in word and word not in VERBS and not word.startswith(("+", "~")):
@@ -162,12 +162,12 @@ def _refuse_unknown_verb(arguments: Sequence[str]) -> None:
         )
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_usage(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see agenttrain --help")
 
 
 def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Take `trust=true` out of the words, and return whether it is there."""
+    """Return the words without `trust=…`, and True if one of them was `trust=true`."""
     typed = [word for word in words if word.startswith("trust=")]
     if any(word not in (TRUSTED, "trust=false") for word in typed):
         raise ConfigError(f"{typed[-1]}: expected {TRUSTED}, or leave it out")
@@ -175,7 +175,7 @@ def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
-    """Take `resume=` (train, check) or `run=` (eval) out of the overrides."""
+    """Return the overrides without `resume=` (train, check) or `run=` (eval), and its folder."""
     own, other = ("run", "resume") if verb == "eval" else ("resume", "run")
     left, saved = [], None
     for text in overrides:
@@ -192,13 +192,13 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
 
 
 def named_folder(overrides: Sequence[str]) -> Path | None:
-    """Return the folder of `hydra.run.dir=`; None without one, or if Hydra has to complete it."""
+    """Return the folder of `hydra.run.dir=`; None if there is none or Hydra has to complete it."""
     typed = [text for text in overrides if text.startswith(RUN_DIR)]
     if not typed:
         return None
     try:
-        # Hydra takes off the quotes that a name may need: hydra.run.dir='my run=1' -> my run=1
+        # Hydra removes the quotes that a name may need: hydra.run.dir='my run=1' -> my run=1
         value = str(OverridesParser.create().parse_overrides([typed[-1]])[0].value())
-    except OverrideParseException:  # composition says what is wrong with it
+    except OverrideParseException:  # composition reports the mistake
         value = typed[-1].partition("=")[2]
     return None if "${" in value else Path(value)

@@ -1,7 +1,7 @@
 """A run's components: tools, environments, rewards and data, each a `_target_` with arguments.
 
-`section_problems` checks what stands beside a `_target_` and imports nothing. `code_problems`
-imports the modules that are named and asks their signatures; it comes last, when all else is valid,
+`section_problems` checks the settings beside a `_target_` and imports nothing. `code_problems`
+imports the named modules and checks their signatures. It comes last, when all else is valid,
 because a user's module may import torch.
 """
 
@@ -56,10 +56,12 @@ TOOL_CHECKS: Mapping[str, Callable[..., object]] = {
     SEARCH: check_corpus,
 }
 """Checks of bundled tools' arguments that need no connection and no index."""
+TOTAL_LIMITS = {"max_calls": "max_tool_calls", "max_result_tokens": "max_completion_tokens"}
+"""Limit of a tool or environment -> the limit of `rollout` above which it has no effect."""
 
 
 def section_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems of every component's section but its `_target_`; nothing is imported."""
+    """Yield problems of every component's section except its `_target_`; imports nothing."""
     for key, section, others in _components(config):
         kind, *_, name = key.split(".")
         if not isinstance(section, Mapping) or "_target_" not in section:
@@ -80,8 +82,14 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             except ConfigError as error:
                 yield from str(error).splitlines()
             else:
-                if isinstance(settings, ToolLimits):
-                    yield from _without_effect(key, settings, config)
+                limits = TOTAL_LIMITS if isinstance(settings, ToolLimits) else {}
+                for limit, total in limits.items():
+                    value, most = getattr(settings, limit), getattr(config.rollout, total)
+                    if None not in (value, most) and value > most:
+                        yield (
+                            f"{key}.{limit}={value}: has no effect, the whole rollout is limited "
+                            f"to rollout.{total}={most}; lower one or raise the other"
+                        )
     for name, section in config.reward.items():
         ours = isinstance(section, Mapping) and section.get("_target_") == REWARD_TARGET
         if ours and not config.environment:
@@ -94,7 +102,7 @@ def section_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Yield each component's key and section, and the sections among which it stands."""
+    """Yield each component's key and section, and all sections of its kind."""
     for kind in SETTINGS_BESIDE:
         others = getattr(config, kind)
         sections = reward_sections(config) if kind == "reward" else others
@@ -104,24 +112,10 @@ def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]
         yield f"data.{split}", getattr(config.data, split), {}
 
 
-def _without_effect(key: str, limits: ToolLimits, config: RunConfig) -> Iterator[str]:
-    """Yield limits of a tool or environment that one of the whole rollout makes meaningless."""
-    for name, total in (
-        ("max_calls", "max_tool_calls"),
-        ("max_result_tokens", "max_completion_tokens"),
-    ):
-        value, most = getattr(limits, name), getattr(config.rollout, total)
-        if None not in (value, most) and value > most:
-            yield (
-                f"{key}.{name}={value}: has no effect, the whole rollout is limited to "
-                f"rollout.{total}={most}; lower one or raise the other"
-            )
-
-
 def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> Iterator[str]:
-    """Import the code that `sections` name, and yield what does not fit it.
+    """Import the code that `sections` name, and yield settings that do not fit it.
 
-    `section_problems` has to have no complaint. Bundled code imports no torch.
+    Call it once `section_problems` yields nothing. Bundled code imports no torch.
     """
     for key, section, _ in _components(config):
         kind = key.partition(".")[0]
@@ -240,11 +234,11 @@ CODE_CHECKS: Mapping[str, Callable[..., Iterator[str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolNames:
-    """Names of tools as far as classes and functions have them."""
+    """Names of tools, as far as classes and functions show them."""
 
     names: tuple[str, ...]
     complete: bool
-    """No tools beside `names`; else `build` learns them, before weights are loaded."""
+    """False: there are tools beside `names`, which only built components know."""
 
 
 def tool_names(config: RunConfig) -> ToolNames:
@@ -266,7 +260,7 @@ def _of_tool(name: str, section: Mapping[str, Any]) -> ToolNames:
     target = locate(section["_target_"], key=f"tools.{name}._target_")
     if not isclass(target) or any("__call__" in vars(base) for base in target.__mro__[:-1]):
         return ToolNames(names=(name,), complete=True)
-    if hasattr(target, "tools"):  # it says itself which there are, once it is made
+    if hasattr(target, "tools"):  # only an instance has their names
         return ToolNames(names=(), complete=False)
     return ToolNames(names=_methods(target, LIFE_CYCLE), complete=True)
 
@@ -278,10 +272,10 @@ def _methods(cls: type, reserved: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def stop_tools(config: RunConfig) -> tuple[str, ...]:
-    """Return the stop tools: of `stop_tools`, and of sections with `stop`.
+    """Return the stop tools: those of `stop_tools`, and of sections with `stop`.
 
     Example: ``stop_tools: [quit]`` and ``tools.submit.stop: true`` are ``("quit", "submit")``. A
-    section whose tools are known once it is built (an MCP server) stands for them as ``"mcp …"``.
+    section whose tools are unknown before it is built (an MCP server) is listed as ``"mcp …"``.
     """
     names = dict.fromkeys(config.stop_tools)
     for name, section in config.tools.items():
@@ -292,10 +286,10 @@ def stop_tools(config: RunConfig) -> tuple[str, ...]:
 
 
 def _named_tools(config: RunConfig) -> Iterator[str]:
-    """Yield tools that `stop_tools` and `eval.tools` name and no section has."""
+    """Yield tools that `stop_tools` and `eval.tools` name although no section has them."""
     try:
         known = tool_names(config)
-    except ValueError:  # answered above
+    except ValueError:  # `code_problems` has reported it
         return
     if not known.complete:
         return
@@ -311,7 +305,7 @@ def _named_tools(config: RunConfig) -> Iterator[str]:
 
 
 def rewarding(config: RunConfig) -> bool:
-    """Return whether some environment has a `reward`; imports their modules."""
+    """Return True if some environment has a `reward`; imports their modules."""
     classes = (
         locate(section["_target_"], key=f"environment.{name}._target_")
         for name, section in config.environment.items()
@@ -320,10 +314,10 @@ def rewarding(config: RunConfig) -> bool:
 
 
 def reward_sections(config: RunConfig, *, rewarding: bool = False) -> dict[str, Any]:
-    """Return the reward functions of a run, with the environments' own among them.
+    """Return the reward functions of a run, with that of its environments.
 
-    It needs no `_target_`, so that ``+reward.environment.weight=0.5`` is enough, and with
-    `rewarding` (some environment has a `reward`) no section at all.
+    The section of the latter needs no `_target_`: ``+reward.environment.weight=0.5`` is enough.
+    With `rewarding` (some environment has a `reward`) the section itself may be missing.
     """
     sections = dict(config.reward)
     section = sections.get(REWARD, {} if rewarding else None)

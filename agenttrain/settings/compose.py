@@ -28,20 +28,20 @@ from agenttrain.utils.files import conf_folder, list_groups
 from agenttrain.utils.sections import plain, validated
 
 HYDRA_VERSION = "1.3"
-"""Hydra behaves as this version did, whatever is installed."""
+"""Hydra behaves as this version, whichever is installed."""
 OPEN_SECTIONS = (
     *("tools.", "environment.", "reward.", "data.train.", "data.test."),
     *("data.map.", "algorithm.objective."),
     *("chat_template.kwargs.", "optimizer.schedule_options."),
     "engine.",
 )
-"""Sections whose keys depend on what is chosen in them, or that hold arguments of other people's
-functions: any key may be set below them."""
+"""Sections whose keys depend on a choice in them, or that hold arguments of a user's functions: any
+key may be set in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
-    """A checked type of every setting, and the same as plain data for config.yaml."""
+    """The checked settings, and the same as plain data for config.yaml."""
 
     config: RunConfig
     plain: dict[str, Any]
@@ -64,11 +64,11 @@ class Source:
 def schema() -> DictConfig:
     """Return the defaults of every setting, with names and types that OmegaConf checks.
 
-    Of a section of CHOICES it checks the settings that all choices have, and takes any other key;
-    the chosen engine and objective check all of theirs. Do not change it: OmegaConf.merge and Hydra
-    copy it.
+    In a section of CHOICES it checks the settings that all choices have, and takes any other key.
+    The chosen engine and objective check all of theirs. Do not change the returned node:
+    OmegaConf.merge and Hydra copy it.
     """
-    # The instance: pydantic's fields are no defaults of the class, as OmegaConf reads a class.
+    # An instance: OmegaConf would not see pydantic's defaults in the class.
     config = RunConfig()
     config.algorithm.objective = {}  # type: ignore[assignment]
     node = cast(DictConfig, OmegaConf.structured(config))
@@ -86,9 +86,9 @@ def register() -> None:
 
 @contextmanager
 def hydra_session(source: Source) -> Iterator[None]:
-    """Open Hydra's compose API over `source`, which a hydra.main with the same options would see.
+    """Open Hydra's compose API over `source`, as a hydra.main with the same options does.
 
-    Hydra's own initialize_config_dir knows no --config-dir.
+    Hydra's own initialize_config_dir takes no --config-dir.
     """
     if source.extra and not Path(source.extra).is_dir():
         raise ConfigError(f"--config-dir {source.extra}: there is no such folder")
@@ -115,7 +115,7 @@ def compose_raw(
 
 
 def compose_run(overrides: Sequence[str], source: Source) -> Composed:
-    """Return the settings that `overrides` make; raises ConfigError. Needs a `hydra_session`."""
+    """Return the settings under `overrides`; raises ConfigError. Needs a `hydra_session`."""
     raw = compose_raw(overrides, source)
     with explained(overrides, source.groups):
         try:
@@ -127,10 +127,10 @@ def compose_run(overrides: Sequence[str], source: Source) -> Composed:
 
 
 def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
-    """Raise ConfigError where `tools=[]`, `reward=[]` or `data.test={}` leaves something.
+    """Raise ConfigError if `tools=[]`, `reward=[]` or `data.test={}` does not empty its section.
 
-    The first two empty the list of the group's options only: Hydra merges a file's own body behind
-    it. An empty mapping changes nothing at all.
+    The first two only empty the list of the group's options: Hydra merges the body of a YAML file
+    after it. An empty mapping changes nothing.
     """
     problems = []
     typed = [text.lstrip("+").partition("=")[0] for text in overrides]
@@ -144,8 +144,8 @@ def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
         left = [
             name
             for name, part in getattr(composed.config, section).items()
-            # Not what the command line itself says: reward=[] +reward.environment.weight=2
-            if isinstance(part, Mapping)  # what else stands there, checks.py refuses
+            # Typed keys may stay: reward=[] +reward.environment.weight=2
+            if isinstance(part, Mapping)  # `section_problems` reports other types
             and f"{section}.{name}._target_" not in typed
             and not {f"{section}.{name}.{key}" for key in part} <= set(typed)
         ]
@@ -165,17 +165,17 @@ def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
 def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     """Convert plain data or a DictConfig to settings.
 
-    Merged into the schema once more, because `+algorithm.typo=1` passes Hydra. Raises OmegaConf's
-    errors for unknown keys, wrong types and values that are missing, and ConfigError for values out
-    of their bounds.
+    They are merged into the schema once more, because `+algorithm.typo=1` passes Hydra. Raises
+    OmegaConf's errors for unknown keys, wrong types and missing values, and ConfigError for values
+    out of their bounds.
     """
     node = raw if isinstance(raw, DictConfig) else OmegaConf.create(dict(raw))
     data = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
     typed = OmegaConf.merge(schema(), data)
     sections = cast(dict[str, Any], OmegaConf.to_container(typed, throw_on_missing=True))
     config = validated(RunConfig, sections)
-    complete = plain(config)  # with the defaults of what was chosen
-    if not has_test_rows(config.data):  # what reads it evaluates nothing; config.yaml keeps it
+    complete = plain(config)  # with the defaults of the choices
+    if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number
         config.eval.questions = 0
     complete["engine"] = registry.plain(config.engine)
     objective = config.algorithm.objective
@@ -187,20 +187,20 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
 
 
 def complete_objective(composed: Composed) -> None:
-    """Put all settings of the objective into `plain`; one of the user's is imported for it."""
+    """Put all settings of the objective into `plain`; this imports an objective of the user's."""
     objective = composed.config.algorithm.objective
     composed.plain["algorithm"]["objective"] = objective.plain()
 
 
 def open_keys(overrides: Sequence[str]) -> list[str]:
-    """Turn `tools.sql.timeout_s=5` into `++tools.sql.timeout_s=5`: no YAML has to list the key."""
+    """Turn `tools.sql.timeout_s=5` into `++tools.sql.timeout_s=5`, for keys that no YAML lists."""
     return [f"++{text}" if text.startswith(OPEN_SECTIONS) else text for text in overrides]
 
 
 def check_writable(folder: Path, setting: str, remedy: str) -> None:
     """Raise ConfigError, ``<setting>: …; <remedy>``, unless files can be written into the folder.
 
-    A folder that is not there must be one that can be made.
+    A folder that does not exist must be one that can be made.
     """
     nearest = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
     if not nearest.is_dir():

@@ -1,4 +1,4 @@
-"""Checks of the engine: its abilities beside what other sections ask of it, and its own checks."""
+"""Checks of the engine: its abilities against the needs of other sections, and its own checks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from agenttrain.types import ConfigError
 
 
 def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterator[str]:
-    """Yield settings that the engine cannot have, or that have no effect with it.
+    """Yield settings that the engine does not support, or that have no effect with it.
 
-    `several`: the run has more than one process; None: what its settings say. Nothing is known of
-    an engine from outside before `admit_engine`.
+    `several`: the run has more than one process; None: take it from the settings. An engine from
+    outside is not checked before `admit_engine`.
     """
     engine = config.engine
     if isinstance(engine, OutsideEngine):
@@ -58,10 +58,10 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
 
 
 def admit_engine(composed: Composed) -> None:
-    """Let an engine from outside in: import it, and check its keys; raises ConfigError.
+    """Import an engine from outside, and check its keys; raises ConfigError.
 
-    Called where a run samples, once its other settings are valid and the code that a saved run
-    names is trusted. A bundled engine is there already.
+    Call it for a run that samples, once its other settings are valid and the code that a saved run
+    names is trusted. A bundled engine stays as it is.
     """
     config = composed.config
     if not isinstance(config.engine, OutsideEngine):

@@ -6,7 +6,8 @@ does not use it: the job's machine is another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from agenttrain.engines.registry import OutsideEngine, spec_of
@@ -22,29 +23,41 @@ CHECKED_VERBS = (*SAMPLING_VERBS, "sft")
 """Verbs of runs that have a policy, in one process or several."""
 
 
+@dataclass
 class Machine:
-    """The parts of this machine that settings depend on, each looked at when a check needs it."""
+    """The parts of this machine that settings depend on, each computed when a check needs it."""
 
-    def __init__(self, count_gpus: Callable[[], int]) -> None:
-        """`count_gpus` may import torch, which takes seconds: it is called at most once."""
-        self._count_gpus = count_gpus
+    count_gpus: Callable[[], int]
+    """It may import torch, which takes seconds: it is called at most once."""
 
     @cached_property
     def gpus(self) -> int:
         """Number of GPUs that torch can use."""
-        return self._count_gpus()
+        return self.count_gpus()
 
 
 def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) -> list[str]:
-    """Return everything that this machine lacks for the runs, each problem once."""
+    """Return lines ``key=value: problem; remedy`` about this machine, each problem once."""
     if verb not in CHECKED_VERBS:
         return []
-    problems = [p for config in configs for p in _problems(verb, config, machine)]
+    problems: list[str] = []
+    for config in configs:
+        if config.distributed.name is not DistributedName.single:
+            problem = process_count_problem(config.distributed, machine.gpus)
+            problems += [problem] if problem is not None else []
+        if config.training.mixed_precision == "fp16" and not machine.gpus:
+            problems.append(
+                "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
+                "training.mixed_precision=bf16 or no"
+            )
+        if verb in SAMPLING_VERBS:
+            spec = spec_of(config.engine)
+            problems += spec.check_machine(config.engine, lambda: machine.gpus)
     return list(dict.fromkeys(problems))
 
 
 def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:
-    """Return what is wrong with the number of processes on a machine with so many GPUs."""
+    """Return the problem of the number of processes on a machine with `gpus` GPUs."""
     if section.processes is None and gpus == 0:
         return (
             f"distributed={section.name}: there is no GPU here to run a process on each; say how "
@@ -53,21 +66,6 @@ def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:
     if gpus and (section.processes or 0) > gpus:
         return f"distributed.processes={section.processes}: this machine has {gpus} GPUs; lower it"
     return None
-
-
-def _problems(verb: str, config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Yield lines ``key=value: problem; remedy``, as the checks of `checks.py` do."""
-    if config.distributed.name is not DistributedName.single:
-        problem = process_count_problem(config.distributed, machine.gpus)
-        if problem is not None:
-            yield problem
-    if config.training.mixed_precision == "fp16" and not machine.gpus:
-        yield (
-            "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
-            "training.mixed_precision=bf16 or no"
-        )
-    if verb in SAMPLING_VERBS:
-        yield from spec_of(config.engine).check_machine(config.engine, lambda: machine.gpus)
 
 
 def float32_on_gpu(config: RunConfig) -> str | None:

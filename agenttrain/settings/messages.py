@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's errors as one line that says key, value and remedy."""
+"""Hydra's and OmegaConf's errors as one line with key, value and remedy."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ REPLACED = {
     "sweep=optuna searches by sweep.objective",
 }
 """Parts of Hydra whose plugins have no effect on a sweep, and the settings in their place."""
-
-
 ELSEWHERE = {
     "adv_estimator": "algorithm.advantage",
     "algorithm.adv_estimator": "algorithm.advantage",
@@ -128,14 +126,14 @@ REMARKS = {
     "use_vllm": "engine=vllm",
     "warmup_ratio": "in steps, not a share of them",
 }
-"""Remarks where a name of ours alone would mislead."""
+"""Remarks on settings of ours whose names alone would mislead."""
 
 
 @contextmanager
 def explained(
     overrides: Sequence[str], groups: Callable[[], Mapping[str, Sequence[str]]]
 ) -> Iterator[None]:
-    """Turn errors of Hydra and OmegaConf inside into a ConfigError about the typed `overrides`.
+    """Turn Hydra's and OmegaConf's errors in the block into a ConfigError about the `overrides`.
 
     Example: ``algorithm.group_sise=4`` becomes "algorithm.group_sise=4: unknown key (did you mean
     'algorithm.group_size'?)". `groups` gives every group's options.
@@ -151,7 +149,7 @@ def explained(
 def _explain(
     error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> str:
-    # What is wrong in a file has no cause, only a context.
+    # A mistake in a file is the error's context and not its cause.
     chain = (error, error.__cause__, error.__context__)
     broken = next((e for e in chain if isinstance(e, MarkedYAMLError)), None)
     cause = next((e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None)
@@ -162,7 +160,7 @@ def _explain(
     if isinstance(error, OverrideParseException):
         if "=" not in error.override and not error.override.startswith("~"):
             return f"{error.override}: settings are written key=value"
-        typed = error.override.removeprefix("++")  # which open_keys puts there
+        typed = error.override.removeprefix("++")  # `open_keys` puts it there
         return (
             f"{typed}: cannot be read; put a value with blanks, commas, brackets or = in "
             "quotes that the shell leaves alone, e.g. 'model.path=\"a, b\"'"
@@ -190,8 +188,8 @@ def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
 def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
     """Suggest the setting that was probably meant.
 
-    TRL's and verl's names have ours; others are looked for by the same name elsewhere, and by
-    spelling. Example: ``suggest_key("lr") == " (did you mean 'optimizer.lr'?)"``
+    For TRL's and verl's names that is ours; for others a key of the same name in another section,
+    or of similar spelling. Example: ``suggest_key("lr") == " (did you mean 'optimizer.lr'?)"``
     """
     # A name alone may have been typed below a section: optimizer.learning_rate.
     theirs = next((name for name in (key, _split(key)[1]) if name in ELSEWHERE), None)
@@ -223,7 +221,7 @@ def _about_key(
     groups: Mapping[str, Sequence[str]],
 ) -> str:
     key = str(cause.full_key)
-    # The override that is to blame, else the key and the file that Hydra names.
+    # The override with the mistake, else the key and the file that Hydra names.
     setting = key.partition("[")[0]
     file = re.match(r"In '([^']+)'", text)
     where = f"{setting} (in {file[1]}.yaml)" if file else setting
@@ -231,7 +229,7 @@ def _about_key(
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")
         if name == setting or name.startswith(setting + "."):
-            where, meant = override, name  # OmegaConf names the first part that it does not know
+            where, meant = override, name  # OmegaConf names the first unknown part
             break
     chosen = where.partition("=")[0].partition(" ")[0].lstrip("+")
     if key in groups and key == chosen and key not in setting_keys():
@@ -242,15 +240,16 @@ def _about_key(
     if isinstance(cause, MissingMandatoryValue):
         section = key.rpartition(".")[0].replace(".", "/")
         section = section if section in groups else key.partition(".")[0]
-        # The options `file`, `folder` and `own` are those that ask for a path.
+        # The options `file`, `folder` and `own` need a path themselves.
         paths = ("file", "folder", "own")
         options = [name for name in groups.get(section, ()) if name not in paths]
         remedy = f"set it: {key}=…"
         if options and section != "reward":  # another reward would leave the key as it is
             remedy += f", or choose {section}={'|'.join(options)}"
         return f"{key}: has no value; {remedy}"
+    first_line = str(cause).partition("\n")[0]
     if isinstance(cause, InterpolationKeyError):
-        return f"{where}: {_first_line(cause)}; write the whole key, e.g. ${{optimizer.lr}}"
+        return f"{where}: {first_line}; write the whole key, e.g. ${{optimizer.lr}}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         if (new := moved_key(where)) is not None:
             return f"{where}: is {new} now"
@@ -265,11 +264,11 @@ def _about_key(
             beside = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
             hint = f"; the keys {f'of {section} ' if section else ''}are: {', '.join(beside)}"
         return f"{where}: unknown key{hint}"
-    return f"{where}: {_expected(key, getattr(cause, 'value', None)) or _first_line(cause)}"
+    return f"{where}: {_expected(key, getattr(cause, 'value', None)) or first_line}"
 
 
 def _expected(key: str, value: object) -> str | None:
-    """Return what the key takes, e.g. "expected one of: group, leave_one_out"; None: unknown."""
+    """Return the key's type, e.g. "expected one of: group, leave_one_out"; None: unknown."""
     cls: Any = RunConfig
     for part in key.split("."):
         if not is_dataclass(cls):
@@ -288,36 +287,35 @@ def _expected(key: str, value: object) -> str | None:
 
 
 def with_files(text: str, overrides: Sequence[str], config_name: str) -> str:
-    """Add to each problem the YAML file that its key stands in, unless it was typed.
+    """Add to each problem the YAML file that sets its key, unless the key was typed.
 
     Example: ``optimizer.lrr=1: unknown key …`` -> ``optimizer.lrr=1 (in experiment/mine.yaml):
     unknown key …``. Needs a `hydra_session`.
     """
     typed = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    loader = cast(ConfigLoaderImpl, cast(Hydra, GlobalHydra.instance().hydra).config_loader)
     lines = []
     for line in text.splitlines():
         setting, colon, problem = line.partition(": ")
         key = setting.partition("=")[0]
-        by_hand = any(key == name or key.startswith(f"{name}.") for name in typed)
-        if not by_hand and (file := _file_with(key, overrides, config_name)):
-            setting = f"{setting} (in {file}.yaml)"
+        if any(key == name or key.startswith(f"{name}.") for name in typed):
+            lines.append(line)
+            continue
+        # The last of the composed files that sets the key.
+        files = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults
+        for file in reversed(files):
+            loaded = loader.repository.load_config(str(file.config_path))
+            package = f"{file.package}." if file.package not in (None, "", "_global_") else ""
+            # The defaults of `run_config` come from no file.
+            if loaded is None or not loaded.path.startswith("file://"):
+                continue
+            if not key.startswith(package):
+                continue
+            if OmegaConf.select(loaded.config, key.removeprefix(package)) is not None:
+                setting = f"{setting} (in {file.config_path}.yaml)"
+                break
         lines.append(f"{setting}{colon}{problem}")
     return "\n".join(lines)
-
-
-def _file_with(key: str, overrides: Sequence[str], config_name: str) -> str | None:
-    """Return the last of the composed files that sets `key`, e.g. ``experiment/mine``."""
-    loader = cast(ConfigLoaderImpl, cast(Hydra, GlobalHydra.instance().hydra).config_loader)
-    listed = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults
-    for default in reversed(listed):
-        loaded = loader.repository.load_config(str(default.config_path))
-        package = f"{default.package}." if default.package not in (None, "", "_global_") else ""
-        # The other provider is `run_config`, whose defaults are in no file.
-        if loaded is None or not loaded.path.startswith("file://") or not key.startswith(package):
-            continue
-        if OmegaConf.select(loaded.config, key.removeprefix(package)) is not None:
-            return str(default.config_path)
-    return None
 
 
 def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence[str]]) -> str:
@@ -339,7 +337,7 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
     if group in ("hydra/launcher", "hydra/sweeper"):
         return f"{group}={option}: {REPLACED[group.removeprefix('hydra/')]}"
     if group not in groups:
-        return _first_line(error)
+        return str(error).partition("\n")[0]
     hint = "" if others else did_you_mean(option, groups[group])
     known = ", ".join(groups[group])
     return f"{group}={option}: no such option{hint}{others}; the options are: {known}"
@@ -364,8 +362,4 @@ def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequ
                 f"{override}: several values; add -m to run one after the other, or write "
                 f"{key}=[{value}] for a list"
             )
-    return _first_line(error)
-
-
-def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]

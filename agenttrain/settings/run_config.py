@@ -10,21 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PlainValidator
 from pydantic.dataclasses import dataclass
 
-from agenttrain.algorithms.config import (
-    AlgorithmConfig,
-)
+from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.objectives.config import DEFAULT, all_objectives
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.commands.sweep.config import SweepConfig
 from agenttrain.data.config import DataConfig
-from agenttrain.engines.config import EngineSettings
-from agenttrain.engines.registry import chosen, default_engine, specs
+from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
+from agenttrain.engines.registry import chosen, specs
 from agenttrain.health.config import GuardsConfig, WatchdogConfig
 from agenttrain.launch.config import DistributedConfig
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
@@ -94,7 +93,7 @@ class RunConfig:
     reward: dict[str, Any] = field(default_factory=dict)
     """Name -> `_target_`, settings (RewardSettings) and bound arguments."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    engine: EngineSection = field(default_factory=default_engine)
+    engine: EngineSection = field(default_factory=partial(chosen, {"name": DEFAULT_ENGINE}))
     """Name of the engine, and its own settings."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     optimizer: Annotated[OptimizerConfig, PlainValidator(optimizer_settings)] = field(

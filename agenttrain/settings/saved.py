@@ -35,19 +35,18 @@ RESUMABLE = (
     *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
     "resume_changed",
 )
-"""Sections that a resumed run may change: the others decide what it learns."""
+"""Sections that a resumed run may change: the others decide the result of its training."""
 EVALUABLE = (
     *("eval", "data", "engine", "tracker", "rollout", "reward", "seed", "distributed"),
     "watchdog",
 )
 """Sections that an evaluation of a run may change: the others are the agent itself."""
-
 EVALUATED = tuple(name for name in SECTIONS if name != "algorithm")
 """Sections whose code an evaluation runs."""
 
 
 def check_new(config: RunConfig) -> None:
-    """Raise ConfigError for what only a run that goes on can have."""
+    """Raise ConfigError for settings that only a resumed run can have."""
     if config.resume is not None:
         raise ConfigError(
             f"resume={config.resume}: has no effect in a YAML file; leave it out there, "
@@ -67,8 +66,8 @@ def resumed(
 ) -> Composed:
     """Return the settings of `resume=<folder>`; raises ConfigError. Needs a `hydra_session`.
 
-    `trust`: the code that the folder's config.yaml names may run. Without it that has to be the
-    user's own or bundled code in the sections that the verb `runs`.
+    `trust`: the code that the folder's config.yaml names may run. Without it the code in the
+    sections that the verb `runs` has to be bundled, or the run the user's own.
     """
     argument = f"resume={folder}"
     changed = _changed(argument, folder, overrides, RESUMABLE, source, runs=runs, trust=trust)
@@ -76,19 +75,18 @@ def resumed(
 
 
 def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
-    """Return the settings of `resume=auto` where `folder` holds a run: those that `overrides` make.
+    """Return the settings of `resume=auto` for the run in `folder`: those under `overrides`.
 
-    Raises ConfigError where they are not the ones that the run was started with. Needs a
-    `hydra_session`.
+    Raises ConfigError if the run was started with other settings. Needs a `hydra_session`.
     """
     argument = f"resume=auto hydra.run.dir={folder}"
     composed = compose_run(overrides, source)
     complete_objective(composed)
-    begun = convert(_read(argument, folder)[0])
+    started = convert(_read(argument, folder)[0])
     problems = [
         f"{key}={now}: the run in {folder} was started with {key}={before}; leave it so, or name "
         "another folder"
-        for key, before, now in differences(begun.plain, composed.plain)
+        for key, before, now in differences(started.plain, composed.plain)
         if key.partition(".")[0] not in (*RESUMABLE, "resume")
     ]
     if problems:
@@ -97,8 +95,8 @@ def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> 
 
 
 def _going_on(argument: str, folder: Path, composed: Composed) -> Composed:
-    """Prepare `composed` for the run in `folder`; raises ConfigError where that cannot go on."""
-    # Evaluations of earlier versions name no verb; a run that finished has done a step.
+    """Prepare `composed` for the run in `folder`; raises ConfigError if that run cannot go on."""
+    # Evaluations of earlier versions record no verb; a run that finished has done a step.
     if _summary(folder).get("verb") == "eval" or finished_steps(folder) == 0:
         raise ConfigError(
             f"{argument}: holds an evaluation, which cannot go on; name a run's folder"
@@ -110,7 +108,7 @@ def _going_on(argument: str, folder: Path, composed: Composed) -> Composed:
             f"or raise it above {done}"
         )
     composed.config.resume = str(folder)
-    composed.plain["resume_changed"] = []  # of this time only
+    composed.plain["resume_changed"] = []  # it holds for this start only
     return composed
 
 
@@ -127,14 +125,14 @@ def differences(
 
 
 def viewed(folder: Path, source: Source) -> Composed:
-    """Return the settings of the run or evaluation of `view <folder>`, as `resumed`."""
+    """Return the settings of `view <folder>`, a run or evaluation, as `resumed`."""
     return _changed(f"view {folder}", folder, [], (), source, runs=())
 
 
 def replayed(
     folder: Path, source: Source, *, trust: bool = False, runs: Sequence[str] = SECTIONS
 ) -> Composed:
-    """Return the settings of the run, or crash, of `replay <folder>`, as `resumed`."""
+    """Return the settings of `replay <folder>`, a run or crash, as `resumed`."""
     return _changed(f"replay {folder}", folder, [], (), source, runs=runs, trust=trust)
 
 
@@ -174,7 +172,7 @@ def evaluated(
 
 
 def run_of(folder: Path) -> Path:
-    """Return the run that a run's folder, or one of its checkpoints', belongs to."""
+    """Return the folder of the run, given that folder or one of its checkpoints."""
     inside = folder.resolve().parent
     is_checkpoint = inside.name == "checkpoints" and not (folder / "config.yaml").exists()
     return folder.parent.parent if is_checkpoint else folder
@@ -187,14 +185,14 @@ def finished_steps(folder: Path) -> int | None:
 
 
 def done_steps(folder: Path) -> int:
-    """Return the steps that a resumed run would not do again: those up to its newest checkpoint."""
+    """Return the steps up to the newest checkpoint, which a resumed run does not repeat."""
     names = [path.name for path in (folder / "checkpoints").glob("step-*")]
     numbers = [int(name.removeprefix("step-")) for name in names if name[5:].isdecimal()]
     return max([finished_steps(folder) or 0, *numbers])
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """Read summary.json; empty where there is none that can be read."""
+    """Return summary.json; empty if it is missing or cannot be read."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -212,11 +210,10 @@ def _changed(
     runs: Sequence[str] = SECTIONS,
     trust: bool = False,
 ) -> Composed:
-    """Return the settings of the run in `folder` with overrides on top, of `allowed` sections only.
+    """Return the settings of the run in `folder` under overrides, of `allowed` sections only.
 
-    `argument` is the typed one that names the folder, e.g. ``resume=outputs/a``. Code that
-    config.yaml names in the sections that are `runs` is checked as `check_trusted` does, unless an
-    override put other code in its place.
+    `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. `check_trusted`
+    checks the code that config.yaml names in the sections `runs`, unless an override replaced it.
     """
     parsed: list[Override] = []
     for text in overrides:
@@ -234,7 +231,7 @@ def _changed(
     node, own = _read(argument, folder)
     before = named_code(cast(dict[str, Any], OmegaConf.to_container(node)), runs)
     with explained(overrides, source.groups):
-        # First the groups that are chosen anew, then the single values, as Hydra does.
+        # First the groups with a new choice, then the single values, as Hydra does.
         groups = source.groups()
         chosen = [
             o for o in parsed if o.key_or_group in groups and isinstance(o.value(), str | list)
@@ -256,23 +253,8 @@ def _changed(
     return composed
 
 
-def _of_their_choice(settings: dict[str, Any]) -> dict[str, Any]:
-    """Leave out keys of choices that were not made, which earlier versions wrote with defaults.
-
-    Example: ``{"optimizer": {"name": "sgd", "momentum": 0.95}}`` has no use of Muon's momentum.
-    """
-    complete = dict(settings)
-    for key, (_, choices) in CHOICES.items():
-        section = settings.get(key)
-        if isinstance(section, dict) and section.get("name") in choices:
-            known = field_names(choices[section["name"]])
-            others = {name for cls in choices.values() for name in field_names(cls)} - {*known}
-            complete[key] = {name: v for name, v in section.items() if name not in others}
-    return complete
-
-
 def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
-    """Return the settings in a folder's config.yaml, and whether this user's own run wrote them."""
+    """Return the settings in a folder's config.yaml, and True if a run of this user wrote them."""
     file = folder / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{argument}: is no run folder: there is no config.yaml in it")
@@ -284,9 +266,18 @@ def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
             raise ValueError("it holds a list, and a run's settings are a mapping of names")
         own = is_own(cast(dict[str, Any], OmegaConf.to_container(plain)))
         plain.pop("provenance", None)
-        # Only now: the signature of a run of the first edition covers the paths as it wrote them.
+        # After `is_own`: the signature of a run of the first edition covers its own paths.
         settings = in_this_layout(OmegaConf.to_container(plain))
-        typed = OmegaConf.merge(schema(), _of_their_choice(settings))
+        # Earlier versions also wrote the defaults of choices that were not made: {"optimizer":
+        # {"name": "sgd", "momentum": 0.95}} has Muon's momentum. These keys are left out.
+        complete = dict(settings)
+        for key, (_, choices) in CHOICES.items():
+            section = settings.get(key)
+            if isinstance(section, dict) and section.get("name") in choices:
+                known = field_names(choices[section["name"]])
+                others = {name for cls in choices.values() for name in field_names(cls)} - {*known}
+                complete[key] = {name: v for name, v in section.items() if name not in others}
+        typed = OmegaConf.merge(schema(), complete)
         OmegaConf.resolve(typed)
         return cast(DictConfig, typed), own
     except UnicodeDecodeError as error:

@@ -21,7 +21,7 @@ from agenttrain.utils.sections import shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The sizes that follow from a configuration.
+    """Sizes that follow from a configuration.
 
     Example: 12 tasks a step in groups of 8, 2 epochs of 3 minibatches and 80 steps are 96 rollouts
     a step, 32 rollouts an update, 6 updates a step and 480 updates a run.
@@ -33,18 +33,18 @@ class Arithmetic:
     group_size: int
     rollouts_per_step: int
     most_tasks_per_step: int
-    """With over-sampling and all rounds of dynamic sampling."""
+    """The number with over-sampling and all rounds of dynamic sampling."""
     rollouts_per_update: int
     updates_per_step: int
     """Optimizer updates: epochs x minibatches."""
     sampled_tokens_per_rollout: int
-    """At most: limited by the turns and by the whole completion."""
+    """The most, limited by the turns and by the completion."""
     tokens_per_rollout: int
-    """At most, sampled and tool tokens; the prompt comes on top."""
+    """The most, sampled and of tools; the prompt comes on top."""
     evaluations: int
     rollouts_per_evaluation: int
     evaluation_is_exact: bool
-    """The number of test rows is known; if not, rollouts_per_evaluation is the most."""
+    """True: the number of test rows is known; False: rollouts_per_evaluation is the most."""
 
     @property
     def updates(self) -> int:
@@ -53,7 +53,7 @@ class Arithmetic:
 
     @property
     def tokens_per_step(self) -> int:
-        """At most, sampled and tool tokens."""
+        """The most tokens, sampled and of tools."""
         return self.rollouts_per_step * self.tokens_per_rollout
 
     def lines(self) -> list[str]:
@@ -106,18 +106,24 @@ def arithmetic(config: RunConfig) -> Arithmetic:
 
 AXES = ("advantage", "scale", "objective", "aggregation")
 COUNTED = ("name", "group_size", "num_epochs", "minibatches")
-"""Settings that stand among the sizes."""
+"""Settings that are among the sizes."""
 INDENT = "\n            "
 """Between lines of one part."""
 
 
 def describe(config: RunConfig) -> str:
     """Summarise the parts of a run and its size in a few lines."""
-    optimizer, processes = config.optimizer, config.distributed
+    optimizer, processes, algorithm = config.optimizer, config.distributed, config.algorithm
+    # The axes, and every other setting that is not at its default.
+    axes, default = [f"{key} {getattr(algorithm, key)}" for key in AXES], AlgorithmConfig()
+    for field in fields(AlgorithmConfig):
+        value = getattr(algorithm, field.name)
+        if field.name not in (*AXES, *COUNTED) and value != getattr(default, field.name):
+            axes.append(f"{field.name} {shown(value)}")
     environments = []
     for name, section in config.environment.items():
         tools = tool_names(RunConfig(environment={name: section}))
-        names = [*tools.names, *([] if tools.complete else ["…"])]  # as far as its source tells
+        names = [*tools.names, *([] if tools.complete else ["…"])]  # an instance has more
         environments.append(f"{name} {_call(section)}, tools {', '.join(names) or 'none'}")
     test = "none, so no evaluation"
     if names_test_rows(config.data):
@@ -141,7 +147,7 @@ def describe(config: RunConfig) -> str:
         "train data": _call(config.data.train),
         "test data": test,
         "reward": INDENT.join(rewards) or "none",
-        "algorithm": _algorithm(config.algorithm),
+        "algorithm": f"{algorithm.name}: {', '.join(axes)}",
         "optimizer": f"lr {optimizer.lr:g}, {optimizer.schedule} after {optimizer.warmup_steps} "
         f"warm-up steps, gradient norm at most {optimizer.max_grad_norm:g}",
         "engine": config.engine.name,
@@ -153,17 +159,6 @@ def describe(config: RunConfig) -> str:
         parts["processes"] = f"{count}{nodes}, {processes.name}"
     lines = [f"{name:<12}{text}" for name, text in parts.items()]
     return "\n".join([*lines, "", *arithmetic(config).lines()])
-
-
-def _algorithm(config: AlgorithmConfig) -> str:
-    """Name the axes, and every other setting that is not its default."""
-    words = [f"{key} {getattr(config, key)}" for key in AXES]
-    default = AlgorithmConfig()
-    for field in fields(AlgorithmConfig):
-        value = getattr(config, field.name)
-        if field.name not in (*AXES, *COUNTED) and value != getattr(default, field.name):
-            words.append(f"{field.name} {shown(value)}")
-    return f"{config.name}: {', '.join(words)}"
 
 
 def _call(section: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""Code that the config.yaml of a saved run names, and whether it may run.
+"""Permission for code that the config.yaml of a saved run names.
 
-A run folder may come from somebody else, and a `_target_` in it is imported and called, an MCP
-server's command started. What the installed groups name themselves (conf/) may always run. Anything
-else needs `trust=true`, or a yes on a terminal, unless the run is the user's own: every run signs
-the sections that name code, with a key that only the user has.
+A run folder may come from somebody else: a `_target_` in it is imported and called, and an MCP
+server's command started. Code that the installed groups (conf/) name may always run. Any other code
+needs `trust=true`, or a yes on a terminal, unless the run is the user's own: every run signs the
+sections that name code, with a key that only the user has.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE)
 SIGNATURE = "signature"
 """Key of `provenance` in config.yaml."""
 KEY_FILE = "AGENTTRAIN_KEY"
-"""Environment variable: the file of the user's key, where it is not in the home folder."""
+"""Environment variable with the file of the user's key, if it is not in the home folder."""
 JUDGE = "agenttrain.rewards.builtin.judge.Judge"
 TRUSTED = "trust=true"
 COMPONENTS = {"data": ("train", "test"), "algorithm": ("objective",)}
-"""Sections of which only some keys hold components."""
+"""Sections in which only some keys are components."""
 
 
 def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -> list[str]:
-    """Return what the sections would run that is not bundled, as ``key=value``.
+    """Return the code that the sections would run and that is not bundled, as ``key=value``.
 
     Example: ``["tools.lookup._target_=my_agent.lookup", "tools.mcp.command=[npx, server]"]``.
     """
@@ -50,7 +50,8 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
     for section in (name for name in SECTIONS if name in sections):
         components = plain.get(section)
         if section == ENGINE:
-            if (path := _outside_engine(plain)) is not None:
+            path = components.get("_target_") if isinstance(components, Mapping) else None
+            if path is not None:
                 code.append(f"{ENGINE}._target_={path}")
             continue
         for name, component in components.items() if isinstance(components, Mapping) else ():
@@ -59,12 +60,6 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
             if isinstance(component, Mapping):
                 code += [f"{section}.{name}.{text}" for text in _of_component(component)]
     return code
-
-
-def _outside_engine(plain: Mapping[str, Any]) -> Any:
-    """Return the path of an engine from outside the package; None for a bundled one."""
-    section = plain.get(ENGINE)
-    return section.get("_target_") if isinstance(section, Mapping) else None
 
 
 def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
@@ -79,7 +74,7 @@ def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
     ):
         yield f"retry_on=[{', '.join(map(str, errors))}]"
     if target == MCP_SERVER:
-        # A server that is reached may be sent secrets of the environment: $NAME in `headers`.
+        # A server may get secrets of the environment: $NAME in `headers`.
         given = [name for name in ("command", "url") if component.get(name) is not None]
         for name in given or ["_target_"]:
             value = component.get(name)
@@ -103,33 +98,36 @@ def _bundled() -> frozenset[str]:
 
 
 def check_trusted(
-    said: str, code: Sequence[str], *, trust: bool, what: str = "its config.yaml"
+    argument: str, code: Sequence[str], *, trust: bool, what: str = "its config.yaml"
 ) -> None:
-    """Raise ConfigError that names the code, unless there is none or the user lets it run."""
+    """Raise ConfigError with the code, unless there is none or the user lets it run.
+
+    `argument` is the typed argument that leads to the code, `what` the file or section it is in.
+    """
     if trust or not code:
         return
     listed = "\n".join(f"  {text}" for text in code)
-    named = f"{said}: {what} names code that is not bundled with agenttrain and that would run"
+    named = f"{argument}: {what} names code that is not bundled with agenttrain and that would run"
     if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
         print(f"agenttrain: {named} as you:\n{listed}\nLet it run? [y/N] ", end="", file=sys.stderr)
         sys.stderr.flush()
         with suppress(EOFError):
             if input().strip().lower() in ("y", "yes"):
                 return
-        raise ConfigError(f"{said}: not run")
+        raise ConfigError(f"{argument}: not run")
     raise ConfigError(
         f"{named} as you:\n{listed}\nread it, and add {TRUSTED} if you trust who made this folder"
     )
 
 
 def signature(plain: Mapping[str, Any]) -> str | None:
-    """Return the user's signature of what a config.yaml would run; None where that is nothing, or
-    the user's key can be neither read nor made."""
+    """Return the user's signature of the code that a config.yaml would run; None if it would run
+    none, or the user's key can be neither read nor made."""
     return sign(_signed(plain)) if named_code(plain) else None
 
 
 def is_own(plain: Mapping[str, Any]) -> bool:
-    """Return whether a config.yaml, with its `provenance`, was written by a run of this user."""
+    """Return True if a run of this user wrote a config.yaml, given with its `provenance`."""
     provenance = plain.get("provenance")
     written = provenance.get(SIGNATURE) if isinstance(provenance, Mapping) else None
     return verifies(_signed(plain), written)
@@ -137,34 +135,33 @@ def is_own(plain: Mapping[str, Any]) -> bool:
 
 def _signed(plain: Mapping[str, Any]) -> Any:
     signed = {name: plain.get(name) for name in ("tools", "environment", "reward", "data")}
-    # Only where they name code: signatures of earlier versions lack both, and a bundled engine or
-    # objective is nobody's code.
+    # Only if they name code: signatures of earlier versions lack both sections.
     if named_code(plain, ("algorithm",)):
         signed["algorithm.objective"] = plain["algorithm"]["objective"]
-    if _outside_engine(plain) is not None:
+    if named_code(plain, (ENGINE,)):
         signed[ENGINE] = plain.get(ENGINE)
     return signed
 
 
-def sign(value: Any) -> str | None:
-    """Return the user's signature of JSON data; None without a key."""
-    key = _key(make=True)
-    return None if key is None else _signature(key, value)
-
-
-def verifies(value: Any, written: object) -> bool:
-    """Return whether `written` is the user's signature of JSON data."""
-    key = _key(make=False) if isinstance(written, str) else None
-    return key is not None and hmac.compare_digest(_signature(key, value), str(written))
-
-
-def _signature(key: bytes, value: Any) -> str:
+def sign(value: Any, *, make_key: bool = True) -> str | None:
+    """Return the user's signature of JSON data; None without a key, which `make_key` may make."""
+    key = _key(make=make_key)
+    if key is None:
+        return None
     text = json.dumps(value, sort_keys=True, default=str)
     return hmac.new(key, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
 
 
+def verifies(value: Any, written: object) -> bool:
+    """Return True if `written` is the user's signature of JSON data."""
+    if not isinstance(written, str):
+        return False
+    valid = sign(value, make_key=False)
+    return valid is not None and hmac.compare_digest(valid, written)
+
+
 def _key(*, make: bool) -> bytes | None:
-    """Return the user's key; None where there is none that the user alone can read."""
+    """Return the user's key; None if there is none that only the user can write."""
     named = os.environ.get(KEY_FILE)
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     path = Path(named) if named else Path(home) / "agenttrain" / "key"
@@ -176,7 +173,7 @@ def _key(*, make: bool) -> bytes | None:
                 descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(secrets.token_bytes(32))
-                # Not a rename: of two runs that begin together, the first one's key stays.
+                # Not a rename: if two runs start together, the key of the first one stays.
                 with suppress(FileExistsError):
                     os.link(part, path)
                 part.unlink()

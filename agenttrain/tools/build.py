@@ -74,7 +74,7 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
 
 
 def _build(located: Located, name: str) -> list[Tool]:
-    target, bound, where = located.found, located.bound, located.where
+    target, bound, where = located.target, located.bound, located.where
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     makes_tool = inspect.isclass(target)

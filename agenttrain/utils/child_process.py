@@ -8,8 +8,8 @@
 A child that hangs or ends instead raises, e.g. ``ChildGone: ended with exit code 1; it printed:
 ModuleNotFoundError: No module named 'numpy'``.
 
-A child is to end with this process also where that is killed. One that takes requests does so when
-its standard input ends; any other calls `end_with_parent`.
+A child must end with this process, even if that is killed. One that takes requests ends when its
+standard input does; any other calls `end_with_parent`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from threading import Thread
 from typing import IO, Any
 
 MAX_TAIL = 2000
-"""Bytes kept of what a child prints."""
+"""Bytes of a child's output that are kept: its end."""
 LAST_WORDS_S = 1.0
 """Longest wait for the last words of a child: a process that it left behind may hold the pipe."""
 WATCH_S = 1.0
@@ -35,13 +35,13 @@ WATCH_S = 1.0
 
 
 class ChildGone(Exception):
-    """A child ended, or did not answer in time; the message says how, and what it printed last."""
+    """A child ended, or did not answer in time; the message has its end and its last output."""
 
 
 class ChildProcess:
-    """A child process of this one, in a session of its own: Ctrl-C is for the parent alone.
+    """A child process of this one, in a session of its own: only the parent gets a Ctrl-C.
 
-    What it prints is read all the time, so that it never waits for a reader, and the end is kept.
+    Its output is read all the time, so that it never waits for a reader, and the end of it is kept.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class ChildProcess:
     ) -> None:
         """Start the command; raises OSError.
 
-        `requests`: its standard input is for `send`, else empty. `replies`: its standard output is
-        for `receive`, else part of what it prints. Without a session of its own it gets the
-        signals of this process's group, and `kill` ends it alone.
+        `requests`: `send` writes to its standard input, which is otherwise empty. `replies`:
+        `receive` reads its standard output, which otherwise counts as printed. Without a session of
+        its own it gets the signals of this process's group, and `kill` ends only it.
         """
         self._process = subprocess.Popen(
             command,
@@ -69,6 +69,8 @@ class ChildProcess:
             env=env,
             pass_fds=pass_fds,
         )
+        self.pid = self._process.pid
+        """Its process number, also that of its group if it has a session of its own."""
         self._own_session = own_session
         self._replies = replies
         self._tail = b""
@@ -76,11 +78,6 @@ class ChildProcess:
         printed = self._process.stderr if replies else self._process.stdout
         self._reader = Thread(target=self._collect, args=(printed,), daemon=True)
         self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        """Its process number, also that of its group where it has a session of its own."""
-        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -124,7 +121,7 @@ class ChildProcess:
         return True
 
     def gone(self) -> ChildGone:
-        """Make the error that says how it ended, in at most two `LAST_WORDS_S`."""
+        """Return an error with its end and last output, after at most two `LAST_WORDS_S`."""
         self.ended(LAST_WORDS_S)
         code = self.code
         if code is None:
@@ -137,20 +134,20 @@ class ChildProcess:
         return ChildGone(how + (f"; it printed: {printed}" if printed else ""))
 
     def printed(self) -> str:
-        """Return the end of what it has printed."""
+        """Return the end of its output."""
         if not self.alive:
             self._reader.join(LAST_WORDS_S)
         return self._tail.decode("utf-8", "replace").strip()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal; nothing where it has ended."""
+        """Send it a signal, unless it has ended."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it, and what it started and left in its session's group; harmless when it has ended.
+        """End it, and all processes in its session's group; harmless when it has ended.
 
-        A child that ended by itself and was collected (`alive`, `ended`) leaves its group alone,
-        whose number may be another's by now.
+        After a child ended by itself and was collected (`alive`, `ended`), the group's number may
+        be another's: the group is left alone.
         """
         if self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
@@ -168,15 +165,15 @@ class ChildProcess:
 
 
 def end_with_parent(message: str = "", *, after_s: float = 0.0) -> None:
-    """Kill this process's group `after_s` seconds after its parent is gone, however that ended.
+    """Kill this process's group `after_s` seconds after its parent has ended in any way.
 
-    Call it in the child, first. Not the kernel's PR_SET_PDEATHSIG, which also strikes when the
-    thread ends that has started the child.
+    Call it first in the child. The kernel's PR_SET_PDEATHSIG would also act at the end of the
+    thread that started the child.
     """
     parent = os.getppid()
 
     def watch() -> None:
-        with suppress(AttributeError, OSError):  # no Linux, or it is gone already
+        with suppress(AttributeError, OSError):  # no Linux, or the parent has ended already
             poller = select.poll()
             poller.register(os.pidfd_open(parent), select.POLLIN)
             poller.poll()

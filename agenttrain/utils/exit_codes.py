@@ -1,17 +1,17 @@
 """Exit codes of `agenttrain`: numbers that a shell, a scheduler or a launcher may rely on.
 
-A scheduler puts a job back into its queue on PREEMPTED; `commands/slurm/core.sh` also where a
-signal came before the run listened for it.
+A scheduler puts a job back into its queue on PREEMPTED; `commands/slurm/core.sh` does so too for a
+signal that came before the run handled signals.
 """
 
 from __future__ import annotations
 
 DONE = 0
-"""The command did what it was asked; a finished run that is resumed has nothing left to do."""
+"""The command has finished; so has a resumed run that had nothing left to do."""
 FAILED = 1
-"""The run failed; the message and summary.json say why."""
+"""The run failed; the message and summary.json have the reason."""
 REFUSED = 2
-"""The command or its settings cannot be: nothing was begun."""
+"""The command or its settings are invalid: nothing was started."""
 STALLED = 70
 """The watchdog ended a phase that overran (EX_SOFTWARE of sysexits.h)."""
 PREEMPTED = 75
@@ -19,4 +19,4 @@ PREEMPTED = 75
 INTERRUPTED = 130
 """Ctrl-C, as shells have it."""
 TERMINATED = 143
-"""A second SIGTERM, or one where nothing can go on (`eval`), as shells have it."""
+"""A second SIGTERM, or the first of a command without resume= (`eval`), as shells have it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,49 +46,43 @@ class Expression:
     parsed: Any
 
     def search(self, value: Any) -> Any:
-        """Return its value on plain data; ValueError for what it cannot compute."""
+        """Return its value on plain data; raise ValueError if it cannot be computed."""
         try:
             return self.parsed.search(value, OPTIONS)
         except (JMESPathError, regex.error, TimeoutError, ValueError) as error:
-            raise ValueError(f"{self.text!r}: {_first_line(error)}") from error
+            problem = str(error).partition("\n")[0]
+            raise ValueError(f"{self.text!r}: {problem}") from error
 
 
 def compiled(text: object, key: str) -> Expression:
-    """Compile the expression of the setting `key`; ValueError ``key=…: …`` says where it is wrong.
+    """Compile the expression of the setting `key`; a ValueError has the position of the mistake.
 
-    Example: ``compiled("row.answer", "data.map.answer").search({"row": {"answer": 7}}) == 7``. The
-    functions `split(text, separator)`, `match(text, regex)` and `from_json(text)` are added to
-    JMESPath's own.
+    Example: ``compiled("row.answer", "data.map.answer").search({"row": {"answer": 7}}) == 7``.
+    Besides JMESPath's own functions it has `split(text, separator)`, `match(text, regex)` and
+    `from_json(text)`.
     """
     if not isinstance(text, str):
         raise ValueError(f"{key}={text}: must be a JMESPath expression, given as a text")
     try:
         expression = Expression(text, jmespath.compile(text))
     except JMESPathError as error:
-        where = f": {_first_line(error)}"
+        where = ": " + str(error).partition("\n")[0]
         if isinstance(error, ParseError) and error.lex_position is not None:
             position = min(error.lex_position, len(text))
             near = f"before {text[position:][:20]!r}" if text[position:] else "at its end"
             where = f" (position {position}, {near})"
         raise ValueError(f"{key}={text}: is no JMESPath expression{where}") from error
-    _refuse_unknown_functions(expression.parsed.parsed, f"{key}={text}")
+    _check_functions(expression.parsed.parsed, f"{key}={text}")
     return expression
 
 
-def _refuse_unknown_functions(node: dict[str, Any], where: str) -> None:
-    """Raise ValueError for them; JMESPath itself does only when the expression is first used."""
-    if node.get("type") == "function_expression" and node["value"] not in _known():
+def _check_functions(node: dict[str, Any], where: str) -> None:
+    """Raise ValueError for an unknown function; JMESPath itself only does so at the first use."""
+    known = sorted(_MoreFunctions.FUNCTION_TABLE)
+    if node.get("type") == "function_expression" and node["value"] not in known:
         raise ValueError(
-            f"{where}: there is no function {node['value']}(); there are: {', '.join(_known())}"
+            f"{where}: there is no function {node['value']}(); there are: {', '.join(known)}"
         )
     for child in node.get("children", ()):
         if isinstance(child, dict):
-            _refuse_unknown_functions(child, where)
-
-
-def _known() -> Sequence[str]:
-    return sorted(_MoreFunctions.FUNCTION_TABLE)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+            _check_functions(child, where)

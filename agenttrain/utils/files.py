@@ -16,8 +16,8 @@ def conf_folder() -> Path:
 def list_groups(*folders: Path) -> dict[str, list[str]]:
     """Return group -> its options, sorted, e.g. ``{"algorithm": ["grpo", "rloo"], …}``.
 
-    `algorithm/objective` is a group too. Of the folders after the first, groups within a group
-    count only where the first has them.
+    `algorithm/objective` is a group too. In the folders after the first, a group within a group
+    counts only if the first folder has it.
     """
     options: dict[str, set[str]] = {}
     for folder in folders:

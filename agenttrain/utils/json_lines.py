@@ -10,7 +10,7 @@ from typing import Any
 
 
 def dumps(value: Any) -> str:
-    """One line of JSON. NaN and the infinities, which JSON does not have, become null."""
+    """Return one line of JSON. NaN and the infinities, which JSON does not have, become null."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -18,7 +18,7 @@ def dumps(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """`value` with null in the place of NaN and the infinities."""
+    """Return `value` with None in the place of NaN and the infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -29,8 +29,9 @@ def finite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file. A last line without its newline was cut by a crash and is
-    left out; raises ValueError, with file and line, for any other line that is not an object."""
+    """Yield the objects of a JSON-lines file. A last line without its newline was cut by a crash
+    and is left out. Raises ValueError, with file and line, for any other line that is not an
+    object."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):

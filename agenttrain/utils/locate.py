@@ -1,4 +1,4 @@
-"""`_target_`: a dotted path in a YAML -> the Python object that it names, and what it takes."""
+"""`_target_`: a dotted path in a YAML -> the Python object that it names, and its parameters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from agenttrain.utils.names import did_you_mean
 
 
 def parameter_names(target: Any) -> tuple[str, ...] | None:
-    """Return the names that a call of `target` can be given; None: any, or not to be known.
+    """Return the names of the arguments that `target` takes; None: any name, or unknown.
 
-    Example: ``def find(query, *, limit=3)`` -> ``("query", "limit")``; of a class, those of its
-    constructor.
+    Example: ``def find(query, *, limit=3)`` -> ``("query", "limit")``. For a class these are its
+    constructor's.
     """
     try:
         parameters = inspect.signature(target).parameters.values()
@@ -29,7 +29,7 @@ def parameter_names(target: Any) -> tuple[str, ...] | None:
 
 
 def call_parameters(target: Any) -> int | None:
-    """Return how many parameters a call has, of a class a call of its instances; None: unknown."""
+    """Return the number of parameters of a call (of an instance, for a class); None: unknown."""
     of_class = inspect.isclass(target)
     called = vars(target).get("__call__") if of_class else target
     try:
@@ -40,17 +40,17 @@ def call_parameters(target: Any) -> int | None:
 
 @dataclass(slots=True, kw_only=True)
 class Located:
-    """Object that a section with a `_target_` names."""
+    """The object that a section names with `_target_`, and the section's other settings."""
 
-    found: Any
+    target: Any
     bound: dict[str, Any]
     """The other settings of the section."""
     where: str
-    """The setting, as error messages name it: ``tools.lookup._target_='my_pkg.lookup'``."""
+    """The setting, for error messages: ``tools.lookup._target_='my_pkg.lookup'``."""
 
 
 def locate_section(section: object, *, key: str) -> Located:
-    """Locate the object that the section at `key` names with `_target_`, and what stands beside it.
+    """Return the object that the section at `key` names with `_target_`, and its other settings.
 
     Raises ValueError with key, value and remedy, as `locate` does.
     """
@@ -61,14 +61,14 @@ def locate_section(section: object, *, key: str) -> Located:
             f"{key}._target_=my_pkg.{kind}.{name}"
         )
     return Located(
-        found=locate(section["_target_"], key=f"{key}._target_"),
+        target=locate(section["_target_"], key=f"{key}._target_"),
         bound={str(name): value for name, value in section.items() if name != "_target_"},
         where=f"{key}._target_={section['_target_']!r}",
     )
 
 
 def about_argument(error: ValueError, key: str, bound: Mapping[str, Any]) -> str:
-    """Return the text of a target's own error, with the key of the argument that it begins with.
+    """Return the text of a target's error, with the full key of an argument that it begins with.
 
     Example: ``split='tets': must be one of train, test`` -> ``data.test.split='tets': must be …``.
     """
@@ -81,15 +81,33 @@ def locate(path: object, *, key: str) -> Any:
 
     Example: ``locate("my_pkg.tools.lookup", key="tools.lookup._target_")``.
 
-    Raises ValueError with key, value and remedy when a module or a name in it does not exist. An
-    error inside an imported module is chained to it.
+    Raises ValueError with key, value and remedy when a module or a name in it does not exist, and
+    for an error inside an imported module, which is its cause.
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{key}={path}: expected a dotted path such as my_pkg.my_module.my_name")
     if path in MOVED:
         raise ValueError(f"{key}={path}: is {MOVED[path]} now")
     parts = path.split(".")
-    value, used = _import_longest(parts, key=key)
+    # The longest part of the path that is a module; the others are attributes.
+    for used in range(len(parts), 0, -1):
+        name = ".".join(parts[:used])
+        try:
+            value: Any = import_module(name)
+            break
+        except ModuleNotFoundError as error:
+            # Another missing module is one that the user's own module imports.
+            if error.name is None or not (name + ".").startswith(error.name + "."):
+                raise ValueError(f"{key}={path}: importing it failed: {error}") from error
+        except Exception as error:
+            raise ValueError(
+                f"{key}={path}: importing it failed: {type(error).__name__}: {error}"
+            ) from error
+    else:
+        raise ValueError(
+            f"{key}={path}: there is no module {parts[0]!r}; install the package, or put its "
+            "folder on PYTHONPATH"
+        )
     for position in range(used, len(parts)):
         if not hasattr(value, parts[position]):
             where = ".".join(parts[:position])
@@ -99,24 +117,3 @@ def locate(path: object, *, key: str) -> Any:
     if isinstance(value, ModuleType):
         raise ValueError(f"{key}={path}: names a module; add the function or class in it")
     return value
-
-
-def _import_longest(parts: list[str], *, key: str) -> tuple[Any, int]:
-    """Import the innermost module of the path; return it and how many parts name it."""
-    path = ".".join(parts)
-    for used in range(len(parts), 0, -1):
-        name = ".".join(parts[:used])
-        try:
-            return import_module(name), used
-        except ModuleNotFoundError as error:
-            # Another missing module is what the user's own module imports: not for us to skip.
-            if error.name is None or not (name + ".").startswith(error.name + "."):
-                raise ValueError(f"{key}={path}: importing it failed: {error}") from error
-        except Exception as error:
-            raise ValueError(
-                f"{key}={path}: importing it failed: {type(error).__name__}: {error}"
-            ) from error
-    raise ValueError(
-        f"{key}={path}: there is no module {parts[0]!r}; install the package, or put its folder "
-        "on PYTHONPATH"
-    )

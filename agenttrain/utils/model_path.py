@@ -16,10 +16,8 @@ PARTS = {
     "tokenizer (tokenizer.json)": ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json"),
 }
 """Parts of a model folder: name -> files, of which one is enough."""
-
-
 SIZES = ("config.json",)
-"""Part that says how large a model is."""
+"""The part from which a model's size is computed."""
 
 
 def model_folder(path: str, parts: Collection[str] = tuple(PARTS)) -> Path:

@@ -1,7 +1,7 @@
 """Names of the first layout, and today's: dotted paths of components, and keys of the settings.
 
-Saved runs are read through `in_this_layout`; on the command line and in YAML files an old name is
-refused with the new one.
+Saved runs are read through `in_this_layout`. On the command line and in YAML files an old name is
+an error that shows the new one.
 """
 
 from __future__ import annotations
@@ -96,37 +96,29 @@ def in_this_layout(settings: Any) -> Any:
     Example: ``{"lookup": {"_target_": "agenttrain.tools.sql.Sql"}}`` ->
     ``{"lookup": {"_target_": "agenttrain.tools.builtin.sql.Sql"}}``, and ``{"surrogate": "cispo",
     "clip_high": 4.0}`` of `algorithm` -> ``{"objective": {"name": "cispo", "high": 4.0}}``. Exact
-    paths only: a name inside a module that has moved stays as it is, and is refused where it is
-    looked up.
+    paths only: another name inside a module that has moved stays, and `locate` rejects it.
     """
     if isinstance(settings, Mapping):
         settings = {key: in_this_layout(value) for key, value in settings.items()}
         algorithm, engine = settings.get("algorithm"), settings.get("engine")
         if isinstance(algorithm, Mapping) and algorithm.get("surrogate") in OBJECTIVES:
-            settings["algorithm"] = _with_objective(algorithm)
+            # The keys that the surrogate read become a section `objective`.
+            name, flat = algorithm["surrogate"], {"surrogate", *OBJECTIVE_KEYS}
+            keys = {
+                new: algorithm[old] for old, new in OBJECTIVES[name].items() if old in algorithm
+            }
+            others = {key: value for key, value in algorithm.items() if key not in flat}
+            settings["algorithm"] = {**others, "objective": {"name": name, **keys}}
         if isinstance(engine, Mapping) and isinstance(engine.get("vllm"), Mapping):
-            settings["engine"] = _with_own_keys(engine)
+            # The section had the keys of all engines; each engine keeps its own.
+            of_vllm = engine.get("name") == "vllm"
+            unread = ("vllm", "rejoin_steps" if of_vllm else "dtype")
+            others = {key: value for key, value in engine.items() if key not in unread}
+            settings["engine"] = {**others, **engine["vllm"]} if of_vllm else others
         return settings
     if isinstance(settings, list):
         return [in_this_layout(value) for value in settings]
     return MOVED.get(settings, settings) if isinstance(settings, str) else settings
-
-
-def _with_objective(algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `algorithm` with what its surrogate read as a section `objective`."""
-    name = algorithm["surrogate"]
-    read = {new: algorithm[old] for old, new in OBJECTIVES[name].items() if old in algorithm}
-    flat = {"surrogate", *OBJECTIVE_KEYS}
-    others = {key: value for key, value in algorithm.items() if key not in flat}
-    return {**others, "objective": {"name": name, **read}}
-
-
-def _with_own_keys(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `engine`, which had the keys of all engines, with those of its own."""
-    of_vllm = engine.get("name") == "vllm"
-    unread = ("vllm", "rejoin_steps" if of_vllm else "dtype")
-    others = {key: value for key, value in engine.items() if key not in unread}
-    return {**others, **engine["vllm"]} if of_vllm else others
 
 
 def override_in_this_layout(override: str) -> str:

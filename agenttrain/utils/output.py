@@ -1,10 +1,10 @@
-"""Standard output and error that cannot fail: what a run prints never changes how it ends.
+"""Standard output and error that cannot fail: printing never changes how a run ends.
 
 Python's own streams raise: UnicodeEncodeError where the locale's encoding lacks a character (an
 arrow of a table under ``LANG=C``), BrokenPipeError where the reader has gone (``… | head``), and
 OSError where a terminal was closed or a disk is full. `protect` replaces both by streams that
-escape what the encoding lacks, go on silently without a reader, and keep the first other error for
-the end.
+escape characters that the encoding lacks, go on silently without a reader, and keep the first other
+error for the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_READER = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 class _Descriptor(io.RawIOBase):
-    """A file descriptor whose writes always succeed; `error` is the first that was lost."""
+    """A file descriptor whose writes always succeed; `error` is the first that was suppressed."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -49,10 +49,10 @@ class _Descriptor(io.RawIOBase):
 
 
 def protect() -> None:
-    """Replace `sys.stdout` and `sys.stderr`, unless somebody else has done so (a test, a notebook).
+    """Replace `sys.stdout` and `sys.stderr`, unless they are replaced already (a test, a notebook).
 
-    A descriptor that is closed (``>&-``) is opened on the null device first: otherwise the next
-    file that the process opens would get its number, and everything that is printed.
+    A closed descriptor (``>&-``) is opened on the null device first: otherwise the next file that
+    the process opens would get its number, and all printed text.
     """
     for number in (0, 1, 2):
         try:
@@ -79,7 +79,7 @@ def unfailing(number: int, *, like: TextIO | None = None) -> TextIO:
 
 
 def lost_output() -> str | None:
-    """Flush standard output; say why some of it was lost, if not for want of a reader."""
+    """Flush standard output; return the error that lost some of it, unless a reader has gone."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(raw, _Descriptor):
         return None

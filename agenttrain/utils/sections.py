@@ -8,11 +8,11 @@ A capability's `config.py` declares them:
         warmup_steps: Whole = Field(default=0, ge=0)
 
 Bounds stand on the fields. A check of several fields of one section is a validator that yields
-lines through `raise_problems`, or raises ValueError (``name=value: …``) where its section may stand
-at several keys; it reads no file and imports nothing, because `view` and its kin read the settings
-of runs whose files are elsewhere. OmegaConf checks names and types before pydantic sees a section
-of `RunConfig`. A section whose keys depend on its `name` is annotated with the base
-class of its choices, which OmegaConf checks, and a validator that calls `choose`.
+lines through `raise_problems`, or raises ValueError (``name=value: …``) if its section is used at
+several keys. It reads no file and imports nothing, because commands such as `view` read the
+settings of runs whose files are elsewhere. OmegaConf checks names and types before pydantic sees a
+section of `RunConfig`. A section whose keys depend on its `name` is annotated with the base class
+of its choices, which OmegaConf checks, and a validator that calls `choose`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from agenttrain.utils.names import did_you_mean
 
 SETTINGS = ConfigDict(extra="forbid", defer_build=True)
 """Options of every settings dataclass: unknown keys are errors. Validators are built when they are
-first used, which saves a fifth of a second where a mistake is answered without them."""
+first used: a command that fails before that is a fifth of a second faster."""
 Whole = Annotated[int, Field(strict=True)]
 """A whole number: neither 1.0, nor "1", nor true."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""A finite number; a whole one is taken, a text or true is not."""
+"""A finite number, also a whole one; neither a text nor true."""
 Flag = Annotated[bool, Field(strict=True)]
-"""True or false, and no text or number that could mean it: for sections that OmegaConf does not
-check, those beside a `_target_`."""
+"""True or false, and no text or number that could mean it: for sections with a `_target_`, which
+OmegaConf does not check."""
 
 
 def _quoted(value: object) -> str | None:
@@ -47,8 +47,8 @@ def _quoted(value: object) -> str | None:
 
 
 Quoted = Annotated[Any, PlainValidator(_quoted, json_schema_input_type=str | None)]
-"""A text or None. OmegaConf would turn the number of an unquoted commit, 12e4, into 120000.0; to it
-this is a value of any type."""
+"""A text or None. OmegaConf, which would turn an unquoted commit, 12e4, into 120000.0, sees a value
+of any type."""
 T = TypeVar("T")
 
 
@@ -65,8 +65,8 @@ def raise_problems(lines: Iterable[str]) -> None:
 def choice(resolve: Callable[[Mapping[str, Any]], object]) -> Any:
     """Return the type of a section whose keys depend on a choice that is made in it.
 
-    To OmegaConf it is a mapping with any keys. pydantic passes it to `resolve`, which returns the
-    chosen component and raises pydantic's ValidationError or ValueError for keys that it refuses.
+    OmegaConf takes a mapping with any keys. pydantic passes it to `resolve`, which returns the
+    chosen component and raises pydantic's ValidationError, or ValueError, for invalid keys.
     """
     return Annotated[Any, PlainValidator(resolve)]
 
@@ -74,7 +74,8 @@ def choice(resolve: Callable[[Mapping[str, Any]], object]) -> Any:
 def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
     """Return the section at `key` as the settings that its `name` chooses; raises InvalidSettings.
 
-    Settings pass as they are. The answer to a key of another choice names the choice that has it.
+    An object of a settings class is returned unchanged. The message on a key that only another
+    choice has names that choice.
     """
     if not isinstance(section, Mapping):
         return cast(T, section)
@@ -103,7 +104,7 @@ def with_known_keys(
 ) -> T:
     """Return the section at `key` as its settings; raises InvalidSettings with all its problems.
 
-    `unknown` words the answer to a key, and its value, that the settings do not have.
+    `unknown` returns the message on a key, and its value, that the settings do not have.
     """
     known = field_names(settings)
     lines = [line for n, v in section.items() if n not in known for line in unknown(str(n), v)]
@@ -161,7 +162,7 @@ def validated(settings: type[T], section: Mapping[str, Any], key: str = "") -> T
 def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
     """Yield pydantic's errors as ``key=value: problem; remedy``, one line each.
 
-    Example: ``optimizer.lr=-1.0: must be more than 0``. `key` is where the section stands.
+    Example: ``optimizer.lr=-1.0: must be more than 0``. `key` is the key of the section.
     """
     for detail in error.errors(include_url=False):
         cause = (detail.get("ctx") or {}).get("error")
@@ -170,7 +171,7 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
             continue
         names = [part for part in (key, *map(str, detail["loc"])) if part]
         place = ".".join(names)
-        if detail["type"] == "value_error" and not detail["loc"]:  # of a section that knows no key
+        if detail["type"] == "value_error" and not detail["loc"]:  # the section has no key
             yield f"{place}.{cause}" if place else str(cause)
             continue
         if detail["type"] in ("missing", "missing_argument"):
@@ -209,7 +210,7 @@ def _problem(detail: Mapping[str, Any], place: str) -> str:
     if kind == "unexpected_keyword_argument":
         return "unknown key"
     if kind == "string_type" and isinstance(detail["input"], int | float):
-        # 12e4 has become 120000.0: only a whole number is known as it was written.
+        # 12e4 has become 120000.0: only a whole number is still as it was written.
         text = detail["input"] if isinstance(detail["input"], int) else "…"
         return f"""expected a text; quote it: {place}='"{text}"'"""
     for prefix, expected in EXPECTED.items():

@@ -1,4 +1,4 @@
-"""Seeds that depend on what a draw is for and never on when it happens."""
+"""Seeds that depend on the purpose of a random draw and never on its time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import hashlib
 
 
 def seeds_of(rollout_id: str, seed: int) -> tuple[int, int]:
-    """A rollout's own seed and its group's, from its id and the run's seed.
+    """Return a rollout's own seed and its group's, from its id and the run's seed.
 
-    Ids say the path of both: ``train-3-r1-2-0`` is sample 0 of the 3rd task (number 2) of the first
-    extra round of step 3. Raises ValueError for an id that is none of a run's.
+    An id is the path of both: ``train-3-r1-2-0`` is sample 0 of the 3rd task (number 2) of the
+    first extra round of step 3. Raises ValueError for an id that no run makes.
     """
     *path, occurrence, sample = rollout_id.split("-")
     parts = [int(part) if part.isdecimal() else part for part in path]
@@ -18,7 +18,7 @@ def seeds_of(rollout_id: str, seed: int) -> tuple[int, int]:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from a path such as (run seed, step, occurrence, sample, turn).
+    """Return a 63-bit seed for a path such as (run seed, step, occurrence, sample, turn).
 
     Neighbouring paths give unrelated seeds, and ("a", 1) differs from ("a1",).
     """

@@ -17,13 +17,13 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trai
 
 
 class TextTemplate:
-    """A compiled text; `fields` are the names that it takes.
+    """A compiled text; `fields` are the columns that it uses.
 
     Example: ``TextTemplate("{{ a }}!", "data.prompt").fill({"a": 3}) == "3!"``
     """
 
     def __init__(self, text: object, key: str) -> None:
-        """Raises ValueError ``key=…: …`` with the line of a mistake."""
+        """Compile the text; raises ValueError ``key=…: …`` with the line of a mistake."""
         if not isinstance(text, str):
             raise ValueError(
                 f"{key}={text}: must be a text; put it in quotes that the shell leaves alone, e.g. "
@@ -39,7 +39,7 @@ class TextTemplate:
             ) from error
 
     def fill(self, values: Mapping[str, Any]) -> str:
-        """Return the text with the values; raises ValueError for a field that is not there."""
+        """Return the text with the values; raises ValueError for a field without a value."""
         for name in self.fields:
             if name not in values:
                 raise ValueError(

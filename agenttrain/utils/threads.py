@@ -35,9 +35,9 @@ class Outcome:
 
 
 def attempt(function: Callable[[], object]) -> Outcome:
-    """Call `function` and keep whatever it raises, SystemExit and KeyboardInterrupt included.
+    """Call `function` and return its value or its error, even SystemExit and KeyboardInterrupt.
 
-    The text of the error is made here, once: see `with_fixed_text`.
+    The error has a fixed text: see `with_fixed_text`.
     """
     try:
         return Outcome(value=function())
@@ -55,7 +55,7 @@ async def attempt_async(
     """Await a user's `awaitable` as `attempt` calls a function; a cancellation passes, and so does
     the KeyboardInterrupt of a signal.
 
-    The text of an error, where code of a user's makes it, is made in one of `threads`.
+    If a user's code computes the text of the error, it does so in one of `threads`.
     """
     _contain_tasks(asyncio.get_running_loop())
     token = _contained.set(True)
@@ -80,14 +80,14 @@ async def attempt_async(
 
 
 PLAIN = (str, int, float, bool, bytes, type(None))
-"""Types whose values have a text that no code of a user's makes."""
+"""Types whose text is computed without code of a user's."""
 
 
 def with_fixed_text(error: BaseException) -> BaseException:
-    """`error`, or one of its type whose text is made already, where code of a user's would make it.
+    """Return `error`, or, if a user's code computes its text, a copy of its type with that text.
 
-    A `__str__` may hang, or raise SystemExit. It runs here, where its owner's code runs, and never
-    on an event loop or where an error is reported. One that raises leaves the text empty.
+    A `__str__` may hang, or raise SystemExit. So it runs once, where its owner's code runs, and
+    never on an event loop or where an error is reported. If it raises, the text is empty.
     """
     if _has_plain_text(error):
         return error
@@ -103,8 +103,8 @@ def with_fixed_text(error: BaseException) -> BaseException:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }
-    # A class that cannot be derived from (pydantic's ValidationError) keeps its name and Python's
-    # own base (ValueError); a group of errors, which is not made without them, its name.
+    # For a class without subclasses (pydantic's ValidationError) the copy has its name, and as base
+    # Python's own class (ValueError); for a group of errors, which needs them, only its name.
     fixed: Any
     for base, maker in ((kind, native), (native, native), (Exception, Exception)):
         with suppress(BaseException):
@@ -121,7 +121,7 @@ def with_fixed_text(error: BaseException) -> BaseException:
 def _has_plain_text(error: BaseException) -> bool:
     kind = type(error)
     makers = (next(c for c in kind.__mro__ if name in vars(c)) for name in ("__str__", "__repr__"))
-    # The text of a group is its message, and how many errors it has.
+    # The text of a group is its message and the number of its errors.
     parts = [error.message] if isinstance(error, BaseExceptionGroup) else [*error.args]
     if isinstance(error, OSError):
         parts += [p for p in (error.filename, error.filename2) if not isinstance(p, PurePath)]
@@ -129,13 +129,13 @@ def _has_plain_text(error: BaseException) -> bool:
 
 
 def _of_signal(error: BaseException) -> bool:
-    """Return True if a signal's handler raised this KeyboardInterrupt, not the code it is in."""
+    """Return True if a signal's handler raised this KeyboardInterrupt, and not a user's code."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     if threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        return True  # it leaves no trace: rather ended by a tool than deaf to Ctrl-C
+        return True  # it leaves no trace: better ended by a tool than deaf to Ctrl-C
     codes: set[CodeType | None] = set()
     for number in signal.Signals:
         handler: Any = signal.getsignal(number)
@@ -149,7 +149,7 @@ def _of_signal(error: BaseException) -> bool:
 
 
 _contained: contextvars.ContextVar[bool] = contextvars.ContextVar("_contained", default=False)
-"""Set in `attempt_async`, and so in every task that is created there."""
+"""True in `attempt_async`, and so in every task that is created there."""
 
 
 class _Stopped(Exception):
@@ -161,10 +161,10 @@ class _Stopped(Exception):
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises _Stopped where the one within would end the event loop.
+    """A coroutine that raises _Stopped where its inner one would end the event loop.
 
-    Its state (``cr_running``, ``cr_frame``) is that of the one within, which anyio and whoever
-    prints a task's stack ask for.
+    Its state (``cr_running``, ``cr_frame``), which anyio and printed stacks of tasks read, is that
+    of the inner one.
     """
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
@@ -195,7 +195,7 @@ class _Contained(Coroutine[Any, Any, Any]):
 
 
 def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Have the tasks that users' code creates (asyncio.wait_for, gather) made _Contained."""
+    """Make the tasks that users' code creates (asyncio.wait_for, gather) _Contained."""
     before: Any = loop.get_task_factory()
     if getattr(before, "contains", False):
         return
@@ -214,7 +214,7 @@ def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 def current_gpu() -> int | None:
     """Return the index of the calling thread's GPU; None while this process uses none."""
-    torch = sys.modules.get("torch")  # whoever uses a GPU has imported it
+    torch = sys.modules.get("torch")  # a thread that uses a GPU has imported it
     if torch is None or not torch.cuda.is_initialized():
         return None
     index: int = torch.cuda.current_device()
@@ -224,8 +224,8 @@ def current_gpu() -> int | None:
 def use_gpu(index: int | None) -> None:
     """Make `index`, if any, the calling thread's GPU.
 
-    CUDA's current device belongs to a thread: a new one begins with GPU 0, whichever its process
-    works on.
+    CUDA's current device belongs to a thread: a new thread begins with GPU 0, even if its process
+    works on another.
     """
     if index is not None:
         sys.modules["torch"].cuda.set_device(index)
@@ -248,21 +248,21 @@ class _Job:
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     finished: bool = False
 
-    def deliver(self, outcome: Outcome) -> None:
-        # RuntimeError: the loop is closed, nobody waits any more.
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(_resolve, self.future, outcome)
 
-
-def _resolve(future: asyncio.Future[Outcome], outcome: Outcome) -> None:
-    if not future.done():
-        future.set_result(outcome)
+def settle(future: asyncio.Future[Any], result: object) -> None:
+    """Give a future its result, or the exception that is its result, unless its caller gave up."""
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
 
 
 class DaemonThreads:
-    """Daemon threads, as many as there are calls at once; the caller bounds how many that are.
+    """Daemon threads, as many as there are calls at once; the caller bounds their number.
 
-    A thread whose caller gave up is left alone and replaced; when its function returns after all,
+    A thread whose caller gave up is left alone and replaced. When its function returns after all,
     the result is discarded and the thread is free again.
 
     Example: ``(await DaemonThreads().run(lambda: 2 + 2)).value == 4``
@@ -283,7 +283,7 @@ class DaemonThreads:
 
     @property
     def overdue(self) -> tuple[str, ...]:
-        """Labels of those whose deadline has passed too: they are not about to end."""
+        """Labels of those among `stuck` whose deadline has passed."""
         now = time.monotonic()
         with self._lock:
             return tuple(job.label for job in self._stuck if job.deadline <= now)
@@ -294,7 +294,7 @@ class DaemonThreads:
         """Run `function` in a thread of its own, on the caller's GPU; cancelling the caller
         abandons it there.
 
-        `deadline`, on the clock of time.monotonic, is when it should have ended.
+        `deadline`, on the clock of time.monotonic, is the time at which it should have ended.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
@@ -321,7 +321,7 @@ class DaemonThreads:
             inbox.put(None)
 
     def _work(self, inbox: Inbox) -> None:
-        """Live as a thread: run jobs from its inbox until None arrives or it was idle for long."""
+        """Run jobs from the inbox until None arrives or `idle_s` pass: a thread's body."""
         while True:
             try:
                 job = inbox.get(timeout=self._idle_s)
@@ -340,9 +340,10 @@ class DaemonThreads:
                 if job in self._stuck:
                     self._stuck.remove(job)
                 self._idle.append(inbox)
-            job.deliver(outcome)
+            with suppress(RuntimeError):  # the loop was closed: nobody waits
+                job.loop.call_soon_threadsafe(settle, job.future, outcome)
             del job, outcome  # an idle thread must not keep a result alive
 
 
 _texts = DaemonThreads()
-"""For the texts of errors that were raised on an event loop."""
+"""Threads that compute the texts of errors raised on an event loop."""

@@ -65,7 +65,7 @@ def test_one_thread_builds_steps_loads_rests_and_shuts_down_on_the_process_gpu(
     async def use(engine: VllmEngine) -> None:
         await engine.update(weights(1), 1)
         await engine.generate([1], Sampling(max_tokens=3), session="a")
-        await engine.rest()
+        await engine.sleep()
         await engine.update(weights(2), 2)
 
     run(use, sleep=True)

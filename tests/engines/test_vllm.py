@@ -322,7 +322,7 @@ def test_the_probe_finds_weights_that_are_not_the_policys(
 
                 max_context = engine.max_context
                 takes_adapters = engine.takes_adapters
-                rest = engine.rest
+                sleep = engine.sleep
                 score = staticmethod(engine.score)
 
                 async def update(self, weights, version, sent=sent):
@@ -358,7 +358,7 @@ def test_an_engine_of_fewer_bits_than_the_policys(folder: Path) -> None:
     run(folder, use, dtype=EngineDtype.bfloat16)
 
 
-def test_after_a_rest_the_weights_under_the_adapters_come_anew(folder: Path) -> None:
+def test_after_a_sleep_the_weights_under_the_adapters_come_anew(folder: Path) -> None:
     """This build ignores sleep, and keeps them: only the policy's change shows that they came."""
 
     async def use(engine: VllmEngine) -> None:
@@ -366,7 +366,7 @@ def test_after_a_rest_the_weights_under_the_adapters_come_anew(folder: Path) -> 
         model = with_adapters()
         await sync(PolicyOf(model), engine, 1, WeightSyncConfig())
         for version in (2, 3):
-            await engine.rest()
+            await engine.sleep()
             assert engine.lacks_base
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
@@ -449,7 +449,7 @@ class Deaf:
     takes_adapters = True
 
     def __init__(self, engine: VllmEngine) -> None:
-        self.max_context, self.score, self.rest = engine.max_context, engine.score, engine.rest
+        self.max_context, self.score, self.sleep = engine.max_context, engine.score, engine.sleep
         self.dtype = engine.dtype
 
     async def update(self, weights, version) -> None:

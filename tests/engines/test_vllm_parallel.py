@@ -67,7 +67,7 @@ class Deaf:
     takes_adapters = False
 
     def __init__(self, engine: VllmEngine) -> None:
-        self.max_context, self.score, self.rest = engine.max_context, engine.score, engine.rest
+        self.max_context, self.score, self.sleep = engine.max_context, engine.score, engine.sleep
 
     async def update(self, weights, version) -> None:
         pass

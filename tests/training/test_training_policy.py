@@ -429,7 +429,7 @@ class Copy:
     async def score(self, token_ids) -> list[float]:
         return policy_logprobs(self.model, token_ids)
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         raise AssertionError("nothing rests here")
 
 

@@ -65,7 +65,7 @@ class Noisy:
             scores.append(logprob + far)
         return scores
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         pass
 
     async def aclose(self) -> None:

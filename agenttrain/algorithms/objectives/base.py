@@ -1,10 +1,10 @@
-"""Inputs and output of an objective, and what several of them compute alike.
+"""Inputs and output of an objective, and the functions that several objectives share.
 
-Settings are composed without torch and import these files for the settings classes, so that torch
-is imported for its types only, and tensors' methods do the work.
+Composition imports these files for the settings classes and must not import torch: torch is
+imported for its types only, and tensors' methods do the work.
 
-Shapes: S sampled tokens of B sequences, one sequence after the other; sequence_S names each
-token's.
+Shapes: S sampled tokens of B sequences, one sequence after the other; sequence_S is the index of
+each token's sequence.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class ObjectiveInputs:
     sequences: int
     """B; a sequence may have no token."""
     correction_S: Tensor | None = None
-    """Factor trainer / engine of each token, where an objective with `applies_correction` gets it
-    on the level of tokens."""
+    """Factor trainer / engine of each token, for an objective with `applies_correction` under a
+    correction on token level."""
     correction_B: Tensor | None = None
-    """The same on the level of sequences."""
+    """The factor of each sequence, under a correction above token level."""
 
     @property
     def log_ratio_S(self) -> Tensor:
@@ -53,13 +53,13 @@ class ObjectiveInputs:
 
     @property
     def advantages_B(self) -> Tensor:
-        """Return the advantage of each sequence, whose tokens have to have one; 0 without one."""
+        """Return each sequence's advantage, which all its tokens share; 0 if it has no token."""
         return self.advantages_S.new_zeros(self.sequences).scatter(
             0, self.sequence_S, self.advantages_S
         )
 
     def ratio(self, level: Ratio) -> Tensor:
-        """Return policy / behaviour, [S]; above token level the same for a sequence's tokens."""
+        """Return policy / behaviour, [S]; above token level a sequence's tokens share theirs."""
         return importance_ratio(self.log_ratio_S, self.sequence_S, self.sequences, level)
 
     def sum(self, values_S: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class ObjectiveInputs:
         return row_sum(values_S, self.sequence_S, self.sequences)
 
     def mean(self, values_S: Tensor) -> Tensor:
-        """Return the mean over each sequence's tokens, [B]; 0 for a sequence without one."""
+        """Return the mean over each sequence's tokens, [B]; 0 for a sequence without tokens."""
         return row_mean(values_S, self.sequence_S, self.sequences)
 
 
@@ -77,22 +77,22 @@ class ObjectiveOutput:
 
     loss_S: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> values of any shape and without a gradient; their mean is the metric, or of a name
-    that ends in ``min`` or ``max`` the least or the greatest, over all of an update."""
+    """Name -> values of any shape and without a gradient. Their mean over an update is the metric,
+    or for a name that ends in ``min`` or ``max`` the least or the greatest."""
 
 
 def importance_ratio(
     log_ratio_S: Tensor, sequence_S: Tensor, sequences: int, level: Ratio
 ) -> Tensor:
-    """policy / behaviour probability, [S]; above token level the same for a sequence's tokens.
+    """policy / behaviour probability, [S]; above token level one value per sequence.
 
     token: PPO and GRPO. sequence_mean: the geometric mean over a sequence's tokens, GSPO
     (https://arxiv.org/abs/2507.18071). sequence_sum: of the whole sequence, RLOO.
 
     Example: log ratios [.1, .3] of one sequence give exp([.1, .3]), exp([.2, .2]), exp([.4, .4]).
 
-    A ratio too large for its type is infinite and has no gradient: where a clip takes its gradient
-    away, exp's own would be 0 times infinity.
+    A ratio too large for its type is infinite and has no gradient: where a clip removes the
+    gradient, that of exp would be 0 times infinity.
     """
     import torch  # at the top, composition would import it
 
@@ -107,10 +107,10 @@ def importance_ratio(
 def clip_metrics(
     inputs: ObjectiveInputs, ratio_S: Tensor, low: float, high: float, level: Ratio
 ) -> dict[str, Tensor]:
-    """Return TRL's clip_ratio/*: where a clip to low … high takes the gradient away.
+    """Return TRL's clip_ratio/*: shares in which a clip to low … high removes the gradient.
 
     On token level the means are shares of tokens, and low_min and high_max the least and greatest
-    share of a sequence's tokens; above it all are of sequences.
+    share of a sequence's tokens; above it all are shares of sequences.
     """
     ratio_S = ratio_S.detach()
     low_S = (ratio_S < low) & (inputs.advantages_S < 0)
@@ -135,7 +135,7 @@ def by_sign(chosen: Tensor, value: float, other: float, like: Tensor) -> Tensor:
 
 
 def row_sum(values_S: Tensor, row_S: Tensor, rows: int) -> Tensor:
-    """Sum over each row's tokens, [B].
+    """Return the sum over each row's tokens, [B].
 
     Example: values [1, 2, 5] of rows [0, 0, 2] and 3 rows make [3, 0, 5].
     """
@@ -143,5 +143,5 @@ def row_sum(values_S: Tensor, row_S: Tensor, rows: int) -> Tensor:
 
 
 def row_mean(values_S: Tensor, row_S: Tensor, rows: int) -> Tensor:
-    """Mean over each row's tokens, [B]; 0 for a row without one."""
+    """Return the mean over each row's tokens, [B]; 0 for a row without tokens."""
     return row_sum(values_S, row_S, rows) / row_S.bincount(minlength=rows).clamp(min=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -31,15 +29,15 @@ class ClipSettings:
 
     @model_validator(mode="after")
     def _check(self) -> ClipSettings:
-        raise_problems(self._problems())
-        return self
-
-    def _problems(self) -> Iterator[str]:
         if self.dual is not None and self.dual <= 1 + self.high:
-            yield (
-                f"algorithm.objective.dual={self.dual}: must be above 1 + algorithm.objective.high="
-                f"{1 + self.high:g}: it bounds what the other clip leaves; 3 is usual"
+            raise_problems(
+                [
+                    f"algorithm.objective.dual={self.dual}: must be above 1 + "
+                    f"algorithm.objective.high={1 + self.high:g}: it bounds what the other clip "
+                    "leaves; 3 is usual"
+                ]
             )
+        return self
 
 
 @objective(metrics=CLIP_METRICS)

@@ -6,7 +6,7 @@ the user's that the section names:
     {name: clip, low: 0.2, high: 0.28}
     {_target_: my_pkg.objectives.band, width: 3}
 
-A module of the user's is imported when its objective is first asked for, never by composition.
+A module of the user's is imported when its objective is first used, never by composition.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ KEY = "algorithm.objective"
 DEFAULT = "clip"
 """Name of the objective of a section that chooses none."""
 CHOOSING = ("name", "_target_")
-"""Keys of the section that are no settings of the objective."""
+"""Keys of the section that choose the objective; the others are its settings."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Ratio(StrEnum):
-    """On which level policy and behaviour probabilities are compared."""
+    """Level on which policy and behaviour probabilities are compared."""
 
     token = "token"
     sequence_mean = "sequence_mean"
@@ -55,14 +55,14 @@ class Ratio(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """A function with its settings class, and what the rest of the algorithm has to know of it."""
+    """A function with its settings class, and its properties that other settings depend on."""
 
     name: str
     function: Callable[..., Any]
     settings: type
     """Dataclass: the annotation of the function's second parameter."""
     metrics: Mapping[str, str] = field(default_factory=dict)
-    """Its metrics, each with its meaning for the reference; a step without a gradient has them
+    """Its metrics, each with its meaning for the reference. A step without a gradient has them
     too."""
     single_update: bool = False
     """Reads no `behaviour_S`, so that only the first update of a step is right."""
@@ -71,16 +71,16 @@ class Registered:
     whole_sequence: bool = False
     """A sequence has one loss, and needs one advantage."""
     applies_correction: bool = False
-    """Multiplies its ratio by the correction, which the loss is not multiplied by again."""
+    """Multiplies its ratio by the correction, so that the loss is not multiplied by it again."""
 
     @property
     def path(self) -> str:
-        """Return where the function is, e.g. ``my_pkg.objectives.band``."""
+        """Return the function's dotted path, e.g. ``my_pkg.objectives.band``."""
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
 
 REGISTRY: dict[str, Registered] = {}
-"""Name -> objective: those of imported modules; `all_objectives` imports this folder's first."""
+"""Name -> objective, of imported modules; `all_objectives` imports this folder's first."""
 
 
 def objective(
@@ -113,7 +113,7 @@ def objective(
             applies_correction=applies_correction,
         )
         if not function.__module__.startswith(f"{__package__}."):
-            all_objectives()  # whichever is imported first, a bundled name is taken
+            all_objectives()  # a bundled name is taken, whichever module is imported first
         other = REGISTRY.get(new.name)
         if other is not None and other.path != new.path:
             raise ValueError(
@@ -127,14 +127,13 @@ def objective(
 
 
 @cache
-def _import_bundled() -> None:
+def all_objectives() -> Mapping[str, Registered]:
+    """Return the objectives of this folder, and those of modules that were imported, by name.
+
+    The mapping grows when further modules are imported.
+    """
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         import_module(f"{__package__}.{module.name}")
-
-
-def all_objectives() -> Mapping[str, Registered]:
-    """Return the objectives of this folder, and those of modules that were imported, by name."""
-    _import_bundled()
     return REGISTRY
 
 
@@ -143,7 +142,7 @@ def _settings_class(function: Callable[..., Any]) -> type:
     parameters = list(signature(function).parameters.values())
     annotation = parameters[1].annotation if len(parameters) > 1 else None
     if isinstance(annotation, str):  # from __future__ import annotations
-        # Only this one: the first may name what is imported for type checkers alone.
+        # Only this one: the first may be a name that only type checkers import.
         annotation = function.__globals__.get(annotation)
     if not isinstance(annotation, type) or not is_dataclass(annotation):
         name = function.__name__
@@ -159,7 +158,7 @@ class Objective:
     """A chosen objective with its settings. Called with ObjectiveInputs, it computes the loss."""
 
     section: Mapping[str, Any]
-    """The section: complete of a registered objective, as typed of one with a `_target_`."""
+    """The section: complete for a registered objective, as typed for one with a `_target_`."""
 
     def __call__(self, inputs: Any) -> Any:
         """Return the ObjectiveOutput of a microbatch."""
@@ -177,12 +176,12 @@ class Objective:
 
     @property
     def is_own(self) -> bool:
-        """Return whether a module of the user's has it, which is imported when it is asked for."""
+        """Return True if it is in a module of the user's, which is imported when it is used."""
         return "_target_" in self.section
 
     @cached_property
     def registered(self) -> Registered:
-        """The function; raises ConfigError where `_target_` names none."""
+        """Return the function; raise ConfigError if `_target_` names none."""
         if not self.is_own:
             return all_objectives()[self.section["name"]]
         key, path = f"{KEY}._target_", self.section["_target_"]
@@ -201,7 +200,7 @@ class Objective:
 
     @cached_property
     def settings(self) -> Any:
-        """Its checked settings; raises ConfigError with all that is wrong with them."""
+        """Return its checked settings; raise ConfigError with all their problems."""
         keys = {key: value for key, value in self.section.items() if key not in CHOOSING}
         names = field_names(self.registered.settings)
         choices = {one.name: one.settings for one in all_objectives().values()}

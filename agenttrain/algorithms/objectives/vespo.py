@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -11,12 +9,9 @@ from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutp
 from agenttrain.algorithms.objectives.config import objective
 from agenttrain.utils.sections import SETTINGS, Number
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 LOG_RATIO_BOUND = 20.0
-LEAST_LOG_WEIGHT = -18.420680743952367
-"""log(1e-8)"""
+LOG_WEIGHT_BOUNDS = (-18.420680743952367, 20.0)
+"""log(1e-8) and `LOG_RATIO_BOUND`."""
 
 
 @dataclass(config=SETTINGS)
@@ -26,11 +21,11 @@ class VespoSettings:
     k_pos: Number = Field(default=2.0, gt=0)
     """k where the advantage is not negative."""
     lambda_pos: Number = Field(default=3.0, gt=0)
-    """l there."""
+    """l where the advantage is not negative."""
     k_neg: Number = Field(default=3.0, gt=0)
     """k where the advantage is negative."""
     lambda_neg: Number = Field(default=2.0, gt=0)
-    """l there."""
+    """l where the advantage is negative."""
 
 
 @objective(
@@ -48,10 +43,10 @@ def vespo(inputs: ObjectiveInputs, settings: VespoSettings) -> ObjectiveOutput:
     log_ratio_S = inputs.log_ratio_S.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     log_w_B = inputs.sum(log_ratio_S)
     if inputs.correction_S is not None:
-        log_w_B = log_w_B + inputs.sum(_bounded(inputs.correction_S.log()))
+        log_w_B = log_w_B + inputs.sum(inputs.correction_S.log().clamp(*LOG_WEIGHT_BOUNDS))
     if inputs.correction_B is not None:
-        log_w_B = log_w_B + _bounded(inputs.correction_B.log())
-    log_w_B = _bounded(log_w_B)
+        log_w_B = log_w_B + inputs.correction_B.log().clamp(*LOG_WEIGHT_BOUNDS)
+    log_w_B = log_w_B.clamp(*LOG_WEIGHT_BOUNDS)
     positive = inputs.advantages_B >= 0
     k_B = by_sign(positive, settings.k_pos, settings.k_neg, log_w_B)
     l_B = by_sign(positive, settings.lambda_pos, settings.lambda_neg, log_w_B)
@@ -60,7 +55,3 @@ def vespo(inputs: ObjectiveInputs, settings: VespoSettings) -> ObjectiveOutput:
         loss_S=-weight_B[inputs.sequence_S] * inputs.advantages_S * inputs.logprobs_S,
         metrics={"vespo/phi_seq_mean": weight_B},
     )
-
-
-def _bounded(log_weight: Tensor) -> Tensor:
-    return log_weight.clamp(LEAST_LOG_WEIGHT, LOG_RATIO_BOUND)

@@ -1,8 +1,7 @@
 """Keys and values of many sequences in place: one row a sequence, no copy per decoded token.
 
 The active sessions are on rows 0 … n-1, the idle ones behind, so that a forward pass reads one
-stretch of rows and computes over no idle one. What has to move for that moves in one copy per
-layer.
+stretch of rows and computes over no idle one.
 
 R rows, C capacity (tokens of a row), N rows of a forward pass, T its tokens, L the longest row's
 tokens after it, K key/value heads, D head dimension.
@@ -37,13 +36,13 @@ class Window:
     length: int = 0
     """L."""
     slots: Tensor | None = None
-    """[N*T] Where the new keys and values go, row * C + position; R * C takes the padding's."""
+    """[N*T] Slots of the new keys and values, row * C + position; R * C takes the padding's."""
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's keys and values, [R*C + 1, K, D] each; the last slot takes what padding writes.
+    """One layer's keys and values, [R*C + 1, K, D] each; padding writes to the last slot.
 
-    Zeros at the start: what is masked is multiplied by zero, so it has to be finite.
+    Allocated as zeros: masked slots are multiplied by zero, so they have to be finite.
     """
 
     is_sliding = False
@@ -64,7 +63,7 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new states [N, K, T, D]; return views [N, K, L, D] of all of the rows'."""
+        """Write the new states [N, K, T, D]; return views [N, K, L, D] of the rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._write(self.keys, key_states), self._write(self.values, value_states)
@@ -110,7 +109,7 @@ class RowCache(Cache):
         return [(x, name) for x in self.layers if x.is_initialized for name in ("keys", "values")]
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens, keeping what is there."""
+        """Make room for `rows` rows of `length` tokens; cached ones stay."""
         window = self.window
         if rows <= window.rows and length <= window.capacity:
             return
@@ -124,8 +123,29 @@ class RowCache(Cache):
             setattr(layer, name, new)
         window.rows, window.capacity = rows, capacity
 
-    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of row sources[i] to row targets[i], all at once."""
+    def arrange(self, active: Sequence[Seat], seats: Collection[Seat]) -> None:
+        """Put active[i] on row i and every other seat on some row behind, with `seat.row` set.
+
+        Example: rows [A, B, C], A leaves and D joins, so active is [C, B, D] and A idles: C moves
+        to row 0, A to row 3, D stands on row 2.
+        """
+        self.reserve(len(seats), 0)
+        old = {seat: seat.row for seat in seats if seat.row is not None}
+        for row, seat in enumerate(active):
+            seat.row = row
+        idle = [seat for seat in seats if seat.request is None]
+        taken = {seat.row for seat in idle}
+        free = iter([row for row in range(len(active), len(seats)) if row not in taken])
+        for seat in idle:
+            if seat.row is None or not len(active) <= seat.row < len(seats):
+                seat.row = next(free)
+        moved = [seat for seat in old if seat.row != old[seat] and seat.cached]
+        if not moved:
+            return
+        # All rows move in one copy per layer: some trade places.
+        sources = [old[seat] for seat in moved]
+        targets = [seat.row for seat in moved if seat.row is not None]
+        length = max(seat.cached for seat in moved)
         for layer, name in self._buffers():
             rows = layer.rows_of(getattr(layer, name))
             source = torch.tensor(sources, device=rows.device)
@@ -159,32 +179,3 @@ def final_capacity(first: int, longest: int, max_length: int) -> int:
     while capacity < longest:
         capacity = grown_capacity(capacity, capacity + 1, max_length)
     return capacity
-
-
-class CacheSlots:
-    """The rows of the sessions: keeps `seat.row` and the cache's rows in agreement."""
-
-    def __init__(self, cache: RowCache) -> None:
-        self.cache = cache
-
-    def arrange(self, active: Sequence[Seat], seats: Collection[Seat]) -> None:
-        """Put active[i] on row i and every other seat on some row behind.
-
-        Example: rows [A, B, C], A leaves and D joins, so active is [C, B, D] and A idles: C moves
-        to row 0, A to row 3, D stands on row 2.
-        """
-        self.cache.reserve(len(seats), 0)
-        old = {seat: seat.row for seat in seats if seat.row is not None}
-        for row, seat in enumerate(active):
-            seat.row = row
-        idle = [seat for seat in seats if seat.request is None]
-        taken = {seat.row for seat in idle}
-        free = iter([row for row in range(len(active), len(seats)) if row not in taken])
-        for seat in idle:
-            if seat.row is None or not len(active) <= seat.row < len(seats):
-                seat.row = next(free)
-        moved = [seat for seat in old if seat.row != old[seat] and seat.cached]
-        if moved:
-            sources = [old[seat] for seat in moved]
-            targets = [seat.row for seat in moved if seat.row is not None]
-            self.cache.move(sources, targets, max(seat.cached for seat in moved))

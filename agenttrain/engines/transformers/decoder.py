@@ -72,7 +72,7 @@ class Decoder:
         return torch.cat(logits)
 
     def forward(self, first: int, new: Sequence[Ids], starts: Sequence[int]) -> Tensor:
-        """Do one pass over all of `new`, as in `prefill`."""
+        """Feed all of `new` in one pass; arguments and result are those of `prefill`."""
         width = max(len(ids) for ids in new)
         ids_NT = np.zeros((len(new), width), dtype=np.int64)
         for row, ids in zip(ids_NT, new, strict=True):
@@ -89,7 +89,7 @@ class Decoder:
         window.first, window.count, window.length = first, len(new), length
         window.slots = self._tensor(slots_NT.reshape(-1))
         positions_NT = self._tensor(np.maximum(column_NT, 0))
-        # [N, 1, T, L], added to attention scores: what both sdpa and eager attention take.
+        # [N, 1, T, L], added to attention scores: both sdpa and eager attention take this form.
         dtype = self.model.dtype
         later = torch.arange(length, device=self.device) > positions_NT[:, None, :, None]
         mask = torch.zeros(later.shape, dtype=dtype, device=self.device)
@@ -129,9 +129,9 @@ def refuse_unknown_caches(model: Any) -> None:
 
 
 def _compare_with_plain_forward(decoder: Decoder) -> None:
-    """Refuse a model that computes something else through the cache, e.g. one with ALiBi biases.
+    """Raise EngineError for a model that the cache changes, e.g. one with ALiBi biases.
 
-    Compares log-probabilities of two short rows of unlike lengths.
+    Compares log-probabilities of two short rows of unlike lengths, with and without the cache.
     """
     name = type(decoder.model).__name__
     tolerance = 1e-3 if decoder.model.dtype is torch.float32 else 0.5

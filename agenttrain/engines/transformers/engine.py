@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from agenttrain.engines.transformers.decoder import Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler
 from agenttrain.engines.transformers.worker import EngineStats, EngineWorker
 from agenttrain.types import Completion, Sampling
-from agenttrain.utils.threads import current_gpu, use_gpu
+from agenttrain.utils.threads import current_gpu, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,18 +45,16 @@ class TransformersEngine:
     def __init__(self, model: PreTrainedModel, config: TransformersSettings | None = None) -> None:
         config = config or TransformersSettings()
         self.max_context = max_context(model, config)
-        _check_counts(config)
+        for key in ("max_rows", "rejoin_steps"):
+            if getattr(config, key) < 1:
+                raise EngineError(f"engine.{key}={getattr(config, key)}: set at least 1.")
         self._model: Any = model
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         decoder = Decoder(model, config.max_rows, self.max_context)
         self._worker = EngineWorker(decoder, Scheduler(config.max_rows, config.rejoin_steps))
+        self.stats: EngineStats = self._worker.stats
         self._thread: threading.Thread | None = None
         self._closed = False
-
-    @property
-    def stats(self) -> EngineStats:
-        """Counters since the engine was built."""
-        return self._worker.stats
 
     async def generate(
         self,
@@ -93,20 +91,8 @@ class TransformersEngine:
         session: str,
         deliver: Callable[[Completion | EngineError], None],
     ) -> Generation:
+        """Check the arguments of a call and make its request."""
         ids = np.array(token_ids, dtype=np.int64)
-        self._check_ids(ids)
-        _check_sampling(sampling)
-        budget = min(sampling.max_tokens, self.max_context - len(ids))
-        return Generation(
-            session=session,
-            token_ids=ids,
-            sampling=sampling,
-            budget=budget,
-            noise=sampler.noise(sampling.seed, budget),
-            deliver=deliver,
-        )
-
-    def _check_ids(self, ids: np.ndarray) -> None:
         if not len(ids):
             raise EngineError("token_ids=[]: nothing to continue. Send at least one id.")
         low, high = int(ids.min()), int(ids.max())
@@ -120,29 +106,69 @@ class TransformersEngine:
                 f"token_ids: {len(ids)} ids leave no room in max_context={self.max_context}. "
                 "Shorten the prompt, or raise engine.max_context."
             )
+        if sampling.grammar is not None:
+            raise EngineError(
+                "sampling.grammar: engine=transformers has none. Leave rollout.structured_calls "
+                "out."
+            )
+        in_range = {
+            "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+            "temperature": (sampling.temperature >= 0, "at least 0 (0 is greedy)"),
+            "top_p": (0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+            "top_k": (sampling.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            "min_p": (0 <= sampling.min_p <= 1, "between 0 and 1"),
+        }
+        for key, (fits, remedy) in in_range.items():
+            if not fits:
+                raise EngineError(f"sampling.{key}={getattr(sampling, key)}: set {remedy}.")
+        budget = min(sampling.max_tokens, self.max_context - len(ids))
+        return Generation(
+            session=session,
+            token_ids=ids,
+            sampling=sampling,
+            budget=budget,
+            noise=sampler.noise(sampling.seed, budget),
+            deliver=deliver,
+        )
 
     def expect(self, sessions: Sequence[str]) -> None:
         """Implement `Lockstep.expect`; call it before the sessions' first `generate`.
 
-        Every one of them has to call `generate` or `release` without waiting for another to end:
-        the engine stands still until the sessions whose turn it is were heard. While any is left,
-        sessions that were not expected are refused.
+        Each of them has to call `generate` or `release` without waiting for another to end: the
+        engine stands still until the sessions that are due have called. While any is left, calls
+        of sessions that were not expected fail.
         """
         self._post(partial(self._worker.scheduler.expect, tuple(sessions)))
 
     async def release(self, session: str) -> None:
-        """Implement `Engine.release`; a session that is not known is ignored."""
+        """Implement `Engine.release`; an unknown session is ignored."""
         if self._thread is not None and not self._closed:
             self._post(partial(self._worker.release, session))
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take weights by name between two steps, and drop every cache.
 
-        No weights: the module that is trained already holds them. Names and shapes are checked
-        before the first is copied. What is in flight goes on under the new weights.
+        Without weights, the module that is trained already holds them. Names and shapes are checked
+        before the first is copied. Requests in flight go on under the new weights.
         """
         given = dict(weights)
-        _check_weights(self._model, given)
+        if given:
+            state = self._model.state_dict()
+            unknown = sorted(set(given) - set(state))
+            shapes = [n for n in given if n in state and given[n].shape != state[n].shape]
+            # Tied parameters count as one: either of their names will do.
+            addresses = {state[name].data_ptr() for name in given if name in state}
+            missing = [
+                n for n, p in self._model.named_parameters() if p.data_ptr() not in addresses
+            ]
+            problems = (("unknown", unknown), ("of another shape", shapes), ("missing", missing))
+            for problem, names in problems:
+                if names:
+                    raise EngineError(
+                        f"update: {len(names)} weights are {problem}, e.g. {names[0]}. Send the "
+                        f"state_dict of a {type(self._model).__name__} of the same configuration; "
+                        "nothing was changed."
+                    )
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -169,32 +195,23 @@ class TransformersEngine:
         if self._closed:
             raise EngineError("the engine is closed (aclose). Build a new one.")
         if self._thread is None:
-            gpu = current_gpu()
-
-            def run() -> None:
-                use_gpu(gpu)
-                self._worker.run()
-
-            self._thread = threading.Thread(target=run, name="agenttrain-decode", daemon=True)
+            self._thread = threading.Thread(
+                target=self._worker.run,
+                args=(current_gpu(),),
+                name="agenttrain-decode",
+                daemon=True,
+            )
             self._thread.start()
         self._worker.post(action)
 
 
 def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: object) -> None:
-    def settle() -> None:
-        if future.done():
-            return
-        if isinstance(result, EngineError):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
     with suppress(RuntimeError):  # the loop was closed: nobody waits
-        loop.call_soon_threadsafe(settle)
+        loop.call_soon_threadsafe(settle, future, result)
 
 
 def max_context(model: PreTrainedModel, config: TransformersSettings) -> int:
-    """Tokens of one sequence; raises EngineError for more than the model has positions."""
+    """Return the tokens of one sequence; raise EngineError for more than the model's positions."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     wanted = config.max_context if config.max_context is not None else limit
     if wanted is None:
@@ -206,43 +223,3 @@ def max_context(model: PreTrainedModel, config: TransformersSettings) -> int:
             f"engine.max_context={wanted}: must lie between 2 and the model's {limit} positions."
         )
     return wanted
-
-
-def _check_counts(config: TransformersSettings) -> None:
-    for key in ("max_rows", "rejoin_steps"):
-        if getattr(config, key) < 1:
-            raise EngineError(f"engine.{key}={getattr(config, key)}: set at least 1.")
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    if sampling.grammar is not None:
-        raise EngineError(
-            "sampling.grammar: engine=transformers has none. Leave rollout.structured_calls out."
-        )
-    in_range = {
-        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
-        "temperature": (sampling.temperature >= 0, "at least 0 (0 is greedy)"),
-        "top_p": (0 < sampling.top_p <= 1, "more than 0 and at most 1"),
-        "top_k": (sampling.top_k >= 0, "at least 0 (0 keeps all tokens)"),
-        "min_p": (0 <= sampling.min_p <= 1, "between 0 and 1"),
-    }
-    for key, (fits, remedy) in in_range.items():
-        if not fits:
-            raise EngineError(f"sampling.{key}={getattr(sampling, key)}: set {remedy}.")
-
-
-def _check_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Refuse unknown names, other shapes, and parameters left out (tied ones count as one)."""
-    if not weights:
-        return
-    state = model.state_dict()
-    unknown = sorted(set(weights) - set(state))
-    shapes = [n for n in weights if n in state and weights[n].shape != state[n].shape]
-    given = {state[name].data_ptr() for name in weights if name in state}
-    missing = [n for n, p in model.named_parameters() if p.data_ptr() not in given]
-    for what, names in (("unknown", unknown), ("of another shape", shapes), ("missing", missing)):
-        if names:
-            raise EngineError(
-                f"update: {len(names)} weights are {what}, e.g. {names[0]}. Send the state_dict "
-                f"of a {type(model).__name__} of the same configuration; nothing was changed."
-            )

@@ -23,7 +23,7 @@ class SamplingTensors:
     """1 for greedy rows: their logprobs are those of the unscaled distribution."""
     greedy_B1: Tensor
     sampling: bool
-    """True if any row is not greedy."""
+    """True: some row is not greedy."""
     filtered_F: Tensor | None
     """Indices of the rows with a filter; None: there are none, and nothing is sorted."""
     top_k_F1: Tensor
@@ -32,7 +32,7 @@ class SamplingTensors:
 
 
 def plan(samplings: Sequence[Sampling], device: torch.device) -> SamplingTensors:
-    """Make the plan of a batch with these rows."""
+    """Return the tensors of a batch with these rows."""
 
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
@@ -79,25 +79,22 @@ def sample(
     logprobs_BV = scores_BV.log_softmax(-1)
     ids_B1 = scores_BV.argmax(-1, keepdim=True)
     if plan.sampling:
-        ids_B1 = torch.where(plan.greedy_B1, ids_B1, _inverse(logprobs_BV.exp(), uniforms))
+        device = logprobs_BV.device
+        # float32 sums over a large vocabulary would misplace the tail; MPS has nothing wider.
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=wide)
+        total_B1 = cumulative_BV[:, -1:]
+        target_B1 = torch.tensor(uniforms, dtype=wide, device=device).unsqueeze(1) * total_B1
+        # A uniform may round to 1 in float32, and the total lies past every token.
+        target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+        drawn_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
+        drawn_B1.clamp_(max=logprobs_BV.shape[1] - 1)
+        ids_B1 = torch.where(plan.greedy_B1, ids_B1, drawn_B1)
     return ids_B1.squeeze(1), logprobs_BV.gather(1, ids_B1).squeeze(1)
 
 
-def _inverse(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Return the tokens [B, 1] whose stretches of the cumulative distributions hold `uniforms`."""
-    # float32 sums over a large vocabulary would misplace the tail; MPS has nothing wider.
-    wide = torch.float32 if probabilities_BV.device.type == "mps" else torch.float64
-    cumulative_BV = probabilities_BV.cumsum(-1, dtype=wide)
-    total_B1 = cumulative_BV[:, -1:]
-    target_B1 = torch.tensor(uniforms, dtype=wide, device=total_B1.device).unsqueeze(1) * total_B1
-    # A uniform may round to 1 in float32, and the total lies past every token.
-    target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-    ids_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-    return ids_B1.clamp_(max=probabilities_BV.shape[1] - 1)
-
-
 def _filter(scores_FV: Tensor, plan: SamplingTensors) -> Tensor:
-    """Set to -inf what top-k, top-p of the remainder, then min-p of the likeliest leave out."""
+    """Set to -inf the tokens outside top-k, then outside top-p of the others, or below min-p."""
     sorted_FV, order_FV = scores_FV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(scores_FV.shape[1], device=scores_FV.device)
     sorted_FV = sorted_FV.masked_fill(rank_V >= plan.top_k_F1, -torch.inf)

@@ -3,8 +3,8 @@ threads.
 
 A session that was admitted has a Seat until it is released; a seat with a request is active. In
 deterministic mode (`expect`) every decision depends on the tokens alone, never on arrival times: a
-session that finished at step t is heard again at step t + rejoin_steps, and `ready` says no until
-it has called or been released.
+session that finished at step t is due at step t + rejoin_steps, and from then on `ready` returns
+False until it has called or been released.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from agenttrain.types import Completion, Finish, Sampling
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Generation:
-    """One call of `generate`, with what was sampled for it so far."""
+    """One call of `generate`, with the tokens sampled for it so far."""
 
     session: str
     token_ids: np.ndarray
-    """[T] int64, what to continue."""
+    """[T] int64, the ids to continue."""
     sampling: Sampling
     budget: int
     """Tokens it may sample, at least 1."""
@@ -37,7 +37,7 @@ class Generation:
     versions: list[tuple[int, int]] = field(default_factory=list)
 
     def append(self, token: int, logprob: float, version: int) -> Finish | None:
-        """Take one sampled token; return why the completion ends with it, if it does."""
+        """Take one sampled token; return the finish of a completion that ends with it."""
         self.sampled.append(token)
         self.logprobs.append(logprob)
         same = bool(self.versions) and self.versions[-1][0] == version
@@ -48,7 +48,7 @@ class Generation:
         return Finish.length if len(self.sampled) == self.budget else None
 
     def completion(self, finish: Finish) -> Completion:
-        """Return what was sampled, as the caller gets it."""
+        """Return the sampled tokens, as the caller gets them."""
         return Completion(
             token_ids=tuple(self.sampled),
             logprobs=tuple(self.logprobs),
@@ -59,7 +59,7 @@ class Generation:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Seat:
-    """An admitted session and what the cache holds of it."""
+    """An admitted session and its share of the cache."""
 
     session: str
     order: int
@@ -69,17 +69,10 @@ class Seat:
     history: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """All ids of the session, as of its last join or completion."""
     cached: int = 0
-    """How many of `history` the cache holds."""
+    """Number of ids of `history` that the cache holds."""
     request: Generation | None = None
     due: int | None = None
-    """Deterministic mode: the step at which it is heard again."""
-
-    def join(self, request: Generation) -> None:
-        """Take a request; the cache is kept only where its ids extend the cached ones."""
-        ids, cached = request.token_ids, self.cached
-        if cached >= len(ids) or not np.array_equal(self.history[:cached], ids[:cached]):
-            self.cached = 0
-        self.history, self.request, self.due = ids, request, None
+    """Deterministic mode: the step at which it has to call again."""
 
     @property
     def pending(self) -> int:
@@ -94,14 +87,6 @@ class Seat:
         if self.cached >= len(self.history):
             return np.array(sampled[self.cached - len(self.history) :])
         return np.concatenate([self.history[self.cached :], np.array(sampled, dtype=np.int64)])
-
-    def leave(self) -> Generation:
-        """Give the request up, with its sampled ids added to the history."""
-        request = self.request
-        assert request is not None
-        self.history = np.concatenate([self.history, np.array(request.sampled, dtype=np.int64)])
-        self.request = None
-        return request
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +128,7 @@ class Scheduler:
         yield from (s.request for s in self.seats.values() if s.request is not None)
 
     def expect(self, sessions: Iterable[str]) -> None:
-        """Hear these sessions, in this order; rows kept for other idle sessions are given up."""
+        """Expect these sessions, in this order, and free the rows of other idle ones."""
         for seat in [s for s in self.seats.values() if s.request is None and s.due is None]:
             self._drop(seat)
         for session in sessions:
@@ -198,7 +183,7 @@ class Scheduler:
         if ticket is not None:
             ticket.released = True
             if not self._tickets:
-                # At once, and not when the next step looks: that may be after the next `expect`.
+                # Now, and not at the next step: that may come after the next `expect`.
                 self._leaving.clear()
                 self._expected.clear()
 
@@ -211,7 +196,11 @@ class Scheduler:
     def finish(self, seat: Seat) -> Generation:
         """End a seat's completion at this step; the session's cache stays."""
         self._remove(seat)
-        request = seat.leave()
+        request = seat.request
+        assert request is not None
+        seat.history = np.concatenate([seat.history, np.array(request.sampled, dtype=np.int64)])
+        seat.request = None
+        # Behind the others: seats are in the order of their last use.
         self.seats[seat.session] = self.seats.pop(seat.session)
         if seat.session in self._tickets:
             seat.due = self.clock + self.rejoin_steps
@@ -231,26 +220,20 @@ class Scheduler:
                 return False
         else:
             for session in list(self._waiting):
-                if session in self.seats or self._make_room():
-                    self._join(session)
+                if session not in self.seats and len(self.seats) >= self.max_rows:
+                    # All rows are taken: evict the idle session that was used least recently.
+                    idle = [s for s in self.seats.values() if s.request is None]
+                    seat = next((s for s in idle if s.session not in self._waiting), None)
+                    if seat is None:
+                        continue
+                    self._drop(seat)
+                    self.evictions += 1
+                self._join(session)
         if not (self.active or self._joining):
             return False
         # Neighbours of like length share a prefill pass with little padding.
         self.active += sorted(self._joining, key=lambda seat: (seat.pending, seat.order))
         self._joining.clear()
-        return True
-
-    def _make_room(self) -> bool:
-        """Evict an idle session if all rows are taken; False: there is none."""
-        if len(self.seats) < self.max_rows:
-            return True
-        waiting = self._waiting
-        idle = (s for s in self.seats.values() if s.request is None and s.session not in waiting)
-        seat = next(idle, None)
-        if seat is None:
-            return False
-        self._drop(seat)
-        self.evictions += 1
         return True
 
     def _admit_expected(self) -> bool:
@@ -284,5 +267,9 @@ class Scheduler:
             ticket = self._tickets.get(session)
             seat = Seat(session=session, order=ticket.order if ticket else 0)
             self.seats[session] = seat
-        seat.join(self._waiting.pop(session))
+        request = self._waiting.pop(session)
+        ids, cached = request.token_ids, seat.cached
+        if cached >= len(ids) or not np.array_equal(seat.history[:cached], ids[:cached]):
+            seat.cached = 0  # these ids do not extend the cached ones
+        seat.history, seat.request, seat.due = ids, request, None
         self._joining.append(seat)

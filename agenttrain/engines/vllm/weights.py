@@ -20,15 +20,13 @@ from torch import Tensor
 
 MEMORY = Path("/dev/shm")
 """A file system in memory, where there is one."""
-
-
 NAMED = 4
 """Weights that a message names."""
-
-
+NAME, NUMBER = "policy", 1
+"""Name and number of the adapters in vLLM."""
 CHUNK, CHUNK_ON_CPU = 2**22, 2**15
-"""Values that are checked at once: a tensor of the vocabulary's size is not copied whole, and on a
-CPU what is copied stays in its cache."""
+"""Values that are checked at once: no tensor of the vocabulary's size is copied, and on a CPU the
+copy stays in its cache."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPREAD = 2**40 + 15
 """Keeps the sum of values and the sum of their squares apart in one number."""
@@ -36,23 +34,40 @@ SPREAD = 2**40 + 15
 
 @dataclass(slots=True)
 class Manifest:
-    """Names, formats and shapes of an engine's weights: those of the first that it was sent."""
+    """Names, formats and shapes of an engine's weights, as they were in the first load."""
 
     forms: dict[str, str] = field(default_factory=dict)
     """E.g. {"model.norm.weight": "torch.float32 [64]"}."""
     held: dict[str, list[str]] | None = None
-    """vLLM's parameters that held, after the first load, the very bytes that were sent, and the
-    weights that each is made of; None: nothing was loaded yet."""
+    """vLLM's parameters that had the very bytes that were sent after the first load, mapped to the
+    weights that each is made of; None: before the first load."""
 
     def load(self, llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the model's weights, and compare what it holds with what was sent.
+        """Replace the model's weights, and compare the model's bytes with those that were sent.
 
-        Raises ValueError as `checked`, and for parameters that held such bytes after the first load
-        and now do not. vLLM keeps some in another form (packed for a CPU's kernels, quantised,
-        spread over several workers): the probe of a weight sync stands for these.
+        Raises ValueError as `checked`, and for parameters that had the sent bytes after the first
+        load and have others now; vLLM's own errors pass. vLLM keeps some parameters in another form
+        (packed for a CPU's kernels, quantised, spread over several workers): only the probe of a
+        weight sync checks these.
         """
         sums: dict[str, Tensor] = {}
-        load_weights(llm, self.checked(weights, sums))
+        sent = self.checked(weights, sums)
+        if llm.vllm_config.parallel_config.world_size == 1:
+            worker = llm.model_executor.driver_worker.worker
+            try:
+                worker.reload_weights(weights_iterator=sent)
+            except BaseException:
+                from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+                # vLLM 0.32 would otherwise join the weights so far with those of the next reload.
+                finalize_layerwise_reload(worker.get_model(), worker.model_config)
+                raise
+        else:
+            # Workers are processes: each reads its part of a file. Tied weights are written twice.
+            tensors = {name: tensor.cpu().clone() for name, tensor in sent}
+            with folder_for(tensors) as folder:
+                save_file(tensors, Path(folder, "model.safetensors"))
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         held = _holds(llm, sums) if sums else {}
         self.held = held if self.held is None else self.held
         if lost := sorted(self.held.keys() - held.keys()):
@@ -67,8 +82,8 @@ class Manifest:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights as they come; add to `sums` the checksums of those to compare.
 
-        Raises ValueError where they are not all those of the manifest, and no others: vLLM keeps
-        what it has of a weight that does not come, and says nothing.
+        Raises ValueError unless they are exactly the weights of the manifest: vLLM silently keeps
+        its old values of a weight that does not come.
         """
         came: dict[str, str] = {}
         compared = None if self.held is None else set(chain.from_iterable(self.held.values()))
@@ -87,10 +102,10 @@ class Manifest:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a number [] of the values' bits, whatever their order or the zeros beside them.
+    """Return a number [] of the values' bits that depends on neither their order nor on zeros.
 
-    So that it is known of a parameter that vLLM makes of several weights and pads: the sum of
-    theirs. Example: the bits 1, 0, 3 give 1 x (1 + SPREAD) + 3 x (3 + SPREAD) = 10 + 4 SPREAD.
+    The checksum of a parameter that vLLM makes of several weights, and pads, is the sum of theirs.
+    Example: the bits 1, 0, 3 give 1 x (1 + SPREAD) + 3 x (3 + SPREAD) = 10 + 4 SPREAD.
     """
     bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -101,11 +116,11 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _holds(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Map vLLM's parameters that hold the bytes that were sent to the weights each is made of.
+    """Map vLLM's parameters that have the bytes that were sent to the weights each is made of.
 
-    Example of a name: "h.0.qkv_proj.weight" with {"qkv_proj": ["q_proj", "k_proj", "v_proj"]} is
-    made of "h.0.q_proj.weight", "h.0.k_proj.weight", "h.0.v_proj.weight". `sums` are the checksums
-    of these. Parameters of one worker in this process; others cannot be read.
+    Example: "h.0.qkv_proj.weight" with {"qkv_proj": ["q_proj", "k_proj", "v_proj"]} is made of
+    "h.0.q_proj.weight", "h.0.k_proj.weight" and "h.0.v_proj.weight", whose checksums are in `sums`.
+    Only parameters of one worker in this process can be read.
     """
     if llm.vllm_config.parallel_config.world_size > 1:
         return {}
@@ -125,48 +140,17 @@ def _holds(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[str]]:
     return held
 
 
-def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the model's weights; what does not fit raises whatever vLLM raises."""
-    if llm.vllm_config.parallel_config.world_size == 1:
-        worker = llm.model_executor.driver_worker.worker
-        try:
-            worker.reload_weights(weights_iterator=iter(weights))
-        except BaseException:
-            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-            # vLLM 0.32 would put what came together with the weights of the next reload.
-            finalize_layerwise_reload(worker.get_model(), worker.model_config)
-            raise
-        return
-    # Workers are processes: each reads its part of a file. Tied weights are written twice.
-    tensors = {name: tensor.cpu().clone() for name, tensor in weights}
-    with folder_for(tensors) as name:
-        save_file(tensors, Path(name, "model.safetensors"))
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": name})
-
-
 def folder_for(tensors: dict[str, Tensor]) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder that holds tensors until they are read, in memory where they fit."""
+    """Make a folder for tensors until they are read, in memory if they fit."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size
     return tempfile.TemporaryDirectory(prefix="agenttrain-", dir=MEMORY if fits else None)
 
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM makes room (0.32, `MaxLoRARanks`)."""
-NAME, NUMBER = "policy", 1
-
-
-def room_for(rank: int) -> dict[str, Any]:
-    """Return vLLM's arguments for one set of adapters; it refuses a rank that is too large."""
-    room = next((one for one in RANKS if one >= rank), rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
-
-
 def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: float) -> Any:
     """Replace the adapters by `weights`, with peft's names; return the `LoRARequest` for them.
 
-    Requests in flight go on with them. vLLM reads adapters from a folder only.
+    Requests in flight go on with the new ones. vLLM reads adapters from a folder only.
     """
     from vllm.lora.request import LoRARequest
 
@@ -193,7 +177,7 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
 def split_adapters(
     weights: Iterable[tuple[str, Tensor]],
 ) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
-    """Split into weights that come before adapters, and the adapters; take them in this order."""
+    """Split into the weights before the first adapter, and the others; read them in this order."""
     items = iter(weights)
     first: list[tuple[str, Tensor]] = []
 
