@@ -75,7 +75,7 @@ class BatchSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON state that later steps' rollouts depend on, the policy aside."""
+        """Return the JSON state that later steps' rollouts depend on, without the policy."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,8 +143,8 @@ class Trainer:
         with self.run.phase("check", n, rollouts=batch.rollouts):
             check_logprobs(batch.rollouts, self.run.world)
         with self.run.phase("train", n, rollouts=batch.rollouts):
-            if isinstance(self.engine, Separate):
-                await self.engine.sleep()  # its GPU memory is free for the update
+            if isinstance(self.engine, Separate):  # it has a copy of the weights
+                await self.engine.sleep()  # frees its GPU memory for the update
             training = update(self.policy, batch.groups)
         with self.run.phase("check", n, rollouts=batch.rollouts):
             check_weights(self.policy.model, f"after the update of step {n}", self.run.world)
@@ -153,7 +153,7 @@ class Trainer:
                 self.probe = await sync(
                     self.policy,
                     self.engine,
-                    n,  # the engine's policy_version is the number of finished steps
+                    n,  # the engine's new policy_version: weights after step n
                     self.config.weight_sync,
                     self.probe,
                 )
@@ -172,7 +172,11 @@ class Trainer:
         return self.source.summarise(batches, training, seconds)
 
     async def _between_steps(self) -> None:
-        """Evaluate and save where due; also right after a resume, if the run stopped before."""
+        """Evaluate and save where due, also after a resume if the run stopped before it did so.
+
+        The evaluations before the first and after the last step, and the last checkpoint, are the
+        run's (`agenttrain.runs.run`).
+        """
         evaluation_due, checkpoint_due = (
             every is not None and self.done % every == 0 and self.done < self.config.steps
             for every in (self.config.eval.every, self.config.checkpoint.every)
@@ -185,7 +189,7 @@ class Trainer:
         self.run.stop.check()
 
     async def evaluate(self, label: str) -> Sequence[Evaluation | HeldOutLoss]:
-        """Evaluate on the first `eval.questions` test tasks; empty if that is 0.
+        """Evaluate on the first `eval.questions` held-out tasks; empty if that is 0.
 
         Restores the random states afterwards: training continues as if nothing had been evaluated.
         """
@@ -247,11 +251,11 @@ class Trainer:
 def update(policy: Policy, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     """Make all optimizer updates of one step and return their metrics.
 
-    `groups` are in task order. Every process passes as many: a group that another process sampled
-    is an empty list, so that all processes cut the same minibatches. Rollouts without a reward are
-    not trained on. Sets `advantage` of every rollout, and `trainer_logprobs` and `entropies` of the
-    trajectories that the policy scores. If a loss or gradient is not finite, raises BrokenUpdate in
-    all processes before any weight changes.
+    `groups` are in task order. Every process passes the same number of groups, an empty list for
+    each that another process sampled, so that all processes cut the same minibatches. Rollouts
+    without a reward are not trained on. Sets `advantage` of every rollout, and `trainer_logprobs`
+    and `entropies` of the trajectories that the policy scores. If a loss or gradient is not finite,
+    raises BrokenUpdate in all processes before any weight changes.
 
     Metrics: `loss`, `grad_norm`, `lr`, `train/tokens` (sampled tokens per update), those of
     `metric_names` over the rollouts that had a gradient, and `MISMATCH_NAMES` (distance between the
@@ -262,6 +266,7 @@ def update(policy: Policy, groups: Sequence[Sequence[Rollout]]) -> dict[str, flo
     sequences = policy.score(groups)  # with reference and old logprobs, if the algorithm uses them
     penalties, kl = policy.kl_penalties(sequences)
     metrics.add(kl)
+    # From each function's own rewards: some normalizations come before their weighted sum.
     assign_advantages(
         groups,
         policy.algorithm,
@@ -285,6 +290,7 @@ def update_once(policy: Policy, minibatch: Minibatch, metrics: Averages) -> None
         policy.backward(loss)
         minibatch.record(microbatch, inputs, loss)
         parts["entropy"] = mean_parts(entropy_S.detach())
-        # A process without sequences runs a stand-in, which has no token and counts in no mean.
+        # A process that has no sequences left runs a dummy forward, so that collectives match; it
+        # has no token and counts in no mean.
         metrics.add(parts, counted=entropy_S.numel() > 0)
     metrics.add(policy.optimizer_step(minibatch))

@@ -316,7 +316,8 @@ class Span:
     """Same length as token_ids; sampled spans only."""
     turn: int = 0
     policy_version: int | None = None
-    """Number of weight updates that the engine held; sampled spans only."""
+    """The training step whose weights sampled these tokens, 0 for the initial ones; sampled spans
+    only."""
     finish: Finish | None = None
     """On the last sampled span of a turn only."""
 
@@ -351,7 +352,8 @@ class Trajectory:
     role: str = MAIN
     """Purpose of the trajectory: `main` for the attempt at the task itself."""
     parent: tuple[int, int] | None = None
-    """(index, position) of the trajectory that this one branches from; None: it has a prompt."""
+    """(index, position) in the trajectory that this one branches from; None: it has a
+    prompt of its own."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
@@ -362,7 +364,8 @@ class Trajectory:
     """[S] The trainer's logprobs of the sampled tokens before its first update with them; None if
     it did not compute them."""
     entropies: array[float] | None = None
-    """[S] Entropy, in nats, of the trainer's distribution at each sampled token; None likewise."""
+    """[S] Entropy, in nats, of the trainer's distribution at each sampled token; None if it did
+    not compute them."""
     _ids: array[int] = field(default_factory=lambda: array("q"))
 
     def append_sampled(self, completion: Completion, sent: Sequence[int]) -> None:
@@ -477,7 +480,7 @@ class Rollout:
     error: str | None = None
     """The failure if `stop_reason` is `error`, or why a reward function gave no score."""
     environment_reward: float | None = None
-    """Value of the environment's `reward`, perhaps NaN; None: not applicable, or there is none."""
+    """Value of the environment's `reward`, perhaps NaN; None if there is none to give."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Value of each reward function; None: it does not apply."""
     reward: float | None = None

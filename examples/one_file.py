@@ -7,13 +7,14 @@ and hands in an answer. It knows how to call a tool, but often the wrong one: ha
 are right. Under a minute of GRPO on one CPU core takes it to about eight in ten, on questions that
 it has not seen before.
 
-Read this from top to bottom. Everything is made of the package's own parts; `agenttrain train` adds
-settings, checkpoints, evaluation, several GPUs and much checking, and goes through the same steps:
+Read this from top to bottom. Everything is made of the package's own parts. The command
+`agenttrain` adds settings, checkpoints, evaluation, several GPUs and many checks, and goes through
+the same steps (`Trainer.step`; its sampling and rewards are in `rollout/source.py`):
 
     task -> rollout -> reward -> advantage -> packed batch -> loss -> update -> weight sync
 
-Tensor names end with their shape: P tasks of a step, G rollouts of a task, B rollouts of a batch,
-S sampled tokens of a batch.
+Tensor names end with their shape: P tasks of a step, G rollouts of a task, N = P x G rollouts
+of an update, B sequences of a packed batch, S sampled tokens of a batch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from agenttrain.utils.seeds import derive_seed
 STEPS = 12
 TASKS_PER_STEP = 16  # P
 GROUP_SIZE = 8  # G
-LEARNING_RATE = 1e-3  # at its highest: it rises for three steps, then falls
+LEARNING_RATE = 1e-3  # times a factor that rises for three steps, then falls
 TOKEN_BUDGET = 4096  # tokens of one forward pass
 SEED = 0
 
@@ -195,7 +196,7 @@ async def train() -> list[float]:
 
         # 9. Weight sync: the engine forgets what it cached under the old weights, and marks what
         #    it samples from now on with the new version.
-        await engine.update((), step + 1)
+        await engine.update(weights=(), version=step + 1)  # no tensors: it shares the module
 
         history.append(rewards_PG.mean().item())
         sampled = sum(rollout.sampled_length for rollout in rollouts)
@@ -213,29 +214,30 @@ def update(
     scorer: Scorer,
     optimizer: torch.optim.Optimizer,
     rollouts: Sequence[Rollout],
-    credit: Sequence[float],
+    advantages_N: Sequence[float],
 ) -> float:
     """Make rollouts with advantages other than zero likelier or less likely; return the loss."""
     # 7. Packing: rollouts stand one after the other in few long sequences, without padding. Each
     #    attends to itself only. A token's weight in the loss counts all rollouts of the update,
     #    also those without a gradient, so that the sum over batches is the mean over rollouts.
-    lengths_B = torch.tensor([rollout.sampled_length for rollout in rollouts])
-    weights_B = token_weights(
-        lengths_B,
+    lengths_N = torch.tensor([rollout.sampled_length for rollout in rollouts])
+    weights_N = token_weights(
+        lengths_N,
         ALGORITHM.aggregation,
-        tokens=int(lengths_B.sum()),
+        tokens=int(lengths_N.sum()),
         rollouts=len(rollouts),
         fixed_length=LIMITS.max_completion_tokens,
     )
-    rows = []
-    for rollout, advantage, weight in zip(rollouts, credit, weights_B.tolist(), strict=True):
+    sequences = []
+    for rollout, advantage, weight in zip(rollouts, advantages_N, weights_N.tolist(), strict=True):
         rollout.advantage = advantage
         if advantage != 0:
-            rows += [replace(row, weight=weight) for row in make_sequences(rollout)]
-    batches = scorer.pack(rows, TOKEN_BUDGET, torch.device("cpu"))
+            sequences += [replace(one, weight=weight) for one in make_sequences(rollout)]
+    batches = scorer.pack(sequences, TOKEN_BUDGET, torch.device("cpu"))
 
-    # 8. The loss looks at sampled tokens only: prompts, template and tool replies are context.
-    #    `behaviour_S` are the log-probabilities that the engine sampled them with.
+    # 8. The loss mask: the scorer returns log-probabilities of sampled tokens only (S), so prompts,
+    #    template and tool replies are context and nothing else. `behaviour_S` are those that the
+    #    engine sampled them with.
     total = 0.0
     optimizer.zero_grad()
     with scorer.ready():

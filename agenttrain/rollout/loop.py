@@ -1,7 +1,8 @@
 """One rollout: sample, parse, run tools, append their replies, until there is a reason to stop.
 
-Sampled ids go into the trajectory as they are; they are never decoded and tokenised again. Whatever
-the model, a tool or the engine does, a rollout ends with a stop reason and raises nothing.
+Sampled ids go into the trajectory as they are; they are never decoded and tokenised again. Bad
+model output, failing tools and failing requests end a rollout with a stop reason; `run_rollout`
+lists what ends the run instead.
 
 `run_rollout` is the entrance, `_Loop.run` the loop over turns.
 """
@@ -184,19 +185,19 @@ class _Loop:
                 budget=budget,
             )
             completion = await self.engine.generate(sent, sampling, session=rollout.rollout_id)
-            await self.throttle.wait()
+            await self.throttle.wait()  # where many rollouts resume together, a few at a time
             if not completion.token_ids:
                 raise EngineError(
                     f"rollout {rollout.rollout_id}: the engine returned no token ({completion})"
                 )
             trajectory.append_sampled(completion, sent)
 
-            ids, number = completion.token_ids, trajectory.turns - 1
+            ids, turn_index = completion.token_ids, trajectory.turns - 1
             after = trajectory.messages[-1]["role"]
-            turn = self.chat.parse(ids, self.tools.schemas, turn=number, after=after)
+            turn = self.chat.parse(ids, self.tools.schemas, turn=turn_index, after=after)
             message = turn.message()
             if self.parsed_turns is not None:
-                self.parsed_turns.record(trajectory, ids, message, turn=number, after=after)
+                self.parsed_turns.record(trajectory, ids, message, turn=turn_index, after=after)
             trajectory.messages.append(message)
 
             if completion.finish is Finish.length:
@@ -204,7 +205,7 @@ class _Loop:
             elif completion.finish is Finish.abort:
                 rollout.stop_reason = StopReason.aborted
             else:
-                rollout.stop_reason = await self._answer(turn, completion)
+                rollout.stop_reason = await self._reply_to(turn, completion)
 
     def _room(self) -> int:
         """Return the number of tokens that may still follow, sampled or not."""
@@ -219,13 +220,13 @@ class _Loop:
         context_left = self.engine.max_context - self.trajectory.length
         return StopReason.context_full if context_left <= self._room() else StopReason.max_tokens
 
-    async def _answer(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
+    async def _reply_to(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
         """Append the replies to a turn's calls, or the user's reply; return a reason to stop."""
         ignored = self.limits.on_malformed_call is OnMalformedCall.ignore
         calls = [call for call in turn.calls if not (ignored and call.malformed)]
         if not calls:
-            return await self._append_question(turn, completion)
-        # By name: a stop tool that this task does not have is an unknown tool.
+            return await self._append_user_turn(turn, completion)
+        # `tools.stop_tools` are the task's own: another stop tool of the run is an unknown tool.
         stops = any(call.name in self.tools.stop_tools for call in calls)
         # A stop tool ends the rollout before any other limit, so its turn always runs.
         if not stops and (reason := self._reason_not_to_run(turn, calls, completion)):
@@ -236,7 +237,7 @@ class _Loop:
             if result.error is ToolError.unavailable:
                 # The tool is broken: the model must not learn from its answer.
                 raise ToolUnavailable(f"tool {result.call.name}: {result.content}")
-        reason = StopReason.stop_tool if stops else self._limit_reached(results)
+        reason = StopReason.stop_tool if stops else self._reason_after_calls(results)
         # Clipped so that the replies and one sampled token still fit.
         replies, suffix = fit_replies(
             self.chat,
@@ -256,7 +257,7 @@ class _Loop:
         self.trajectory.messages.extend(replies)
         return reason
 
-    async def _append_question(
+    async def _append_user_turn(
         self, turn: AssistantTurn, completion: Completion
     ) -> StopReason | None:
         """Append the user's next message after an answer; `completed` if there is none.
@@ -270,10 +271,10 @@ class _Loop:
             text = scripted[asked]
         elif self.episode is not None:
             text = await self.episode.user(self.trajectory.messages[-1])
-        over = self.episode is not None and self.episode.done
+        episode_done = self.episode is not None and self.episode.done
         if text is None:
-            return StopReason.environment_done if over else StopReason.completed
-        if not over and self.rollout.turns >= self.limits.max_turns:
+            return StopReason.environment_done if episode_done else StopReason.completed
+        if not episode_done and self.rollout.turns >= self.limits.max_turns:
             return StopReason.max_turns
         question: Message = {"role": "user", "content": text}
         suffix = self.chat.suffix(
@@ -281,16 +282,16 @@ class _Loop:
             [question],
             completion_ids=completion.token_ids,
             finish=completion.finish,
-            generation_prompt=not over,
+            generation_prompt=not episode_done,
         )
         # A tool's text may be clipped to fit, a question may not: it would be another question.
-        if sum(len(ids) for _, ids in suffix) + int(not over) <= self._room():
+        if sum(len(ids) for _, ids in suffix) + int(not episode_done) <= self._room():
             for origin, token_ids in suffix:
                 self.trajectory.append_context(token_ids, origin)
             self.trajectory.messages.append(question)
-        elif not over:
+        elif not episode_done:
             return self._reason_without_room()
-        return StopReason.environment_done if over else None
+        return StopReason.environment_done if episode_done else None
 
     def _reason_not_to_run(
         self, turn: AssistantTurn, calls: list[ToolCall], completion: Completion
@@ -299,14 +300,14 @@ class _Loop:
         malformed = any(call.malformed for call in calls)
         if malformed and self.limits.on_malformed_call is OnMalformedCall.stop:
             return StopReason.max_invalid_calls
-        over = self.chat.one_call_per_turn and len(calls) > 1
-        if over and self.limits.on_parallel_calls is OnParallelCalls.stop:
+        too_many = self.chat.one_call_per_turn and len(calls) > 1
+        if too_many and self.limits.on_parallel_calls is OnParallelCalls.stop:
             return StopReason.max_tool_calls
         if self.rollout.turns >= self.limits.max_turns:
             return StopReason.max_turns
         self._calls_made += calls
-        most = self.limits.max_repeated_calls
-        if most is not None and repeats_a_call(self._calls_made, most):
+        max_repeats = self.limits.max_repeated_calls
+        if max_repeats is not None and repeats_a_call(self._calls_made, max_repeats):
             return StopReason.repeated_call
         wrapper = self.chat.wrapper_length(
             turn,
@@ -365,14 +366,14 @@ class _Loop:
         self.rollout.tool_results.extend(results)
         return results
 
-    def _limit_reached(self, results: list[ToolResult]) -> StopReason | None:
+    def _reason_after_calls(self, results: list[ToolResult]) -> StopReason | None:
         """Return the reason to stop after a turn's calls were answered."""
-        over = self.episode is not None and self.episode.done
-        if over or any(result.done for result in results):
+        episode_done = self.episode is not None and self.episode.done
+        if episode_done or any(result.done for result in results):
             return StopReason.environment_done
-        most = self.limits.max_tool_calls
+        max_calls = self.limits.max_tool_calls
         limited = any(result.error is ToolError.limit for result in results)
-        if limited and most is not None and len(self.rollout.tool_results) > most:
+        if limited and max_calls is not None and len(self.rollout.tool_results) > max_calls:
             return StopReason.max_tool_calls
         errors = [result.error for result in self.rollout.tool_results if result.error]
         invalid = sum(error.invalid_call for error in errors)
