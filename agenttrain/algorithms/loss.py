@@ -170,7 +170,7 @@ def extremes(name: str, values: Tensor) -> Metrics:
 
 
 def _part(name: str, values: Tensor) -> Tensor:
-    """Return the part of an objective's metric, of the kind that the end of its name means."""
+    """Return a part of an objective's metric; one whose name ends in min or max is an extreme."""
     for end in ("min", "max"):
         if name.endswith(end):
             return extremes("", values)[f"/{end}"]

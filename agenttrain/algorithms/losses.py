@@ -73,8 +73,8 @@ with the other rows of its microbatch."""
 def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor:
     """Mask of the tokens among the top `share` by entropy, [N] of bool.
 
-    https://arxiv.org/abs/2506.01939. It has as many tokens as reach TRL's quantile if no two are
-    equal. Among tokens that tie with the last one (`TIED`) the lowest `place_N` come first. TRL
+    https://arxiv.org/abs/2506.01939. Without ties it has as many tokens as reach TRL's quantile.
+    Among tokens that tie with the last one (`TIED`) the lowest `place_N` come first. TRL
     takes those that rounding puts above, but the rollouts of a group have equal entropies until
     their texts differ, and rounding changes with the microbatch.
 

@@ -9,7 +9,7 @@ The figures point to a cause (`likely_cause` reads them):
 3. another sampling transform (temperature, filters): ``sampling/logprob_slope`` is not 1. At a
    temperature T that the trainer does not know it is near 1 / T; a filter moves the ends only.
 4. numerics: none of the above. The slope is 1. Kernels of other precision give a gap that grows
-   with the position (``logprob_gap_early`` … ``_late``), a wrong cache one after the first turn.
+   with the position (``logprob_gap_early`` … ``_late``), a wrong cache a gap after the first turn.
 
 Shapes: S sampled tokens.
 """

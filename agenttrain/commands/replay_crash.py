@@ -71,6 +71,7 @@ def _repeat(stage: str, config: RunConfig, bundle: Path, step: int) -> None:
     if stage == "weights":
         check_weights(policy.model, f"step {step}")
         return
+    assert stage == "update", stage
     sequences = read_batch(bundle, _rollouts(bundle, step, {}))
     with policy.ready():
         minibatch = policy.minibatch(sequences)

@@ -180,7 +180,7 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     ]
     kind = ", ".join([_type(hint), *bounds])
     # The values of an enum follow with their own texts: "`sum`: …; `mean`: …".
-    enums = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
+    enums = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
     members = "; ".join(
         f"`{member.value}`: {about.rstrip('.')}"
         for enum in enums

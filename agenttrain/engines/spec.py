@@ -54,8 +54,12 @@ class RunFacts:
     """The run has more than one process."""
 
 
-def _no_problems(*_: Any) -> Any:
+def _no_problems(*_: Any) -> Iterable[str]:
     return ()
+
+
+def _accept(settings: EngineSettings, model: Any) -> None:
+    pass
 
 
 def _no_memory(settings: EngineSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
@@ -82,7 +86,7 @@ class EngineSpec(Generic[S]):
     """Yield problems of the settings together with those of other sections."""
     check_machine: Callable[[S, Callable[[], int]], Iterable[str]] = _no_problems
     """Yield problems of this machine. The second argument counts its GPUs and imports torch."""
-    check_model: Callable[[S, Any], None] = _no_problems
+    check_model: Callable[[S, Any], None] = _accept
     """Raise EngineError for a model, built without weights, that the engine cannot serve."""
     gpu_notes: Callable[[S], Iterable[str]] = _no_problems
     """Yield settings that are slow on a GPU, with a remedy."""

@@ -55,7 +55,7 @@ UNFINISHED = ("running", "interrupted", "failed", None)
 WHY = {
     FAILED: "failed",
     REFUSED: "refused to start",
-    STALLED: "was ended by the watchdog (stall-{rank}.txt says where it stood)",
+    STALLED: "was ended by the watchdog (stall-{rank}.txt has its stack)",
 }
 
 
@@ -121,11 +121,11 @@ def _prepared(section: DistributedConfig, processes: int, exchange: Path) -> Ite
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            with suppress(ValueError):  # not in the main thread
-                signal.signal(number, handler)
         for name in added:
             del os.environ[name]
+        for number, handler in handlers.items():  # last: a restored one may raise
+            with suppress(ValueError):  # not in the main thread
+                signal.signal(number, handler)
 
 
 def _verdict(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_node: bool) -> int:

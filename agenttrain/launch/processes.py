@@ -137,7 +137,7 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
     started already."""
     if started_by_others() and command.sweep:
         raise ConfigError(
-            "-m: the processes of torchrun are there once, and a sweep starts some for each run; "
+            "-m: torchrun starts its processes once, and a sweep needs new ones for each run; "
             "start agenttrain itself with distributed.processes=…"
         )
     for run in runs:
@@ -194,12 +194,12 @@ def foreign_problems(mixed_precision: str) -> Iterator[str]:
     instead."""
     for variable in FOREIGN:
         if os.environ.get(variable, "false").lower() in ("1", "true"):
-            yield f"{variable}={os.environ[variable]}: say distributed=fsdp2 instead"
+            yield f"{variable}={os.environ[variable]}: set distributed=fsdp2 instead"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", "", mixed_precision):
         yield (
             f"ACCELERATE_MIXED_PRECISION={precision}: the run has "
-            f"training.mixed_precision={mixed_precision}; say training.mixed_precision=bf16 or "
+            f"training.mixed_precision={mixed_precision}; set training.mixed_precision=bf16 or "
             "fp16 instead"
         )
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")

@@ -54,7 +54,7 @@ def agree(world: World, own: Proposal) -> Proposal:
 
     Raises Disagreement on every rank unless all can run the same.
 
-    Example: ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``
+    Its message: ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``
     """
     first = world.broadcast(own, "the settings")
     problem = own.problem

@@ -67,7 +67,7 @@ def leave(code: int) -> None:
 
     Threads of a process group whose other members are gone may abort the interpreter's shutdown.
     """
-    # Otherwise a signal may have interrupted the import of torch, which cannot be repeated.
+    # With another code, a signal may have interrupted the import of torch, and it fails here.
     if code == DONE:
         import torch.distributed as dist
 

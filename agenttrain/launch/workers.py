@@ -48,7 +48,7 @@ class WorkerEnd:
 
 
 class Workers(LocalElasticAgent):
-    """Elastic's agent, which starts the workers, and the decisions when they have to stop."""
+    """Elastic's agent, which starts the workers; this class decides when they have to stop."""
 
     def __init__(
         self,
@@ -56,9 +56,11 @@ class Workers(LocalElasticAgent):
         announce: Callable[[str], object],
         **arguments: Any,
     ) -> None:
-        """Describe with `describe` to other nodes how a worker of this one ended. `announce` gets
-        the name of the signal that the launcher received, before the workers are sent another. The
-        other arguments are elastic's."""
+        """`describe` returns the text for other nodes about how a worker of this one ended.
+
+        `announce` gets the name of the signal that the launcher received, before the workers are
+        sent another. The other arguments are elastic's.
+        """
         super().__init__(**arguments)
         self.received: list[signal.Signals] = []
         """Signals that the launcher received."""
@@ -160,7 +162,8 @@ class Workers(LocalElasticAgent):
         elif early:  # the others would wait for it in vain
             self._stop_soon()
         elif any(ended.code == PREEMPTED for ended in new):
-            self._kill_at = time.monotonic() + SETTLE_S
+            at = time.monotonic() + SETTLE_S
+            self._kill_at = at if self._kill_at is None else min(self._kill_at, at)
 
     def _exchange_failures(self, store: Any) -> None:
         """Publish this node's failure to the other nodes, and stop for one of theirs."""

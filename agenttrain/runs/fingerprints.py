@@ -96,8 +96,8 @@ def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart])
         listed = ", ".join(name for names in problems.values() for name in names)
         keys = ",".join([*problems, *(part for part in allowed if part not in problems)])
         raise ConfigError(
-            f"resume={quote(str(folder))}: not what the run learnt with until now: {listed} "
-            "changed. Put it back as it was; or go on with what it is now: add "
+            f"resume={quote(str(folder))}: {listed} changed since the run "
+            "was started. Restore it; or continue with the changed version: add "
             f"resume_changed=[{keys}]; or start a new run"
         )
     for part in allowed:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.algorithms.config import AlgorithmConfig
-from agenttrain.engines.base import Engine
+from agenttrain.engines.base import Engine, Separate
 from agenttrain.engines.registry import spec_of
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName
@@ -26,6 +26,7 @@ from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.world import World
+from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.seeds import derive_seed
 
@@ -124,7 +125,10 @@ def make_policy(
 
 
 def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -> Engine:
-    """Build the engine that samples from the policy; its log goes to the run's folder."""
+    """Build the engine that samples from the policy; its log goes to the run's folder.
+
+    Raises ConfigError for an engine that is to get weights and has no methods for them.
+    """
     spec, lora = spec_of(config.engine), config.model.lora
     inputs = EngineInputs(
         policy=None if spec.own_weights else policy.sampler,
@@ -142,4 +146,10 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
     states = random_states()
     engine = spec.build(config.engine, inputs)
     set_random_states(states)
+    if spec.own_weights and not isinstance(engine, Separate):
+        raise ConfigError(
+            f"engine={config.engine.name}: its SPEC has own_weights=True, so that each step sends "
+            f"weights to it, but {type(engine).__name__} lacks a method of "
+            "agenttrain.engines.base.Separate; add it"
+        )
     return engine

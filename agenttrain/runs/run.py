@@ -73,7 +73,7 @@ CROSS_ENTROPY = AlgorithmConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Treatment of a phase of a step besides its work."""
+    """How a phase of a step is shown, timed and watched."""
 
     shown: bool = False
     """The console shows its name."""
@@ -111,7 +111,7 @@ class Run:
     plain: dict[str, Any]
     """The resolved settings, as config.yaml keeps them."""
     folder: Path
-    """The run folder; a run that it has already goes on."""
+    """The run folder; a run in it is resumed."""
     sweep: bool = False
     """True if the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
     world: World = field(default_factory=World)

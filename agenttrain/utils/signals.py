@@ -134,7 +134,7 @@ class StopRequest:
                     raise
             except Exception:
                 # A signal to a process group ends the processes of tools and engines too: such an
-                # error is none of the work's own.
+                # error is not the work's own.
                 if self.name is None:
                     self.check()  # all processes call it here, however their work ended
                     raise

@@ -103,8 +103,9 @@ def with_fixed_text(error: BaseException) -> BaseException:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }
-    # For a class without subclasses (pydantic's ValidationError) the copy has its name, and as base
-    # Python's own class (ValueError); for a group of errors, which needs them, only its name.
+    # The copy of a class that cannot be subclassed (pydantic's ValidationError) has its name, and
+    # Python's own class (ValueError) as base. A group of errors cannot be made without its errors:
+    # its copy has only its name.
     fixed: Any
     for base, maker in ((kind, native), (native, native), (Exception, Exception)):
         with suppress(BaseException):

@@ -337,7 +337,7 @@ def test_the_words_of_a_run_that_does_not_start(capsys, short):
     told = capsys.readouterr().out
     # 0.3 x 8 - 0.348 - 0.485 - 1.5 and 40960 x 8192 bytes
     assert (
-        "DOES NOT START: the engine wants room for one sequence of 40,960 tokens "
+        "DOES NOT START: the engine needs room for one sequence of 40,960 tokens "
         "(engine.max_context), 0.31 GiB of keys and values, and has 0.07 GiB"
     ) in told
     assert "of a node's own 1.00, the most at the start" in told

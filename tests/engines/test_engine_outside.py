@@ -114,3 +114,30 @@ def test_plan_shows_what_it_says_that_it_takes(folder, capsys) -> None:
 def test_it_is_imported_where_a_valid_run_samples_only(folder, words) -> None:
     main(words)
     assert not Path("imported").exists()
+
+
+@pytest.mark.timeout(600)
+def test_an_engine_that_cannot_take_the_weights_it_asks_for_is_refused(folder, capsys) -> None:
+    module = folder / "my_engine.py"
+    declared = "deterministic=True)"
+    assert declared in module.read_text()
+    module.write_text(module.read_text().replace(declared, "own_weights=True)"))
+    # Its engine has the weights of the policy that it is no longer given.
+    module.write_text(module.read_text().replace("(inputs.policy, limits)", "(_model(), limits)"))
+    with module.open("a") as file:
+        file.write(MODEL)
+    assert main([*RUN, "hydra.run.dir=run"]) == 2
+    error = capsys.readouterr().err
+    assert "engine=my_engine.SPEC: its SPEC has own_weights=True" in error
+    assert "ShortEngine lacks a method of agenttrain.engines.base.Separate; add it" in error
+
+
+MODEL = """
+
+def _model():
+    from transformers import AutoModelForCausalLM
+
+    from agenttrain.utils.model_path import model_folder
+
+    return AutoModelForCausalLM.from_pretrained(model_folder("bundled:shop"))
+"""

@@ -10,7 +10,7 @@ from agenttrain.algorithms.objectives.config import objective
 from agenttrain.utils.sections import SETTINGS, Number
 
 LOG_RATIO_BOUND = 20.0
-LOG_WEIGHT_BOUNDS = (-18.420680743952367, 20.0)
+LOG_WEIGHT_BOUNDS = (-18.420680743952367, LOG_RATIO_BOUND)
 """log(1e-8) and `LOG_RATIO_BOUND`."""
 
 

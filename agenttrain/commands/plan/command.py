@@ -224,7 +224,7 @@ def _verdict(memory: MemoryEstimate, remedies: Sequence[Remedy]) -> Iterator[str
     if memory.excess:
         if room is not None and room.missing:
             yield (
-                f"DOES NOT START: the engine wants room for one sequence of {room.tokens:,} tokens "
+                f"DOES NOT START: the engine needs room for one sequence of {room.tokens:,} tokens "
                 f"(engine.max_context), {room.needs / GIB:.2f} GiB of keys and values, and has "
                 f"{room.has / GIB:.2f} GiB"
             )

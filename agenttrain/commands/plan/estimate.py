@@ -55,7 +55,8 @@ class PlannedHardware:
     devices: int = 1
     """GPUs, for a run without `distributed.processes`."""
     memory: int | None = None
-    """Bytes of a GPU; without GPUs, of a node. None: not known, and so is whether the run fits."""
+    """Bytes of a GPU; without GPUs, of a node. None: not known; the plan then
+    does not say whether the run fits."""
     host: int | None = None
     """Bytes of a node's own memory; None: not known, or the same as `memory`."""
     kind: str = "cuda"

@@ -198,7 +198,7 @@ def check_outside_sweep(overrides: Sequence[str]) -> None:
 
 
 def _jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> list[SweepJob]:
-    """Return the jobs of a sweep without a search; raises ConfigError for their folders' names."""
+    """Return the jobs of a sweep without a search; raises ConfigError for a bad folder name."""
     folders = []
     for number, overrides in enumerate(runs):
         if subdir == NUMBERED:

@@ -94,7 +94,7 @@ def sample(
 
 
 def _filter(scores_FV: Tensor, plan: SamplingTensors) -> Tensor:
-    """Set to -inf the tokens outside top-k, then outside top-p of the others, or below min-p."""
+    """Set to -inf the tokens outside top-k; of the others, those outside top-p or below min-p."""
     sorted_FV, order_FV = scores_FV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(scores_FV.shape[1], device=scores_FV.device)
     sorted_FV = sorted_FV.masked_fill(rank_V >= plan.top_k_F1, -torch.inf)

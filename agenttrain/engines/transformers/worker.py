@@ -131,6 +131,7 @@ class EngineWorker:
                 seat.cached += len(ids)
             uniforms = [request.noise[len(request.sampled)] for request in self._batch]
             logits = torch.cat(logits_NV) if len(logits_NV) > 1 else logits_NV[0]
+            del logits_NV  # not beside the sampler's own copies
             sampled, logprobs = sampler.sample(logits, self._plan, uniforms)
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += len(seats)

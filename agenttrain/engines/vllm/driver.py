@@ -263,7 +263,7 @@ class Stepper(Generic[Engine]):
     def call(self, function: Callable[[], Value]) -> Future[Value]:
         """Run `function` before the next step; the future gets its result or its exception.
 
-        A future that is cancelled before that cancels the call.
+        If the future is cancelled first, `function` does not run.
         """
         future: Future[Value] = Future()
 
