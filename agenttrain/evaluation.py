@@ -222,7 +222,7 @@ async def evaluate(
     runs = [("sampled", sampled, config.samples)]
     if config.greedy:
         runs.append(("greedy", Sampling(temperature=0.0), 1))
-    # A rubric that NaN does not stop.
+    # NaN of a reward function must not stop an evaluation.
     rubric, limits = collector.rubric.lenient(), limits_of(collector.limits, config)
     collector = replace(collector, limits=limits, rubric=rubric)
     tasks = [restricted(task, config.tools, collector.tools_of(task)) for task in tasks]
@@ -298,7 +298,7 @@ def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluat
     columns = [str(group[0].task.columns.get(group_by)) for group in groups] if group_by else []
     counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
     reasons = [str(rollout.stop_reason) for rollout in rollouts]
-    # Estimates are over questions, which are independent; the samples of one are not.
+    # Estimates are over questions, which are independent; the samples of one question are not.
     return Evaluation(
         label=label,
         questions=len(groups),

@@ -144,9 +144,9 @@ class ReplyTexts:
 
     boundary: TurnBoundary
     encoder: Encoder
-    _frames: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _frames: dict[str, tuple[str, str]] = field(default_factory=dict, init=False, compare=False)
     """Constant text before and after a reply, by role."""
-    _verbatim: dict[str, bool] = field(default_factory=dict)
+    _verbatim: dict[str, bool] = field(default_factory=dict, init=False, compare=False)
 
     def __call__(self, reply: Message) -> str:
         """Return the reply's text as it is rendered. Raises ChatError if its content is no text."""

@@ -103,7 +103,8 @@ class Chat:
         self._marks = response.marks(self.encoder.control)
         self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
         self._stripped -= {self.encoder.control[mark] for mark in self._marks}
-        self._in_reasoning: dict[str, bool] = {}
+        # Measured now: `parse` must not fail on a template that cannot be rendered.
+        self._in_reasoning = {role: self._measure_reasoning(role) for role in ("user", "tool")}
         prompt = self.render([USER], generation_prompt=True)
         thought = response.parse(prompt, in_reasoning=False, schemas=()).reasoning
         self.thinking_is_off = thought is not None and not self.opens_reasoning()
@@ -123,16 +124,14 @@ class Chat:
 
     def opens_reasoning(self, after: str = "user") -> bool:
         """Return True if a completion after a message of role `after` begins inside reasoning."""
-        role = "tool" if after == "tool" else "user"
-        if role not in self._in_reasoning:
-            call = CALL.calls[0].id
-            reply = {"role": "tool", "tool_call_id": call, "name": "f", "content": "r"}
-            messages = [USER, CALL.message(), reply] if role == "tool" else [USER]
-            opens = False
-            with suppress(ChatError):
-                opens = self.response.opens_reasoning(self.render(messages, generation_prompt=True))
-            self._in_reasoning[role] = opens
-        return self._in_reasoning[role]
+        return self._in_reasoning["tool" if after == "tool" else "user"]
+
+    def _measure_reasoning(self, role: str) -> bool:
+        reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": "r"}
+        messages = [USER, CALL.message(), reply] if role == "tool" else [USER]
+        with suppress(ChatError):
+            return self.response.opens_reasoning(self.render(messages, generation_prompt=True))
+        return False
 
     def prompt_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
         """Return [T] the ids of the messages and the generation prompt.

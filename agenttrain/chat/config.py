@@ -14,7 +14,7 @@ from agenttrain.utils.sections import SETTINGS, raise_problems
 
 @dataclass(config=SETTINGS)
 class ChatTemplateConfig:
-    """Settings of rendering conversations."""
+    """Settings for rendering conversations."""
 
     name: str = "auto"
     """`auto`: the fix that the model's family needs, if any; `none`: the model's own; a family."""
@@ -33,7 +33,7 @@ class ChatTemplateConfig:
 
 @dataclass(config=SETTINGS)
 class ResponseSchemaConfig:
-    """Settings of parsing completions."""
+    """Settings for parsing completions."""
 
     name: str = "auto"
     """`auto`: what the tokenizer carries, else the family's; `file`; else a format's name."""

@@ -39,7 +39,7 @@ class OnBadRow(StrEnum):
 
 @dataclass(config=SETTINGS)
 class CurriculumConfig:
-    """Settings of drawing tasks by their success so far: tasks solved sometimes teach most."""
+    """Settings for drawing tasks by their success so far. Those solved now and then teach most."""
 
     enabled: bool = False
     """False: tasks are drawn in the order of the rows, or of `data.shuffle`."""

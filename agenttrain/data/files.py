@@ -81,13 +81,13 @@ class FileRows:
             import datasets
 
             with reading(lambda error: f"path={path}: cannot be read: {reason(error)}"):
-                if not file.is_dir():
+                if file.is_dir():
+                    saved = datasets.load_from_disk(str(file))
+                    table = saved if split is None else saved[split]
+                else:
                     table = datasets.load_dataset(
                         file.suffix[1:], data_files=str(file), split="train"
                     )
-                else:
-                    saved = datasets.load_from_disk(str(file))
-                    table = saved if split is None else saved[split]
             self._table = ArrowRows(table, name=path, limit=limit)
         self.fills_missing = self._table is not None
         """Missing keys are None; see `ArrowRows`."""

@@ -168,9 +168,9 @@ class EnvironmentKind:
         """Close every instance at the end of the run."""
         live = [*self.idle, *(episode.instance for episode in self.episodes.values())]
         self.idle, self.episodes = [], {}
-        await asyncio.gather(*(self.close(instance) for instance in live))
+        await asyncio.gather(*(self.close_instance(instance) for instance in live))
 
-    async def close(self, instance: Instance) -> None:
+    async def close_instance(self, instance: Instance) -> None:
         """Close an instance; the first failure of a class's `close` is a warning."""
         if instance.threads.stuck:
             self._closed_busy.append(instance)
@@ -181,7 +181,8 @@ class EnvironmentKind:
                 self._warned = True
                 text = f"{type(error).__name__}: {error}"
                 print(
-                    f"warning: environment {self.name!r}: its close failed with {text} (said once)",
+                    f"warning: environment {self.name!r}: its close failed with {text} "
+                    "(logged once)",
                     file=sys.stderr,
                 )
 
@@ -267,7 +268,7 @@ class Episode:
         if again and kind.pooled and not (instance.running or instance.abandoned):
             kind.idle.append(instance)
         else:
-            await kind.close(instance)
+            await kind.close_instance(instance)
 
 
 def _to_messages(given: Any) -> tuple[Message, ...]:

@@ -14,7 +14,7 @@ from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.tools.config import HOOKS
 from agenttrain.tools.structured import build_instances
-from agenttrain.tools.tool import MethodSpec, Tool, describe_method, public_methods
+from agenttrain.tools.tool import Tool, ToolSpec, describe_method, public_methods
 from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext
 from agenttrain.utils.locate import locate_section
@@ -126,7 +126,7 @@ class Environments:
                 f"note: in {groups} of {total} groups the environment's reset gave the rollouts of "
                 "one task different prompts, and their rewards are compared with each other; take "
                 "from `group_seed`, not `seed`, what they must share (metric: data/uneven_prompts; "
-                "said once)",
+                "logged once)",
                 file=sys.stderr,
             )
 
@@ -143,7 +143,7 @@ class _Method:
     name: str
     schema: dict[str, Any]
     kind: EnvironmentKind
-    spec: MethodSpec
+    spec: ToolSpec
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         extra = {"context": context} if self.spec.takes_context else {}

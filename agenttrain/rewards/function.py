@@ -1,8 +1,8 @@
 """Reward functions, ours and TRL's: called on many rollouts, one value for each, in their order.
 
-The signature of a function names the columns that it gets. It gets copies of rollouts,
-so that it cannot change what is trained or what other functions see. Changing a copy is an error,
-because whatever the function meant by it would not happen.
+The signature of a function names the columns that it gets. It gets copies of rollouts, so that it
+cannot change what is trained or what other functions see. Changing a copy is an error, because
+whatever the function meant by it would not happen.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.demonstrations import completion_ids
@@ -130,16 +131,12 @@ class _Conversation:
         after = self.trajectory.messages[-1]["role"]
         parsed = self.chat.parse(ids, self.schemas, turn=number, after=after)
 
-        # Templates may trim the blanks around texts. Call ids are not rendered.
-        read, given = (
-            (
-                one.content.strip(),
-                (one.reasoning or "").strip(),
-                [(call.name, call.arguments, call.malformed) for call in one.calls],
-            )
-            for one in (parsed, turn)
-        )
-        if read != given:
+        def comparable(turn: AssistantTurn) -> tuple[Any, ...]:
+            # Templates may trim the blanks around texts. Call ids are not rendered.
+            calls = [(call.name, call.arguments, call.malformed) for call in turn.calls]
+            return turn.content.strip(), (turn.reasoning or "").strip(), calls
+
+        if comparable(parsed) != comparable(turn):
             raise BadDemonstration(
                 f"the chat template renders it as {self.chat.decode(ids)!r}, which is read as "
                 f"{parsed.message()}, and the row has {turn.message()}"

@@ -150,8 +150,8 @@ def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MethodSpec:
-    """A function, or a public method of a class without an instance, as a tool."""
+class ToolSpec:
+    """A function, or a public method of a class that has no instance yet, described as a tool."""
 
     schema: dict[str, Any]
     takes_context: bool
@@ -160,7 +160,7 @@ class MethodSpec:
     """By the names of structured arguments (`agenttrain.tools.structured`)."""
 
 
-def describe_method(cls: type, name: str) -> MethodSpec:
+def describe_method(cls: type, name: str) -> ToolSpec:
     """Describe a method as a tool. Raises ValueError that quotes what to add."""
     method = getattr(cls, name)
     static = isinstance(inspect.getattr_static(cls, name), staticmethod)
@@ -197,7 +197,7 @@ UNSEEN: ContextVar[bool] = ContextVar("UNSEEN", default=False)
 saves the import of transformers."""
 
 
-def describe_function(function: Function, *, name: str, hidden: Collection[str] = ()) -> MethodSpec:
+def describe_function(function: Function, *, name: str, hidden: Collection[str] = ()) -> ToolSpec:
     """Describe a function, with its OpenAI-style schema of transformers' `get_json_schema`.
 
     Parameters in `hidden` and a ``context: ToolContext`` are left out, and so is the return type,
@@ -252,7 +252,7 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
             words = {"description": properties[parameter_name]["description"]}
             properties[parameter_name] = {**structure.schema, **words}
     builders = {parameter_name: one.build for parameter_name, one in structures.items()}
-    return MethodSpec(schema=schema, takes_context=takes_context, builders=builders)
+    return ToolSpec(schema=schema, takes_context=takes_context, builders=builders)
 
 
 def _check_described(shown: Sequence[inspect.Parameter], doc: str | None, where: str) -> None:

@@ -181,7 +181,7 @@ class Toolbox:
                 f"tool {name}: a call still runs though its {self.limits(name).timeout_s:g} s are "
                 f"over; {stuck_remedy(name)}",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=1,
             )
         if stuck.total() > self._max_stuck:
             names = ", ".join(f"{name} ({count})" for name, count in stuck.most_common())
@@ -329,6 +329,7 @@ class Toolbox:
                 )
             value = outcome.value
             content = value.content if type(value) is Done else value
+            # Making the text of these runs no code of the user's.
             plain = content is None or type(content) in (str, int, float, bool)
             if outcome.error is None and not (plain or isinstance(value, Reply)):
                 # The text may be large, and made by the value's own code: not on the event loop.
@@ -459,7 +460,7 @@ class Cleanup:
             warnings.warn(
                 f"tool {tool.name}: its {method}() failed, which may leak what it holds: {problem}",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=1,
             )
 
     async def _call(

@@ -215,6 +215,7 @@ class SilentTracker(Tracker):
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
+    # The main process checks the folder for all.
     step = check_folder = checkpoint = evaluation = best = warn = close = _ignore
 
 

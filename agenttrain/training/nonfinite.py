@@ -120,6 +120,7 @@ def culprits(
         finite = {n: bool(local_part(grad).isfinite().all()) for n, grad in gradients.items()}
         norm = full_tensor(nn.utils.get_total_norm(gradients.values()))
         model.zero_grad()
+        del gradients  # they would stay in memory beside those of the next pass
         if sequence is None:
             continue
 

@@ -296,8 +296,9 @@ class World:
         missing = {}
         for rank in range(self.size):
             reached, what = 0, "the start"
-            if self._store.check([f"rank/{rank}"]):
-                number, _, what = self._store.get(f"rank/{rank}").decode().partition(" ")
+            key = f"rank/{rank}"
+            if self._store.check([key]):
+                number, _, what = self._store.get(key).decode().partition(" ")
                 reached = int(number)
             if reached < self._count:
                 missing[rank] = what

@@ -390,7 +390,7 @@ def test_a_close_that_fails_is_told_once(capsys):
         StopReason.completed
     ] * 2
     told = capsys.readouterr().err
-    assert told.count("its close failed with OSError: no such window (said once)") == 1
+    assert told.count("its close failed with OSError: no such window (logged once)") == 1
 
 
 def test_a_reward_that_fails_stops_the_run_as_other_rewards_do():

@@ -187,8 +187,8 @@ class _Marks:
     searches: Sequence[tuple[_Field | None, Pattern]]
     """Fields with their opening marks; None with the closing mark of the field outside."""
     lenient: bool
-    _hits: dict[Pattern, Hit | None] = dataclass_field(default_factory=dict)
-    _openings: list[int] | None = None
+    _hits: dict[Pattern, Hit | None] = dataclass_field(default_factory=dict, init=False)
+    _openings: list[int] | None = dataclass_field(default=None, init=False)
 
     def next(self, at: int) -> tuple[_Field | None, Hit]:
         """Return (the field that opens next, its mark) from `at` on.
@@ -256,18 +256,20 @@ def _read(region: _Region, marks: _Marks) -> bool:
     tries = [field.content_args]
     if marks.lenient and field.content == "json":
         tries.append({**field.content_args, LOOSE: True})
-    problem: ContentError | None = None
+    problem: str | None = None
+    cut = False
     for args in tries:
         try:
             read = CONTENT[field.content](text, args)
             region.value = reshaped(field.transform, read, region.captures, each=field.each)
         except ContentError as error:
-            problem = problem or error  # the strict reader's, if both have one
+            if problem is None:  # the strict reader's, if both have one
+                problem, cut = str(error), error.cut
         else:
             region.loose = problem is not None
             return False
-    region.problem = str(problem)
-    return problem is not None and problem.cut
+    region.problem = problem
+    return cut
 
 
 def _text(text: str, regions: Sequence[_Region]) -> str:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 MAX_DEPTH = 64
@@ -202,7 +202,7 @@ class LiteralError(ValueError):
     """A problem of a value; never leaves this folder."""
 
     problem: str
-    cut: bool = False
+    cut: bool = field(default=False, kw_only=True)
     """The text ends inside the value."""
 
 

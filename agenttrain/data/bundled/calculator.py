@@ -65,9 +65,9 @@ def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict
 
     Example: `{"task_id": "calculator/train/0/3", "messages": [{"role": "user", "content": "Kim
     has 12 coins. Kim loses 5. Count the coins of Kim."}], "answer": "7", "family": "subtract",
-    "hops": 1, "start": 12, "steps": [["subtract", 5]]}`. Raises ValueError for an unknown split
-    or a curriculum without a stage for row 0; with `curriculum=[(0, [1, 0])]`, all questions have
-    one step.
+    "hops": 1, "start": 12, "steps": [["subtract", 5]]}`. With `curriculum=[(0, [1, 0])]` all
+    questions have one step. Raises ValueError for an unknown split or a curriculum without a stage
+    for row 0.
     """
     if split not in RESIDUES:
         raise ValueError(f"split={split!r}: must be one of {', '.join(RESIDUES)}")

@@ -88,9 +88,9 @@ def last_number(value: Any) -> float | None:
     """
     if value is None or isinstance(value, bool):
         return None
-    # A number's own text needs no search.
-    numbers = [str(value)]
-    if not isinstance(value, int | float):
+    if isinstance(value, int | float):
+        numbers = [str(value)]
+    else:
         numbers = NUMBER.findall(as_text(value).replace("\N{MINUS SIGN}", "-"))
     if not numbers:
         return None

@@ -38,7 +38,7 @@ class _Transient(Exception):
     """Failure after which another try makes sense."""
 
     wait_s = 0.0
-    """Least wait before it, which the server asks for."""
+    """Seconds that the server asks to wait before the next try."""
 
 
 class Judge:

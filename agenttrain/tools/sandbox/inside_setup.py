@@ -102,6 +102,7 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     # After the change of user, which resets this setting.
     system.prctl(system.PR_SET_PDEATHSIG, 9)
     limit_all(settings["processes"])
+    # For this process and all that it starts.
     system.install_filter(seccomp.program(system.MACHINE))
 
 
