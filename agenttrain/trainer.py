@@ -177,14 +177,14 @@ class Trainer:
         The evaluations before the first and after the last step, and the last checkpoint, are the
         run's (`agenttrain.runs.run`).
         """
-        evaluation_due, checkpoint_due = (
-            every is not None and self.done % every == 0 and self.done < self.config.steps
-            for every in (self.config.eval.every, self.config.checkpoint.every)
-        )
-        if evaluation_due and self.evaluated < self.done:
+
+        def is_due(every: int | None) -> bool:
+            return every is not None and self.done % every == 0 and self.done < self.config.steps
+
+        if is_due(self.config.eval.every) and self.evaluated < self.done:
             await self.evaluate(f"step-{self.done}")
             self.evaluated = self.done
-        if checkpoint_due or self._is_best:
+        if is_due(self.config.checkpoint.every) or self._is_best:
             self.save_checkpoint()
         self.run.stop.check()
 
