@@ -511,7 +511,10 @@ def test_the_command_certifies_a_folder(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["{}/nowhere"], "there is no such folder"),
         (["{}"], "holds no tokenizer (tokenizer.json or tokenizer_config.json)"),
-        (["{}/x.jinja"], "is a file; a template is tried with the tokenizer that it is for"),
+        (
+            ["{}/x.jinja"],
+            "is a file; a template is certified with its tokenizer: agenttrain templates",
+        ),
         (["{}", "--json", "{}/no/x.json"], "/no; make it, or name another file"),
         (["--json", "{}/no/x.json"], "/no; make it, or name another file"),
         (["--json", "{}"], "is a folder; name a file in it"),

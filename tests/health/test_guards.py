@@ -137,7 +137,7 @@ def test_failures_of_a_tool_can_stop_a_run_also_after_a_resume():
     assert tool_warnings(first, called(BAD, BAD, BAD)) == []
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     with pytest.raises(
-        GuardTripped, match=r"4 of 4 calls of the tool add failed.*action=warn goes"
+        GuardTripped, match=r"4 of 4 calls of the tool add failed.*action=warn to continue"
     ):
         tool_warnings(second, called(BAD))
     first.load_state_dict({"streak": 3})  # of an older checkpoint

@@ -162,7 +162,7 @@ def test_adapters_of_embedding_and_head_are_saved_resumed_and_exported(tmp_path:
 def test_loaded_adapters_are_not_taken_for_others(settings: dict, tmp_path: Path) -> None:
     model = adapted(base(tmp_path / "base"))
     save_adapter(model, tmp_path / "adapters", adapter_weights(model))
-    expected = r"set model.lora.rank=4 model.lora.alpha=32 to go on"
+    expected = r"set model.lora.rank=4 model.lora.alpha=32 to continue"
     with pytest.raises(ValueError, match=expected):
         adapted(tmp_path / "adapters", **settings)
     assert any(p.requires_grad for p in adapted(tmp_path / "adapters", rank=4).parameters())

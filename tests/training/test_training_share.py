@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from training_cases import rollout
 
 from agenttrain.training.batch import (
-    Bundle,
     Segment,
     bundle_sequences,
     least_prompt,
@@ -186,4 +185,3 @@ def test_auto_shares_long_prompts(prompt: int, shared: bool) -> None:
     ]
     (microbatch,) = scorer.pack(sequences, 1000, CPU)
     assert (microbatch.token_ids_T.numel() == prompt + 4) is shared
-    assert Bundle(tuple(sequences), prompt).tokens == prompt + 4
