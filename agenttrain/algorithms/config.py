@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from agenttrain.algorithms.objectives.config import ObjectiveChoice, Ratio
+from agenttrain.algorithms.objectives.config import Objective, ObjectiveChoice, Ratio
 from agenttrain.types import ConfigError
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems, shown
 
@@ -223,12 +223,12 @@ class AlgorithmConfig:
 
 
 def load_objective(algorithm: AlgorithmConfig) -> None:
-    """Import an objective of the user's, and check its settings beside the algorithm's others.
+    """Import an objective of the user's, complete its section, and check it beside the other axes.
 
     Without this call the first update would be the first to import it. Raises ConfigError.
     """
     if algorithm.objective.is_own:
-        _ = algorithm.objective.settings
+        algorithm.objective = Objective(algorithm.objective.plain())
         if problems := list(_objective(algorithm)):
             raise ConfigError("\n".join(problems))
 
