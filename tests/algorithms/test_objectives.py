@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.algorithms.config import AlgorithmConfig, load_objective
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.objectives import config as objectives
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
@@ -359,6 +359,29 @@ def test_an_objective_is_called_before_anything_starts(
     result, expected = CALLED[case]
     text = problem(f"def objective_(inputs, settings: My):\n    return {result}")
     assert f"called with three made-up tokens it {expected}" in text
+
+
+@pytest.mark.parametrize("ratio", ["token", 0.5, "sequence_mean"])
+def test_a_setting_of_that_name_counts_if_it_is_a_level(ratio: object) -> None:
+    config = AlgorithmConfig(
+        objective={"_target_": f"{__name__}.levelled", "ratio": ratio},
+        beta=0.1,
+        kl_bias_correction=True,
+    )
+    if ratio == "sequence_mean":
+        with pytest.raises(ConfigError, match=r"algorithm\.objective\.ratio=sequence_mean is not;"):
+            load_objective(config)
+    else:
+        load_objective(config)
+
+
+@dataclass
+class Levelled:
+    ratio: str | float = "token"
+
+
+def levelled(inputs: ObjectiveInputs, settings: Levelled) -> ObjectiveOutput:
+    return ObjectiveOutput(loss_S=-inputs.ratio(str(settings.ratio)) * inputs.advantages_S)
 
 
 def test_a_fit_objective_is_complete_after_its_check() -> None:
