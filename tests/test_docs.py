@@ -183,22 +183,27 @@ def test_long_commands(block: Block, place: Path) -> None:
 
 def test_the_check_names_the_objective_of_the_page(tmp_path: Path) -> None:
     page = "contribute/add-an-algorithm.md"
-    (tmp_path / "my_objectives.py").write_text(file_on(page, "my_objectives.py"))
-    (command,) = (
+    choice = "my_conf/algorithm/objective/band.yaml"
+    (tmp_path / choice).parent.mkdir(parents=True)
+    for file in ("my_objectives.py", choice):
+        (tmp_path / file).write_text(file_on(page, file))
+    commands = [
         command
         for block in blocks(ROOT / "docs" / page)
         if block.language == "bash"
         for command in block.commands()
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "agenttrain.cli", "check", *shlex.split(command)[1:]],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "objective my_objectives.band(width=0.3)" in done.stdout
+    ]
+    assert len(commands) == 2
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "agenttrain.cli", "check", *shlex.split(command)[1:]],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "objective my_objectives.band(width=0.3)" in done.stdout
 
 
 def test_generated_pages_are_those_of_the_code() -> None:

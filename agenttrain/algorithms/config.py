@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from agenttrain.algorithms.objectives.config import ObjectiveChoice, Ratio
+from agenttrain.algorithms.objectives.config import Objective, ObjectiveChoice, Ratio
 from agenttrain.types import ConfigError
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems, shown
 
@@ -223,12 +223,12 @@ class AlgorithmConfig:
 
 
 def load_objective(algorithm: AlgorithmConfig) -> None:
-    """Import an objective of the user's, and check its settings beside the algorithm's others.
+    """Import an objective of the user's, complete its section, and check it beside the other axes.
 
     Without this call the first update would be the first to import it. Raises ConfigError.
     """
     if algorithm.objective.is_own:
-        _ = algorithm.objective.settings
+        algorithm.objective = Objective(algorithm.objective.plain())
         if problems := list(_objective(algorithm)):
             raise ConfigError("\n".join(problems))
 
@@ -375,6 +375,8 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
     """Check the other settings against what the objective declares about itself."""
     objective, name = a.objective.registered, a.objective.name
     ratio = getattr(a.objective.settings, "ratio", Ratio.token)
+    # By value: a settings class of the user's may have a plain text, or another kind of ratio.
+    of_sequences = ratio in (Ratio.sequence_mean, Ratio.sequence_sum)
     yield from _needs(
         "another algorithm.objective, one with a ratio, algorithm.correction or "
         "algorithm.kl_bias_correction",
@@ -392,7 +394,7 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
             "only the first update of a step would be right; set it to 1, or "
             "algorithm/objective=clip or cispo"
         )
-    if a.kl_bias_correction and ratio is not Ratio.token:
+    if a.kl_bias_correction and of_sequences:
         yield (
             "algorithm.kl_bias_correction=true: the KL is of tokens, and the ratio of "
             f"algorithm.objective.ratio={ratio} is not; set algorithm.objective.ratio=token, or "
@@ -412,7 +414,7 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
             "all tokens of a rollout, so that none can be left out; set algorithm.top_entropy=1, "
             "or algorithm/objective=clip"
         )
-    elif ratio is not Ratio.token:
+    elif of_sequences:
         yield (
             f"algorithm.top_entropy={a.top_entropy}: the gradient of algorithm.objective.ratio="
             f"{ratio} reaches all tokens of a rollout, so that none can be left out; set "

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from agenttrain.engines.config import EngineSettings
+from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
 from agenttrain.engines.spec import EngineSpec, S
 from agenttrain.types import ConfigError
 from agenttrain.utils import sections
@@ -76,8 +76,8 @@ def names_with(**abilities: bool) -> str:
 def chosen(section: Any) -> EngineSettings:
     """Return the section `engine` as settings of the engine that it names.
 
-    Raises InvalidSettings with lines ``key=value: problem; remedy``. `_target_` counts before
-    `name`, which a section always has: that of the default engine.
+    Raises InvalidSettings with lines ``key=value: problem; remedy``. Beside `_target_` the
+    `name` must be the default engine's, which a section has that names none.
     """
     if isinstance(section, EngineSettings):
         return section
@@ -85,8 +85,14 @@ def chosen(section: Any) -> EngineSettings:
         raise ValueError("expected keys and values, e.g. {name: transformers}")
     keys = {str(key): value for key, value in section.items()}
     if TARGET in keys:
-        del keys["name"]
-        path = keys.pop(TARGET)
+        path, name = keys.pop(TARGET), keys.pop("name")
+        if name != DEFAULT_ENGINE:
+            raise_problems(
+                [
+                    f"engine.{TARGET}={path}: engine={name} is chosen beside it; leave engine="
+                    f"{name} out, or where a file chooses it add engine={DEFAULT_ENGINE}"
+                ]
+            )
         shared = {key: keys[key] for key in field_names(EngineSettings) if key in keys}
         base = _validated(EngineSettings, shared, f"engine.{TARGET}={path}")
         return OutsideEngine(**{**asdict(base), "name": path}, own=keys)

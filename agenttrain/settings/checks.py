@@ -19,6 +19,7 @@ from agenttrain.launch.config import DistributedName
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.tracking.names import metric_row
 from agenttrain.training.config import Dtype, Init, MixedPrecision, Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
@@ -200,12 +201,23 @@ def check_test_rows(verb: str, config: RunConfig) -> None:
 
 
 def check_own_objective(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError for problems of an objective of the user's.
+    """Raise ConfigError for problems of an objective of the user's, which is called once.
 
     Call it last: it imports the user's module, and torch with it.
     """
-    if verb not in UNTRAINED:
-        load_objective(config.algorithm)
+    objective = config.algorithm.objective
+    if verb in UNTRAINED or not objective.is_own:
+        return
+    load_objective(config.algorithm)
+    for name in objective.registered.metrics:
+        if name == "step" or metric_row(name) is not None:
+            raise ConfigError(
+                f"algorithm.objective._target_={objective.name}: {name} is a metric of every run; "
+                f"call it my/{name}"
+            )
+    from agenttrain.algorithms.trial import try_objective  # imports torch
+
+    try_objective(config.algorithm)
 
 
 KEY = "rollout.structured_calls=true"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from inspect import isclass
+from inspect import isclass, signature
 from typing import Any
 
 from agenttrain.data.config import (
@@ -194,6 +194,18 @@ def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any
             f"{key}._target_={path}: takes no argument; a reward gets the rollout, and the "
             "columns that it names: def mine(rollout, answer)"
         )
+    settings = field_names(RewardSettings)
+    try:
+        known = (*settings, *signature(target).parameters, "_target_")
+    except (TypeError, ValueError):  # compiled code may have no signature
+        known = (*settings, "_target_")
+    for name in section:
+        # `**columns` of a function would take a misspelled setting.
+        if name not in known and (hint := did_you_mean(name, settings)):
+            yield (
+                f"{key}.{name}={shown(section[name])}: is neither a setting of a reward{hint} nor "
+                f"a parameter that {path} names; the settings are: {', '.join(settings)}"
+            )
     stopping = config.stop_tools or any(tool.get("stop") is True for tool in config.tools.values())
     if path == STOP_TOOL_CALLED and not stopping:
         yield f"{key}: would always be 0 with stop_tools=[]; name one: stop_tools=[final_answer]"

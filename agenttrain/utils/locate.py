@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
 from agenttrain.utils.moved import MOVED
 from agenttrain.utils.names import did_you_mean
+
+INSTALLED = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+"""Folders of code that is not the user's."""
 
 
 def parameter_names(target: Any) -> tuple[str, ...] | None:
@@ -76,6 +85,26 @@ def about_argument(error: ValueError, key: str, bound: Mapping[str, Any]) -> str
     return f"{key}.{error}" if named else f"{key}: {error}"
 
 
+def described(error: BaseException) -> str:
+    """Return the error's type, its text, and the line of the user's code that it passed last.
+
+    Example: ``TypeError: 'int' object is not callable (/home/me/my_tools.py:12)``.
+    """
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    # A SyntaxError names the line itself.
+    return text if isinstance(error, SyntaxError) else text + user_line(error)
+
+
+def user_line(error: BaseException) -> str:
+    """Return " (file:line)" of the innermost frame outside this package and all installed ones."""
+    lines = [
+        f" ({frame.f_code.co_filename}:{line})"
+        for frame, line in walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(("<", *INSTALLED))
+    ]
+    return lines[-1] if lines else ""
+
+
 def locate(path: object, *, key: str) -> Any:
     """Import the object at `path`, which stands at `key` of the configuration.
 
@@ -98,12 +127,16 @@ def locate(path: object, *, key: str) -> Any:
         except ModuleNotFoundError as error:
             # Another missing module is one that the user's own module imports.
             if error.name is None or not (name + ".").startswith(error.name + "."):
-                raise ValueError(f"{key}={path}: importing it failed: {error}") from error
-        except Exception as error:
-            raise ValueError(
-                f"{key}={path}: importing it failed: {type(error).__name__}: {error}"
-            ) from error
+                raise ValueError(
+                    f"{key}={path}: importing it failed: {error}{user_line(error)}"
+                ) from error
+        except (Exception, SystemExit) as error:  # a script may end with sys.exit(main())
+            raise ValueError(f"{key}={path}: importing it failed: {described(error)}") from error
     else:
+        if len(parts) == 1:
+            raise ValueError(
+                f"{key}={path}: names no module; give module.function, e.g. my_module.{path}"
+            )
         raise ValueError(
             f"{key}={path}: there is no module {parts[0]!r}; install the package, or put its "
             "folder on PYTHONPATH"

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.algorithms.config import AlgorithmConfig, load_objective
+from agenttrain.algorithms.loss import LossInputs, policy_loss
+from agenttrain.algorithms.objectives import config as objectives
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
 from agenttrain.algorithms.objectives.config import all_objectives, build_objective, objective
+from agenttrain.settings.checks import check_own_objective
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder
 from agenttrain.utils.moved import in_this_layout, moved_key, override_in_this_layout
@@ -177,13 +185,210 @@ def test_a_name_that_is_taken_is_refused(folder: Path) -> None:
     ) in done.stderr
 
 
-def test_a_loss_that_is_no_loss_of_tokens_ends_the_run(folder: Path) -> None:
+def test_a_loss_that_is_no_loss_of_tokens_starts_no_run(folder: Path) -> None:
     done = agenttrain(folder, *TINY, *own("mean"), "hydra.run.dir=run")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert (
-        "algorithm.objective: own_objectives.mean returned a loss_S of shape []; return the loss "
-        "of each sampled token"
+        "algorithm.objective._target_=own_objectives.mean: called with three made-up tokens it "
+        "returned a loss_S of shape []; return the loss of each sampled token"
     ) in done.stderr
+    assert not (folder / "run").exists()
+
+
+def test_a_loss_of_another_shape_in_an_update_is_an_error() -> None:
+    two = torch.tensor([-1.0, -2.0])
+    inputs = LossInputs(
+        logprobs_S=two,
+        behaviour_S=two,
+        row_S=torch.tensor([0, 0]),
+        advantages_B=torch.tensor([1.0]),
+        weights_B=torch.tensor([0.5]),
+    )
+    with pytest.raises(ValueError, match=r"mean_of_two returned a loss_S of shape \[\];"):
+        policy_loss(inputs, AlgorithmConfig(objective=build_objective(mean_of_two)))
+
+
+@dataclass
+class BandSettings:
+    width: float = 0.1
+    soft: bool = False
+
+
+def band_loss(inputs: ObjectiveInputs, settings: BandSettings) -> ObjectiveOutput:
+    inside_S = (inputs.log_ratio_S.detach().abs() <= settings.width).float()
+    return ObjectiveOutput(loss_S=-inside_S * inputs.advantages_S * inputs.logprobs_S)
+
+
+def mean_of_two(inputs: ObjectiveInputs, settings: BandSettings) -> ObjectiveOutput:
+    loss_S = -inputs.advantages_S * inputs.logprobs_S
+    return ObjectiveOutput(loss_S=loss_S.mean() if len(loss_S) == 2 else loss_S)
+
+
+def test_a_function_is_built_with_its_settings() -> None:
+    made = build_objective(band_loss, width=1)
+    assert str(made) == f"{__name__}.band_loss(width=1.0, soft=false)"
+    output = made(
+        ObjectiveInputs(
+            logprobs_S=torch.tensor([-1.0, -2.0]),
+            behaviour_S=torch.tensor([-1.5, -4.0]),
+            advantages_S=torch.tensor([2.0, 2.0]),
+            sequence_S=torch.tensor([0, 0]),
+            sequences=1,
+        )
+    )
+    assert output.loss_S.tolist() == [2.0, 0.0]  # log ratios 0.5 and 2
+    with pytest.raises(ValueError, match=r"objective\.widht=1: no key of .*did you mean 'width'"):
+        build_objective(band_loss, widht=1)
+
+
+@pytest.fixture
+def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """The error on the objective `objective` of a module with this source."""
+    module = f"own_{next(NUMBERS)}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(objectives, "REGISTRY", dict(all_objectives()))
+
+    def of(source: str) -> str:
+        (tmp_path / f"{module}.py").write_text(HEAD + source)
+        config = RunConfig()
+        config.algorithm = AlgorithmConfig(objective={"_target_": f"{module}.objective_"})
+        with pytest.raises(ConfigError) as caught:
+            check_own_objective("train", config)
+        text = str(caught.value).replace(str(tmp_path / f"{module}.py"), "own.py")
+        assert text.startswith(f"algorithm.objective._target_={module}.objective_: ")
+        return text.partition(": ")[2]
+
+    return of
+
+
+NUMBERS = count()
+HEAD = """
+from __future__ import annotations
+from dataclasses import dataclass
+from agenttrain import ObjectiveInputs as In, ObjectiveOutput as Out, objective
+@dataclass
+class My:
+    width: float = 1.0
+"""
+FORM = "def objective_(inputs: ObjectiveInputs, settings: MySettings)"
+UNFIT = {
+    "a class": (
+        "class objective_:\n    def __init__(self, inputs, settings: My): ...",
+        f"objective_: is a class; name a function: {FORM}",
+    ),
+    "async": (
+        "async def objective_(inputs, settings: My): ...",
+        f"objective_: is an async function; write it without async: {FORM}",
+    ),
+    "swapped": (
+        "def objective_(settings: My, inputs: In): ...",
+        f"objective_: its parameters are swapped; the inputs come first: {FORM}",
+    ),
+    "a third parameter": (
+        "def objective_(inputs, settings: My, scale): ...",
+        "objective_: is called as objective_(inputs, settings): missing a required argument: "
+        "'scale'; make anything else a field of My",
+    ),
+    "a field that is never set": (
+        "@dataclass\nclass Named:\n    name: str = 'a'\n"
+        "def objective_(inputs, settings: Named): ...",
+        "objective_: Named.name could never be set, because algorithm.objective.name chooses the "
+        "objective; rename the field",
+    ),
+    "a field of an unknown type": (
+        "@dataclass\nclass Odd:\n    x: Nowhere = 1\ndef objective_(inputs, settings: Odd): ...",
+        "Odd cannot be checked: ",
+    ),
+    "a list of metrics": (
+        "@objective(metrics=['a'])\ndef objective_(inputs, settings: My): ...",
+        "importing it failed: ValueError: objective_: metrics=[a]: expected name -> meaning, e.g. "
+        "metrics={'objective_/share': 'Share of tokens …'} (own.py:8)",
+    ),
+    "no parentheses": (
+        "@objective\ndef objective_(inputs, settings: My): ...",
+        "importing it failed: ValueError: objective_: @objective is called; write @objective() "
+        "(own.py:8)",
+    ),
+    "a metric of the run": (
+        "@objective(metrics={'loss': 'x'})\ndef objective_(inputs, settings: My): ...",
+        "loss is a metric of every run; call it my/loss",
+    ),
+}
+CALLED = {
+    "an exception": (
+        "inputs.ratio('tokn')",
+        "raised ValueError: ratio=tokn: expected one of: token, sequence_mean, sequence_sum (did "
+        "you mean 'token'?) (own.py:9)",
+    ),
+    "no output": ("inputs.logprobs_S", "returned a Tensor; return ObjectiveOutput(loss_S=…)"),
+    "no tensor": ("Out(loss_S=0.5)", "returned a loss_S of type float; return the loss of each"),
+    "no gradient": (
+        "Out(loss_S=-inputs.logprobs_S.detach())",
+        "returned a loss_S without a gradient; compute it from inputs.logprobs_S",
+    ),
+    "not finite": (
+        # log(p of the policy / p of the behaviour) is 0 at the first token
+        "Out(loss_S=inputs.logprobs_S / inputs.log_ratio_S)",
+        "returned loss_S=[-inf,",
+    ),
+    "an undeclared metric": (
+        "Out(loss_S=-inputs.logprobs_S, metrics={'a/b': inputs.advantages_S})",
+        "returned the metrics [a/b], and its decorator declares []",
+    ),
+    "a metric with a gradient": (
+        "Out(loss_S=-inputs.logprobs_S, metrics={'a/b': inputs.logprobs_S})",
+        "returned metrics['a/b'] with a gradient; add .detach()",
+    ),
+    "a metric that is a number": (
+        "Out(loss_S=-inputs.logprobs_S, metrics={'a/b': 0.5})",
+        "returned metrics['a/b'] as float; return a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_function_that_is_no_objective(case: str, problem: Callable[[str], str]) -> None:
+    source, expected = UNFIT[case]
+    assert problem(source).startswith(expected)
+
+
+@pytest.mark.parametrize("case", CALLED)
+def test_an_objective_is_called_before_anything_starts(
+    case: str, problem: Callable[[str], str]
+) -> None:
+    result, expected = CALLED[case]
+    text = problem(f"def objective_(inputs, settings: My):\n    return {result}")
+    assert f"called with three made-up tokens it {expected}" in text
+
+
+@pytest.mark.parametrize("ratio", ["token", 0.5, "sequence_mean"])
+def test_a_setting_of_that_name_counts_if_it_is_a_level(ratio: object) -> None:
+    config = AlgorithmConfig(
+        objective={"_target_": f"{__name__}.levelled", "ratio": ratio},
+        beta=0.1,
+        kl_bias_correction=True,
+    )
+    if ratio == "sequence_mean":
+        with pytest.raises(ConfigError, match=r"algorithm\.objective\.ratio=sequence_mean is not;"):
+            load_objective(config)
+    else:
+        load_objective(config)
+
+
+@dataclass
+class Levelled:
+    ratio: str | float = "token"
+
+
+def levelled(inputs: ObjectiveInputs, settings: Levelled) -> ObjectiveOutput:
+    return ObjectiveOutput(loss_S=-inputs.ratio(str(settings.ratio)) * inputs.advantages_S)
+
+
+def test_a_fit_objective_is_complete_after_its_check() -> None:
+    config = RunConfig()
+    config.algorithm = AlgorithmConfig(objective={"_target_": f"{__name__}.band_loss"})
+    check_own_objective("train", config)
+    assert str(config.algorithm.objective) == f"{__name__}.band_loss(width=0.1, soft=false)"
 
 
 def test_one_file_of_a_folder_of_the_users_chooses_it(folder: Path) -> None:
@@ -231,7 +436,7 @@ def test_two_objectives_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"two objectives have the name clip: .*\.clip\.clip and "):
 
         @objective()
-        def clip(inputs: ObjectiveInputs, settings: AlgorithmConfig) -> ObjectiveOutput: ...
+        def clip(inputs: ObjectiveInputs, settings: BandSettings) -> ObjectiveOutput: ...
 
 
 def test_inputs_sum_over_sequences() -> None:
@@ -246,6 +451,22 @@ def test_inputs_sum_over_sequences() -> None:
     assert inputs.sum(inputs.log_ratio_S).tolist() == [-0.5, 0.0, 0.0]
     assert inputs.mean(inputs.log_ratio_S).tolist() == [-0.25, 0.0, 0.0]
     assert inputs.advantages_B.tolist() == [0.5, 0.0, -1.0]
+
+
+def test_the_ratio_of_a_level_by_its_name() -> None:
+    inputs = ObjectiveInputs(
+        logprobs_S=torch.tensor([-1.0, -2.0], dtype=torch.float64),
+        behaviour_S=torch.tensor([-1.1, -2.3], dtype=torch.float64),
+        advantages_S=torch.ones(2),
+        sequence_S=torch.tensor([0, 0]),
+        sequences=1,
+    )
+    # Log ratios .1 and .3: their mean is .2, their sum .4.
+    expected = {"token": [0.1, 0.3], "sequence_mean": [0.2, 0.2], "sequence_sum": [0.4, 0.4]}
+    for level, logs in expected.items():
+        assert inputs.ratio(level).tolist() == pytest.approx([math.exp(log) for log in logs])
+    with pytest.raises(ValueError, match=r"ratio=mean: expected one of: token, sequence_mean, seq"):
+        inputs.ratio("mean")
 
 
 OLD = {

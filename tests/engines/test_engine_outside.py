@@ -91,6 +91,15 @@ def test_its_own_class_and_abilities_refuse_settings(folder, capsys, setting, ex
     assert expected in capsys.readouterr().err
 
 
+def test_another_engine_beside_it_is_refused(folder, capsys) -> None:
+    assert main(["check", "engine=vllm", OUTSIDE]) == 2
+    assert capsys.readouterr().err == (
+        "agenttrain: engine._target_=my_engine.SPEC: engine=vllm is chosen beside it; leave "
+        "engine=vllm out, or where a file chooses it add engine=transformers\n"
+    )
+    assert not Path("imported").exists()
+
+
 def test_plan_shows_what_it_says_that_it_takes(folder, capsys) -> None:
     assert main(["plan", OUTSIDE, "engine.max_rows=4", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]

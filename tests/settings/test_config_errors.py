@@ -165,7 +165,10 @@ UNUSABLE = {
     "algorithm.objective.name=clp": "no such objective (did you mean 'clip'?); they are: cispo",
     "algorithm.objective.name=vespo": "algorithm.objective.low=0.2: no key of vespo; clip and geom",
     "algorithm.objective=vespo": "is a section; choose one with algorithm/objective=vespo",
-    "algorithm.objective._target_=my_pkg.band": "has no effect beside algorithm.objective.name",
+    "algorithm.objective._target_=my_pkg.band": (
+        "has no effect beside algorithm.objective.name=clip; add algorithm/objective=own, which "
+        "has no name, or remove name from your file"
+    ),
     "chat_template.path=x.jinja": "not used with chat_template.name=auto; add chat_template=file",
     "response_schema.path=x.yaml": "add response_schema=file",
     "chat_template.name=file": "which one? add chat_template.path=…",
@@ -581,6 +584,22 @@ def test_a_reward_that_the_rollout_cannot_be_passed_to(
         ) as caught:
             build_rubric({"mine": section})
         assert str(caught.value).startswith(f"reward.mine._target_='odd_rewards.{name}'")
+
+
+def test_a_misspelled_setting_is_no_argument_of_a_reward_that_takes_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "any_rewards.py").write_text("def any(rollout, height=1, **columns): return 1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = ["reward=[]", "reward.mine._target_=any_rewards.any"]
+    assert refusal(*mine, "reward.mine.wieght=2") == (
+        "reward.mine.wieght=2: is neither a setting of a reward (did you mean 'weight'?) nor a "
+        "parameter that any_rewards.any names; the settings are: weight, timeout_s, concurrency, "
+        "on_unavailable"
+    )
+    with hydra_session(Source()):
+        words = open_keys([*mine, "reward.mine.height=2", "reward.mine.unit=cm"])
+        validate(compose_run(words, Source()).config)
 
 
 @pytest.mark.parametrize(

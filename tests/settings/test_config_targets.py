@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -85,6 +86,10 @@ def test_the_parameters_of_a_call(
         ("1 / 0", "mod.find", "importing it failed: ZeroDivisionError: division by zero"),
         ("import no_such_pkg", "mod.find", "importing it failed: No module named 'no_such_pkg'"),
         ("this is no Python", "mod.find", "importing it failed: SyntaxError: invalid syntax"),
+        ("\nimport sys\nsys.exit(3)", "mod.find", "importing it failed: SystemExit: 3 (own.py:3)"),
+        ("\nimport json\njson.loads('')", "mod.find", "line 1 column 1 (char 0) (own.py:3)"),
+        ("def f():\n    1 / 0\nf()", "mod.find", "division by zero (own.py:2)"),
+        ("\nimport no_such_pkg", "mod.find", "No module named 'no_such_pkg' (own.py:2)"),
     ],
 )
 def test_a_path_that_names_nothing(
@@ -92,7 +97,12 @@ def test_a_path_that_names_nothing(
 ) -> None:
     with pytest.raises(ValueError, match=r"^tools\.find\._target_=lookup_") as caught:
         locate(f"{write(source)}.{path}", key="tools.find._target_")
-    assert problem in str(caught.value)
+    assert problem in re.sub(r"\(/.*/mod\.py:", "(own.py:", str(caught.value))
+
+
+def test_a_name_without_its_module() -> None:
+    with pytest.raises(ValueError, match=r"give module\.function, e\.g\. my_module\.softclip"):
+        locate("softclip", key="algorithm.objective._target_")
 
 
 def test_a_package_that_is_not_installed() -> None:

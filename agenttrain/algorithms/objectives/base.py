@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agenttrain.algorithms.objectives.config import Ratio
+from agenttrain.algorithms.objectives.config import Ratio, ratio_level
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,8 +58,11 @@ class ObjectiveInputs:
             0, self.sequence_S, self.advantages_S
         )
 
-    def ratio(self, level: Ratio) -> Tensor:
-        """Return policy / behaviour, [S]; above token level a sequence's tokens share theirs."""
+    def ratio(self, level: Ratio | str) -> Tensor:
+        """Return policy / behaviour, [S]; above token level a sequence's tokens share theirs.
+
+        Example: ``inputs.ratio("sequence_mean")``. Raises ValueError for another name.
+        """
         return importance_ratio(self.log_ratio_S, self.sequence_S, self.sequences, level)
 
     def sum(self, values_S: Tensor) -> Tensor:
@@ -82,7 +85,7 @@ class ObjectiveOutput:
 
 
 def importance_ratio(
-    log_ratio_S: Tensor, sequence_S: Tensor, sequences: int, level: Ratio
+    log_ratio_S: Tensor, sequence_S: Tensor, sequences: int, level: Ratio | str
 ) -> Tensor:
     """policy / behaviour probability, [S]; above token level one value per sequence.
 
@@ -96,6 +99,7 @@ def importance_ratio(
     """
     import torch  # at the top, composition would import it
 
+    level = ratio_level(level)
     if level is Ratio.sequence_mean:
         log_ratio_S = row_mean(log_ratio_S, sequence_S, sequences)[sequence_S]
     elif level is Ratio.sequence_sum:
@@ -105,14 +109,14 @@ def importance_ratio(
 
 
 def clip_metrics(
-    inputs: ObjectiveInputs, ratio_S: Tensor, low: float, high: float, level: Ratio
+    inputs: ObjectiveInputs, ratio_S: Tensor, low: float, high: float, level: Ratio | str
 ) -> dict[str, Tensor]:
     """Return TRL's clip_ratio/*: shares in which a clip to low … high removes the gradient.
 
     On token level the means are shares of tokens, and low_min and high_max the least and greatest
     share of a sequence's tokens; above it all are shares of sequences.
     """
-    ratio_S = ratio_S.detach()
+    ratio_S, level = ratio_S.detach(), ratio_level(level)
     low_S = (ratio_S < low) & (inputs.advantages_S < 0)
     high_S = (ratio_S > high) & (inputs.advantages_S > 0)
     shares = {"low": low_S, "high": high_S, "region": low_S | high_S}

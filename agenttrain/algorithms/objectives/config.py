@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, is_dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from importlib import import_module
-from inspect import signature
+from inspect import isclass, iscoroutinefunction, isroutine, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter
+from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import locate
@@ -51,6 +52,15 @@ class Ratio(StrEnum):
     """Geometric mean over a sequence's tokens (GSPO)."""
     sequence_sum = "sequence_sum"
     """The whole sequence (RLOO)."""
+
+
+def ratio_level(level: Ratio | str) -> Ratio:
+    """Return the level of this name; raises ValueError for another one."""
+    try:
+        return Ratio(level)
+    except ValueError:
+        hint = did_you_mean(str(level), Ratio)
+        raise ValueError(f"ratio={level}: expected one of: {', '.join(Ratio)}{hint}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +94,8 @@ REGISTRY: dict[str, Registered] = {}
 
 
 def objective(
+    function: None = None,
+    /,
     *,
     metrics: Mapping[str, str] | None = None,
     single_update: bool = False,
@@ -98,14 +110,24 @@ def objective(
         @objective(metrics={"band/share": "Share of tokens in the band."})
         def band(inputs: ObjectiveInputs, settings: BandSettings) -> ObjectiveOutput: ...
 
-    Raises ValueError where another function has the name.
+    Raises ValueError for a function that cannot be called as an objective, and where another
+    function has the name.
     """
+    if function is not None:
+        name = getattr(function, "__name__", function)
+        raise ValueError(f"{name}: @objective is called; write @objective()")
 
     def register(function: Function) -> Function:
+        settings, name = _settings_class(function), function.__name__
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise ValueError(
+                f"{name}: metrics={shown(metrics)}: expected name -> meaning, e.g. "
+                f"metrics={{'{name}/share': 'Share of tokens …'}}"
+            )
         new = Registered(
-            name=function.__name__,
+            name=name,
             function=function,
-            settings=_settings_class(function),
+            settings=settings,
             metrics=metrics or {},
             single_update=single_update,
             stopped_ratio=stopped_ratio,
@@ -137,18 +159,42 @@ def all_objectives() -> Mapping[str, Registered]:
     return REGISTRY
 
 
-def _settings_class(function: Callable[..., Any]) -> type:
-    """Return the annotation of the second parameter; raises ValueError unless it is a dataclass."""
+def _settings_class(function: Any) -> type:
+    """Return the annotation of the second parameter; raises ValueError unless it is a dataclass.
+
+    Raises ValueError too for anything that is not called as ``function(inputs, settings)``.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    form = f"def {name}(inputs: ObjectiveInputs, settings: MySettings)"
+    if isclass(function) or not isroutine(function):
+        kind = "a class" if isclass(function) else "no function"
+        raise ValueError(f"{name}: is {kind}; name a function: {form}")
+    if iscoroutinefunction(function):
+        raise ValueError(f"{name}: is an async function; write it without async: {form}")
     parameters = list(signature(function).parameters.values())
     annotation = parameters[1].annotation if len(parameters) > 1 else None
     if isinstance(annotation, str):  # from __future__ import annotations
         # Only this one: the first may be a name that only type checkers import.
-        annotation = function.__globals__.get(annotation)
-    if not isinstance(annotation, type) or not is_dataclass(annotation):
-        name = function.__name__
+        annotation = getattr(function, "__globals__", {}).get(annotation)
+    # `base` imports this module, so its ObjectiveInputs is known by its module.
+    if getattr(annotation, "__module__", None) == f"{__package__}.base":
+        raise ValueError(f"{name}: its parameters are swapped; the inputs come first: {form}")
+    if not isclass(annotation) or not is_dataclass(annotation):
         raise ValueError(
             f"{name}: the second parameter of an objective is annotated with its settings, a "
-            f"dataclass of the module: def {name}(inputs: ObjectiveInputs, settings: MySettings)"
+            f"dataclass of the module: {form}"
+        )
+    try:
+        signature(function).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"{name}: is called as {name}(inputs, settings): {error}; make anything else a field "
+            f"of {annotation.__name__}"
+        ) from None
+    if reserved := [key for key in field_names(annotation) if key in CHOOSING]:
+        raise ValueError(
+            f"{name}: {annotation.__name__}.{reserved[0]} could never be set, because {KEY}."
+            f"{reserved[0]} chooses the objective; rename the field"
         )
     return annotation
 
@@ -158,7 +204,8 @@ class Objective:
     """A chosen objective with its settings. Called with ObjectiveInputs, it computes the loss."""
 
     section: Mapping[str, Any]
-    """The section: complete for a registered objective, as typed for one with a `_target_`."""
+    """The section: complete for a registered objective; for one with a `_target_` as typed, until
+    `load_objective` completes it."""
 
     def __call__(self, inputs: Any) -> Any:
         """Return the ObjectiveOutput of a microbatch."""
@@ -194,7 +241,7 @@ class Objective:
                 return known
         try:
             settings = _settings_class(function)
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(f"{key}={path}: {error}") from error
         return Registered(name=function.__name__, function=function, settings=settings)
 
@@ -216,7 +263,14 @@ class Objective:
             problems.append(f"{KEY}.{key}={shown(keys[key])}: no key of {self.name}{hint}; {known}")
         if problems:
             raise ConfigError("\n".join(problems))
-        return validated(self.registered.settings, keys, KEY)
+        try:
+            return validated(self.registered.settings, keys, KEY)
+        except (PydanticUserError, PydanticUndefinedAnnotation) as error:
+            raise ConfigError(
+                f"{KEY}._target_={self.name}: {self.registered.settings.__name__} cannot be "
+                f"checked: {str(error).splitlines()[0]}; annotate its fields with float, int, "
+                "bool, str, enums, or lists of these"
+            ) from error
 
     def plain(self) -> dict[str, Any]:
         """Return the complete section as plain data, for config.yaml."""
@@ -225,13 +279,24 @@ class Objective:
         return {**chosen, **adapter.dump_python(self.settings, mode="json")}
 
 
-def build_objective(name: str, **settings: Any) -> Objective:
-    """Return a registered objective with its settings, for use from Python.
+def build_objective(name: str | Callable[..., Any], **settings: Any) -> Objective:
+    """Return the objective of a name, or of a function, with its settings, for use from Python.
 
-    Example: ``AlgorithmConfig(objective=build_objective("clip", high=0.28))``. Raises
-    InvalidSettings.
+    Examples: ``AlgorithmConfig(objective=build_objective("clip", high=0.28))``; for a function of
+    your module's top level ``build_objective(band, width=0.3)``. Raises InvalidSettings.
     """
-    return _resolve({"name": name, **settings})
+    if isinstance(name, str):
+        return _resolve({"name": name, **settings})
+    path = f"{name.__module__}.{name.__qualname__}"
+    return _complete(Objective({"_target_": path, **settings}))
+
+
+def _complete(objective: Objective) -> Objective:
+    """Return the objective with all settings in its section; raises InvalidSettings."""
+    try:
+        return Objective(objective.plain())
+    except ConfigError as error:
+        raise InvalidSettings(str(error)) from error
 
 
 def _resolve(section: Any) -> Objective:
@@ -247,7 +312,8 @@ def _resolve(section: Any) -> Objective:
         if "name" in section:
             raise InvalidSettings(
                 f"{KEY}._target_={shown(section['_target_'])}: has no effect beside {KEY}.name="
-                f"{shown(section['name'])}; add algorithm/objective=own, which has no name"
+                f"{shown(section['name'])}; add algorithm/objective=own, which has no name, or "
+                "remove name from your file"
             )
         return Objective(section)
     known, name = all_objectives(), section.get("name", DEFAULT)
@@ -257,10 +323,7 @@ def _resolve(section: Any) -> Objective:
             f"are: {', '.join(sorted(known))}; one of your own is algorithm/objective=own "
             f"{KEY}._target_=my_pkg.my_objective"
         )
-    try:
-        return Objective(Objective({**section, "name": name}).plain())
-    except ConfigError as error:
-        raise InvalidSettings(str(error)) from error
+    return _complete(Objective({**section, "name": name}))
 
 
 if TYPE_CHECKING:
