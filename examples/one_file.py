@@ -246,7 +246,7 @@ def update(
             inputs = LossInputs(
                 logprobs_S=logprobs_S,
                 behaviour_S=batch.behaviour_S,
-                row_S=batch.sequence_S,  # the rollout that each token belongs to
+                sequence_S=batch.sequence_S,  # the rollout that each token belongs to
                 advantages_B=batch.advantages_B,
                 weights_B=batch.weights_B,
             )

@@ -63,7 +63,7 @@ def packed(batch: Padded, config: AlgorithmConfig, update: Update) -> LossInputs
         ref_logprobs_S=tokens(batch.ref),
         entropy_S=entropy,
         kept_S=kept,
-        row_S=sampled.nonzero()[:, 0],
+        sequence_S=sampled.nonzero()[:, 0],
         advantages_B=batch.advantages,
         weights_B=token_weights(
             sampled.sum(1),

@@ -1,7 +1,7 @@
 """Corrections for an engine whose probabilities are not exactly the trainer's.
 
 Engines compute in other kernels and precisions, or hold weights that are an update old. Shapes: S
-sampled tokens of B rollouts; row_S is the index of each token's rollout.
+sampled tokens of B rollouts; sequence_S is the index of each token's rollout.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from agenttrain.algorithms.config import Correction, CorrectionMode
-from agenttrain.algorithms.objectives.base import row_mean, row_sum
+from agenttrain.algorithms.objectives.base import sequence_means, sequence_sums
 
 
 def correction_ratio(
-    trainer_S: Tensor, engine_S: Tensor, row_S: Tensor, *, rollouts: int, level: Correction
+    trainer_S: Tensor, engine_S: Tensor, sequence_S: Tensor, *, rollouts: int, level: Correction
 ) -> Tensor:
     """trainer / engine probability: [S] on token level, [B] of whole rollouts above it.
 
@@ -28,8 +28,8 @@ def correction_ratio(
     difference_S = (trainer_S - engine_S).detach()
     if level is Correction.token:
         return difference_S.exp()
-    reduce = row_sum if level is Correction.sequence else row_mean
-    return reduce(difference_S, row_S, rollouts).exp()
+    reduce = sequence_sums if level is Correction.sequence else sequence_means
+    return reduce(difference_S, sequence_S, rollouts).exp()
 
 
 def bounded(
@@ -53,7 +53,7 @@ def off_policy_keep(
     logprobs_S: Tensor,
     engine_S: Tensor,
     advantages_B: Tensor,
-    row_S: Tensor,
+    sequence_S: Tensor,
     threshold: float,
 ) -> Tensor:
     """Rollouts that keep their gradient, [B] of bool.
@@ -63,5 +63,5 @@ def off_policy_keep(
     moved away already is not pushed further.
     """
     difference_S = engine_S - logprobs_S.detach()
-    drift_B = row_mean(difference_S, row_S, advantages_B.numel())
+    drift_B = sequence_means(difference_S, sequence_S, advantages_B.numel())
     return (advantages_B >= 0) | (drift_B <= threshold)

@@ -2,7 +2,7 @@
 
 Its metrics are parts that combine over microbatches, updates and processes (`Metrics`).
 
-Shapes: S sampled tokens of B rollouts, one rollout after the other; row_S is the index of each
+Shapes: S sampled tokens of B rollouts, one rollout after the other; sequence_S is the index of each
 token's rollout. Tokens that the policy did not sample (prompt, template, tool) are not among the S.
 """
 
@@ -33,8 +33,8 @@ class LossInputs:
     """Logprobs under the policy being trained; they carry the gradient."""
     behaviour_S: Tensor
     """Denominator of the ratio: the engine's logprobs, or the policy's before the first update."""
-    row_S: Tensor
-    """Index of the token's rollout, 0 … B-1."""
+    sequence_S: Tensor
+    """Index of the token's sequence, 0 … B-1."""
     advantages_B: Tensor
     weights_B: Tensor
     """Weight of each of the rollout's tokens, from `token_weights`."""
@@ -66,8 +66,8 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     objective_inputs = ObjectiveInputs(
         logprobs_S=inputs.logprobs_S,
         behaviour_S=inputs.behaviour_S,
-        advantages_S=inputs.advantages_B[inputs.row_S],
-        sequence_S=inputs.row_S,
+        advantages_S=inputs.advantages_B[inputs.sequence_S],
+        sequence_S=inputs.sequence_S,
         sequences=inputs.rollouts,
         correction_S=correction if in_objective and of_tokens else None,
         correction_B=correction if in_objective and not of_tokens else None,
@@ -77,7 +77,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     loss_S = output.loss_S
     metrics |= {name: _part(name, values) for name, values in output.metrics.items()}
     if correction is not None and not in_objective:
-        loss_S = loss_S * (correction if of_tokens else correction[inputs.row_S])
+        loss_S = loss_S * (correction if of_tokens else correction[inputs.sequence_S])
     if inputs.kept_S is not None:
         loss_S = loss_S * inputs.kept_S
         metrics["mask/top_entropy"] = mean_parts(~inputs.kept_S)
@@ -86,9 +86,9 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         if engine_S is None:
             raise ValueError(f"algorithm.off_policy_threshold={threshold}: the loss needs engine_S")
         with_gradient_B = off_policy_keep(
-            inputs.logprobs_S, engine_S, inputs.advantages_B, inputs.row_S, threshold
+            inputs.logprobs_S, engine_S, inputs.advantages_B, inputs.sequence_S, threshold
         )
-        loss_S = loss_S * with_gradient_B[inputs.row_S]
+        loss_S = loss_S * with_gradient_B[inputs.sequence_S]
         metrics["mask/off_policy"] = mean_parts(~with_gradient_B)
     if config.kl_in_loss:
         if inputs.ref_logprobs_S is None:
@@ -98,12 +98,12 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
             kl_S = kl_S * objective_inputs.ratio(Ratio.token)
         loss_S = loss_S + config.beta * kl_S
         metrics["kl"] = mean_parts(kl_S.detach())
-    loss = (loss_S * inputs.weights_B[inputs.row_S]).sum()
+    loss = (loss_S * inputs.weights_B[inputs.sequence_S]).sum()
     if inputs.bonus:
         # The bonus acts on the tokens that are trained.
         if inputs.entropy_S is None:
             raise ValueError(f"bonus={inputs.bonus}: the loss needs entropy_S")
-        entropy_S = inputs.entropy_S * (inputs.weights_B > 0)[inputs.row_S]
+        entropy_S = inputs.entropy_S * (inputs.weights_B > 0)[inputs.sequence_S]
         if inputs.kept_S is not None:
             entropy_S = entropy_S * inputs.kept_S
         loss = loss - inputs.bonus * entropy_S.sum()
@@ -141,7 +141,7 @@ def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | N
     ratio = correction_ratio(
         inputs.behaviour_S,
         inputs.engine_S,
-        inputs.row_S,
+        inputs.sequence_S,
         rollouts=inputs.rollouts,
         level=config.correction,
     )

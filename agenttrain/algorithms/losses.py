@@ -67,7 +67,7 @@ def token_weights(
 
 TIED = 1e-4
 """Nats within which two tokens' entropies count as equal: a token's entropy changes by some 1e-6
-with the other rows of its microbatch."""
+with the other sequences of its microbatch."""
 
 
 def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor:

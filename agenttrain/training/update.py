@@ -175,7 +175,7 @@ def loss_inputs(
         ref_logprobs_S=microbatch.ref_logprobs_S,
         entropy_S=entropy_S,
         kept_S=kept_S,
-        row_S=microbatch.sequence_S,
+        sequence_S=microbatch.sequence_S,
         advantages_B=microbatch.advantages_B,
         weights_B=microbatch.weights_B,
         bonus=minibatch.bonus,

@@ -82,7 +82,7 @@ def loss(settings: AlgorithmConfig) -> float:
         behaviour_S=BEHAVIOUR,
         engine_S=ENGINE,
         ref_logprobs_S=REF,
-        row_S=ROW,
+        sequence_S=ROW,
         advantages_B=torch.tensor([1.5, -0.75], dtype=torch.float64),
         weights_B=token_weights(
             torch.tensor([4, 3]), settings.aggregation, tokens=7, rollouts=2, fixed_length=8

@@ -145,7 +145,7 @@ def tensor_inputs(rows: list[dict], settings_: AlgorithmConfig, whole: list[dict
         ref_logprobs_S=packed("ref"),
         entropy_S=packed("entropy").requires_grad_(),
         kept_S=packed("kept").bool(),
-        row_S=torch.repeat_interleave(torch.arange(len(rows)), lengths),
+        sequence_S=torch.repeat_interleave(torch.arange(len(rows)), lengths),
         advantages_B=torch.tensor([row["advantage"] for row in rows], dtype=torch.float64),
         weights_B=token_weights(
             lengths,
@@ -332,7 +332,7 @@ def test_a_ratio_beyond_all_numbers_is_clipped_like_any_other(
     inputs = LossInputs(
         logprobs_S=logprobs,
         behaviour_S=torch.full((400,), -0.5),
-        row_S=torch.zeros(400, dtype=torch.long),
+        sequence_S=torch.zeros(400, dtype=torch.long),
         advantages_B=torch.tensor([advantage]),
         weights_B=torch.tensor([1 / 400]),
     )

@@ -200,7 +200,7 @@ def test_a_loss_of_another_shape_in_an_update_is_an_error() -> None:
     inputs = LossInputs(
         logprobs_S=two,
         behaviour_S=two,
-        row_S=torch.tensor([0, 0]),
+        sequence_S=torch.tensor([0, 0]),
         advantages_B=torch.tensor([1.0]),
         weights_B=torch.tensor([0.5]),
     )

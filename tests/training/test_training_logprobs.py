@@ -68,7 +68,7 @@ def test_gradient_with_respect_to_logits_is_zero_off_the_sampled_tokens() -> Non
             logprobs_S=logprobs_S,
             behaviour_S=logprobs_S.detach(),
             ref_logprobs_S=None,
-            row_S=microbatch.sequence_S,
+            sequence_S=microbatch.sequence_S,
             advantages_B=microbatch.advantages_B,
             weights_B=torch.tensor([0.2]),
         )

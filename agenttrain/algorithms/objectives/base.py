@@ -67,11 +67,11 @@ class ObjectiveInputs:
 
     def sum(self, values_S: Tensor) -> Tensor:
         """Return the sum over each sequence's tokens, [B]."""
-        return row_sum(values_S, self.sequence_S, self.sequences)
+        return sequence_sums(values_S, self.sequence_S, self.sequences)
 
     def mean(self, values_S: Tensor) -> Tensor:
         """Return the mean over each sequence's tokens, [B]; 0 for a sequence without tokens."""
-        return row_mean(values_S, self.sequence_S, self.sequences)
+        return sequence_means(values_S, self.sequence_S, self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +101,9 @@ def importance_ratio(
 
     level = ratio_level(level)
     if level is Ratio.sequence_mean:
-        log_ratio_S = row_mean(log_ratio_S, sequence_S, sequences)[sequence_S]
+        log_ratio_S = sequence_means(log_ratio_S, sequence_S, sequences)[sequence_S]
     elif level is Ratio.sequence_sum:
-        log_ratio_S = row_sum(log_ratio_S, sequence_S, sequences)[sequence_S]
+        log_ratio_S = sequence_sums(log_ratio_S, sequence_S, sequences)[sequence_S]
     large = log_ratio_S > math.log(torch.finfo(log_ratio_S.dtype).max) - 1
     return log_ratio_S.masked_fill(large, 0.0).exp().masked_fill(large, math.inf)
 
@@ -138,14 +138,15 @@ def by_sign(chosen: Tensor, value: float, other: float, like: Tensor) -> Tensor:
     return like.new_tensor(value).where(chosen, like.new_tensor(other))
 
 
-def row_sum(values_S: Tensor, row_S: Tensor, rows: int) -> Tensor:
-    """Return the sum over each row's tokens, [B].
+def sequence_sums(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tensor:
+    """Return the sum over each sequence's tokens, [B].
 
-    Example: values [1, 2, 5] of rows [0, 0, 2] and 3 rows make [3, 0, 5].
+    Example: values [1, 2, 5] of sequences [0, 0, 2], of 3, make [3, 0, 5].
     """
-    return values_S.new_zeros(rows).index_add(0, row_S, values_S)
+    return values_S.new_zeros(sequences).index_add(0, sequence_S, values_S)
 
 
-def row_mean(values_S: Tensor, row_S: Tensor, rows: int) -> Tensor:
-    """Return the mean over each row's tokens, [B]; 0 for a row without tokens."""
-    return row_sum(values_S, row_S, rows) / row_S.bincount(minlength=rows).clamp(min=1)
+def sequence_means(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tensor:
+    """Return the mean over each sequence's tokens, [B]; 0 for a sequence without tokens."""
+    tokens_B = sequence_S.bincount(minlength=sequences).clamp(min=1)
+    return sequence_sums(values_S, sequence_S, sequences) / tokens_B
