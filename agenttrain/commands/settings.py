@@ -69,7 +69,15 @@ def settings(arguments: Sequence[str]) -> int:
                 f"{sections[0]}: no such section{hint}; there are: {', '.join(known)}"
             )
         prefix = f"{sections[0]}."
+        known = dict.fromkeys(setting.key for setting in listed)
         listed = [setting for setting in listed if f"{setting.key}.".startswith(prefix)]
+        if not listed:
+            hint = did_you_mean(sections[0], known)
+            section = sections[0].partition(".")[0]
+            raise ConfigError(
+                f"{sections[0]}: unknown key{hint}; agenttrain settings {section} prints those of "
+                "its section"
+            )
     if options == ["--json"]:
         print(json.dumps([asdict(setting) for setting in listed], indent=2, ensure_ascii=False))
         return 0
@@ -167,11 +175,7 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     default = getattr(made, "default", made)  # pydantic leaves its own description of a field
     if info is not None:
         default = info.get_default(call_default_factory=True)
-    if isinstance(default, Mapping):
-        parts = ", ".join(f"{name}: {shown(part)}" for name, part in default.items())
-        text = f"{{{parts}}}"
-    else:
-        text = "" if default == "???" else shown(plain(default))
+    text = "" if default == "???" else shown(plain(default))
     bounds = [
         f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
         for part in (info.metadata if info is not None else ())

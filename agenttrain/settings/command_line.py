@@ -88,6 +88,10 @@ def parse(arguments: Sequence[str]) -> Command:
     parsed = parser.parse_intermixed_args(words)
     if parsed.config_path is not None:
         raise ConfigError("--config-path: use --config-dir, which adds a folder of your groups")
+    for setting in (RUN_DIR, "hydra.sweep.dir="):
+        if setting in parsed.overrides:
+            remedy = "name one (is a shell variable empty?), or leave it out"
+            raise ConfigError(f"{setting}: no folder; {remedy}")
     untrusted, trust = take_trust(parsed.overrides)
     overrides, saved = _take_saved(untrusted, verb)
     if trust and saved is None:
@@ -186,7 +190,13 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
             raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
         if key != own:
             left.append(text)
-        elif value not in ("", "null"):
+        elif not value:
+            raise ConfigError(
+                f"{text}: no folder; name a run's (is a shell variable empty?), or leave it out"
+            )
+        elif saved is not None:
+            raise ConfigError(f"{text}: {own}={saved} is there already; name one folder")
+        elif value != "null":
             saved = Path(value)
     return left, saved
 

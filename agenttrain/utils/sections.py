@@ -185,13 +185,15 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is typed on the command line: null, true, [0.9,0.99]."""
+    """Return a value as it is typed on the command line: null, true, [0.9,0.99], {a: 1}."""
     if value is None:
         return "null"
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, list | tuple):
         return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {shown(part)}' for key, part in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
