@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
 from agenttrain.settings.compose import Source, open_keys
+from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
@@ -84,6 +85,16 @@ def parse(arguments: Sequence[str]) -> Command:
     _check_verb(arguments)
     verb, words = split_verb(arguments)
     parser = get_args_parser()
+    for word in words:
+        # TRL's spelling: --num_generations 8, --learning-rate=1e-5.
+        name, _, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if word.startswith("--") and (name in ELSEWHERE or name in setting_keys()):
+            ours = ELSEWHERE.get(name, name)
+            remark = f" ({REMARKS[name]})" if name in REMARKS else ""
+            raise ConfigError(
+                f"{word}: settings are written key=value; write {ours}={value or '…'}{remark}"
+            )
     parser.error = _raise_usage  # type: ignore[method-assign]
     parsed = parser.parse_intermixed_args(words)
     if parsed.config_path is not None:

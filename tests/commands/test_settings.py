@@ -74,7 +74,13 @@ def test_the_schema_refuses_what_the_settings_refuse(content: dict[str, Any]) ->
 
 
 def test_the_schema_takes_interpolations() -> None:
-    content = {"optimizer": {"lr": "${oc.env:LR}"}, "defaults": [{"override /model": "shop"}]}
+    content = {
+        "steps": "???",
+        "optimizer": {"lr": "${oc.env:LR}"},
+        "algorithm": {"objective": "${mine}"},
+        "engine": "${mine}",
+        "defaults": [{"override /model": "shop"}],
+    }
     jsonschema.validate(content, json_schema())
 
 

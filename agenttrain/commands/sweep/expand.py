@@ -61,7 +61,7 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
         swept = [*parse(open_keys(params)), *parsed]
         for override in {override.get_key_element(): override for override in swept}.values():
             if override.is_sweep_override() and not override.is_interval_sweep():
-                _check_number(_number_of_values(override), override.input_line or "")
+                _check_number(_number_of_values(override), _typed(override))
         if raw.sweep.sampler is Sampler.tpe:
             return _searched(swept, raw)
         if raw.sweep.direction is not None:
@@ -92,6 +92,11 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
     return Expansion(runs=runs, search=None)
 
 
+def _typed(override: Override) -> str:
+    """Return the override without the marks that `open_keys` puts before it."""
+    return (override.input_line or "").removeprefix("++")
+
+
 def _number_of_values(override: Override) -> int:
     """Return the number of values of an override. Those of a range are not listed."""
     sweep = override.value()
@@ -101,7 +106,7 @@ def _number_of_values(override: Override) -> int:
         return len(list(override.sweep_string_iterator()))
     assert sweep.start is not None and sweep.stop is not None
     if sweep.step == 0:
-        raise ConfigError(f"{override.input_line}: a range with a step of 0 has no end; change it")
+        raise ConfigError(f"{_typed(override)}: a range with a step of 0 has no end; change it")
     return max(0, ceil((sweep.stop - sweep.start) / sweep.step))
 
 
@@ -122,9 +127,8 @@ def _check_distinct(runs: Sequence[Sequence[str]]) -> None:
         # The last override of a key counts.
         settings = {text.lstrip("+").partition("=")[0]: text.lstrip("+") for text in run}
         if (same := frozenset(settings.values())) in known:
-            raise ConfigError(
-                f"{' '.join(run)}: the sweep has this run twice; name each value once"
-            )
+            typed = " ".join(text.removeprefix("++") for text in run)
+            raise ConfigError(f"{typed}: the sweep has this run twice; name each value once")
         known.add(same)
 
 
@@ -147,8 +151,7 @@ def _all(overrides: Sequence[Override]) -> list[list[str]]:
             )
     last = {override.get_key_element(): override for override in overrides}
     swept = [override for override in last.values() if override.is_sweep_override()]
-    lines = " ".join(override.input_line or "" for override in swept)
-    _check_number(prod(map(_number_of_values, swept)), lines)
+    _check_number(prod(map(_number_of_values, swept)), " ".join(map(_typed, swept)))
     (batch,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)
     _check_distinct(batch)
     return [list(run) for run in batch]
