@@ -82,10 +82,7 @@ def resuming(verb: str) -> str:
 
 def parse(arguments: Sequence[str]) -> Command:
     """Parse the arguments; raises ConfigError for mistakes in them."""
-    _check_verb(arguments)
-    verb, words = split_verb(arguments)
-    parser = get_args_parser()
-    for word in words:
+    for word in arguments:
         # TRL's spelling: --num_generations 8, --learning-rate=1e-5.
         name, _, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
@@ -95,6 +92,9 @@ def parse(arguments: Sequence[str]) -> Command:
             raise ConfigError(
                 f"{word}: settings are written key=value; write {ours}={value or '…'}{remark}"
             )
+    _check_verb(arguments)
+    verb, words = split_verb(arguments)
+    parser = get_args_parser()
     parser.error = _raise_usage  # type: ignore[method-assign]
     parsed = parser.parse_intermixed_args(words)
     if parsed.config_path is not None:

@@ -207,12 +207,16 @@ def check_values(
         section = key.replace("/", ".")
         if key in options and isinstance(value, int | float):
             raise ConfigError(f"{line}: no such option; {known}")
-        if key in options and (isinstance(value, list) or (isinstance(value, dict) and "/" in key)):
+        if key in options and isinstance(value, dict) and key not in setting_keys():
+            raise ConfigError(f"{line}: takes one option; {known}")
+        if key in options and isinstance(value, list):
             if section in setting_keys() and section not in SEVERAL:
                 raise ConfigError(f"{line}: takes one option; {known}")
             if others := [shown(name) for name in value if not isinstance(name, str)]:
                 raise ConfigError(f"{line}: {others[0]} is no option; {known}")
-        if _hint(key) is bool and isinstance(value, int) and value not in (0, 1):
+        hint = _hint(key)
+        is_flag = bool in (hint, *get_args(hint))
+        if is_flag and isinstance(value, int) and value not in (0, 1):
             raise ConfigError(f"{line}: expected true or false")
 
 
@@ -274,10 +278,8 @@ def _about_key(
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")
         if name == setting or name.startswith(setting + "."):
-            where, meant = (
-                override.removeprefix("++"),
-                name,
-            )  # OmegaConf names the first unknown part
+            # OmegaConf names the first unknown part.
+            where, meant = override.removeprefix("++"), name
             break
     chosen = where.partition("=")[0].partition(" ")[0].lstrip("+")
     if key in groups and key == chosen and key not in setting_keys():
@@ -426,7 +428,8 @@ def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequ
             return f"{override}: there is nothing of that name to leave out{remedy}"
         if key in groups and value == "null":
             options = ", ".join(groups[key])
-            return f"{override}: a group takes an option ({options}); ~{key} leaves it out"
+            remedy = f"{key}=[] leaves all out" if key in SEVERAL else f"~{key} leaves it out"
+            return f"{override}: a group takes an option ({options}); {remedy}"
         if override.startswith("+") and key in groups:
             return f"{override}: the group is there already; write {key}={value}"
         if present and override.startswith("+") and key == present[1]:

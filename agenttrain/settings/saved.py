@@ -227,8 +227,9 @@ def _changed(
     for override in parsed:
         section = override.key_or_group.partition(".")[0]
         if section not in allowed or override.type is OverrideType.DEL:
+            line = (override.input_line or "").removeprefix("++")
             raise ConfigError(
-                f"{(override.input_line or '').removeprefix('++')}: cannot be combined with {argument}"
+                f"{line}: cannot be combined with {argument}"
                 f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
             )
     node, own = _read(argument, folder)
@@ -287,19 +288,21 @@ def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
         settings = in_this_layout(OmegaConf.to_container(plain))
         algorithm = settings.get("algorithm")
         if isinstance(algorithm, dict) and "surrogate" in algorithm:
-            name, known = shown(algorithm["surrogate"]), ", ".join(OBJECTIVES)
-            hint = did_you_mean(name, OBJECTIVES)
-            raise ValueError(f"algorithm.surrogate={name}: expected one of: {known}{hint}")
+            surrogate = f"algorithm.surrogate={shown(algorithm['surrogate'])}"
+            hint = did_you_mean(str(algorithm["surrogate"]), OBJECTIVES)
+            raise ValueError(f"{surrogate}: expected one of: {', '.join(OBJECTIVES)}{hint}")
         # Earlier versions also wrote the defaults of choices that were not made: {"optimizer":
         # {"name": "sgd", "momentum": 0.95}} has Muon's momentum. These keys are left out.
         complete = dict(settings)
         for key, (_, choices) in CHOICES.items():
             section = settings.get(key)
-            if isinstance(section, dict) and section.get("name") in choices:
-                known = field_names(choices[section["name"]])
+            name = section.get("name") if isinstance(section, dict) else None
+            if isinstance(name, str) and name in choices:
+                known = field_names(choices[name])
                 others = {name for cls in choices.values() for name in field_names(cls)} - {*known}
                 complete[key] = {name: v for name, v in section.items() if name not in others}
-        typed = OmegaConf.merge(schema(), complete)
+        with explained([], dict):
+            typed = OmegaConf.merge(schema(), complete)
         OmegaConf.resolve(typed)
         return cast(DictConfig, typed), own
     except UnicodeDecodeError as error:

@@ -27,6 +27,7 @@ from agenttrain.tools.config import MCP_SERVER, without_password
 from agenttrain.tools.sandbox.config import INTERPRETER
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import PACKAGE, conf_folder
+from agenttrain.utils.moved import MOVED
 from agenttrain.utils.names import did_you_mean
 
 ENGINE = "engine"
@@ -119,12 +120,12 @@ def check_trusted(
     Raises it at once for a path inside agenttrain that this version does not have.
     """
     for text in code:
-        named = re.fullmatch(r"[\w.]+\.(?:_target_|connect)=(agenttrain(?:\.\w+)+)", text)
-        if named is not None and not _is_ours(named[1]):
+        ours = re.fullmatch(r"[\w.]+\.(?:_target_|connect)=(agenttrain(?:\.\w+)+)", text)
+        if ours is not None and ours[1] not in MOVED and not _is_ours(ours[1]):
+            hint = did_you_mean(ours[1], _bundled())
             raise ConfigError(
-                f"{argument}: {text}: is no name of this version of agenttrain"
-                f"{did_you_mean(named[1], _bundled())}; write today's name into {what.split()[-1]}, or "
-                "use the version that wrote it"
+                f"{argument}: {text}: is no name of this version of agenttrain{hint}; write "
+                f"today's name into {what.split()[-1]}, or use the version that wrote it"
             )
     if trust or not code:
         return

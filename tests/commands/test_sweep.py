@@ -158,7 +158,9 @@ def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str])
         ("-m seed=0,1 hydra.sweeper.n_trials=2", "sweep.trials=20 draws so many at random"),
         ("-m seed=range(4,1)", "seed=range(4,1): has no values"),
         ("check -m debug=tiny seed=range(4,1)", "seed=range(4,1): has no values"),
-        ("-m seed=range(0,4,0)", "seed=range(0,4,0): a range with a step of 0 has no end"),
+        ("-m seed=range(0,4,0)", "seed=range(0,4,0): has no end; change the last value or the st"),
+        ("-m seed=range(0,inf)", "seed=range(0,inf): has no end"),
+        ("-m seed=range(0,nan)", "seed=range(0,nan): has no end"),
         (
             "check -m seed=range(0,10000000)",
             "seed=range(0,10000000): 10000000 configurations; a sweep takes at most 10000; name",

@@ -107,7 +107,11 @@ def test_a_wrong_value_of_the_file_names_the_file(run: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resume(run, "eval.every=-1")
     starts = [line.partition(": ")[0] for line in str(caught.value).splitlines()]
-    assert starts == [f"engine.name=[vllm] (in {file})", "eval.every=-1", f"steps=-3 (in {file})"]
+    assert starts == [
+        f"engine.name=[vllm] (in {file})",
+        "eval.every=-1",
+        f"steps=-3 (in {file})",
+    ]
 
 
 def test_an_objective_of_the_first_layout_that_never_was(run: Path) -> None:
@@ -167,6 +171,9 @@ def test_a_config_that_does_not_fit(run: Path, content: str) -> None:
         (b"- seed: 1\n", "it holds a list, and a run's settings are a mapping of names"),
         (b"tools: &a\n  b: *a\n", "a value in it contains itself"),
         (b"seed: ${steps}\nsteps: ${seed}\n", "Recursive interpolation detected"),
+        (b"optimizer: {name: [sgd]}", "optimizer.name: expected a text; put back"),
+        (b"steps: many", "steps: expected a whole number; put back"),
+        (b"algorithm: {group_sise: 3}", "algorithm.group_sise: unknown key (did you mean"),
         (b"seed: 1  # \xe4\n", "it is not UTF-8 text: invalid continuation byte at byte 11"),
     ],
 )

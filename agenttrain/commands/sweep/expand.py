@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import ceil, prod
+from math import ceil, inf, isfinite, prod
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
@@ -105,9 +105,10 @@ def _number_of_values(override: Override) -> int:
     if not isinstance(sweep, RangeSweep):
         return len(list(override.sweep_string_iterator()))
     assert sweep.start is not None and sweep.stop is not None
-    if sweep.step == 0:
-        raise ConfigError(f"{_typed(override)}: a range with a step of 0 has no end; change it")
-    return max(0, ceil((sweep.stop - sweep.start) / sweep.step))
+    number = (sweep.stop - sweep.start) / sweep.step if sweep.step else inf
+    if not isfinite(number):
+        raise ConfigError(f"{_typed(override)}: has no end; change the last value or the step")
+    return max(0, ceil(number))
 
 
 def _check_number(number: int, setting: str) -> None:
