@@ -38,9 +38,9 @@ from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import field_names, shown
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-
 SEVERAL = ("tools", "reward", "environment")
 """Groups whose options are combined; the other groups of a section take one option."""
+
 REPLACED = {
     "launcher": "agenttrain starts the jobs itself; sweep.parallel=2 runs two at a time, and "
     "agenttrain submit -m makes them an array of SLURM's",
