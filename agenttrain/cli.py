@@ -231,10 +231,12 @@ def compose_all(command: Command) -> list[Composed]:
         try:
             runs.append(_compose_one(combination, command))
         except ConfigError as error:
-            raise ConfigError(f"in the run {' '.join(combination)}\n{error}") from error
-    if command.verb in RUNNING_VERBS:
+            typed = " ".join(text.removeprefix("++") for text in combination)
+            raise ConfigError(f"in the run {typed}\n{error}") from error
+    if command.verb in (*RUNNING_VERBS, CHECK):
+        verb = "train" if command.verb == CHECK else command.verb
         problems = dict.fromkeys(
-            text for run in runs for text in objective_problems(command.verb, run.config)
+            text for run in runs for text in objective_problems(verb, run.config)
         )
         if problems:
             raise ConfigError("\n".join(problems))

@@ -24,13 +24,13 @@ from agenttrain.settings.components import SETTINGS_BESIDE
 from agenttrain.settings.run_config import CHOICES, RunConfig, choices
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import field_names, plain, shown
+from agenttrain.utils.sections import LARGEST, field_names, plain, shown
 
 USAGE = "settings [section] [--json | --schema]"
 TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
-"""Value such as ${optimizer.lr}, which any setting may have in a YAML file."""
+INTERPOLATION = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
+"""Value that any setting may have in a YAML file: ${optimizer.lr}, or ???, which asks for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,15 @@ def settings(arguments: Sequence[str]) -> int:
                 f"{sections[0]}: no such section{hint}; there are: {', '.join(known)}"
             )
         prefix = f"{sections[0]}."
+        known = dict.fromkeys(setting.key for setting in listed)
         listed = [setting for setting in listed if f"{setting.key}.".startswith(prefix)]
+        if not listed:
+            hint = did_you_mean(sections[0], known)
+            section = sections[0].partition(".")[0]
+            raise ConfigError(
+                f"{sections[0]}: unknown key{hint}; agenttrain settings {section} prints those of "
+                "its section"
+            )
     if options == ["--json"]:
         print(json.dumps([asdict(setting) for setting in listed], indent=2, ensure_ascii=False))
         return 0
@@ -167,16 +175,12 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     default = getattr(made, "default", made)  # pydantic leaves its own description of a field
     if info is not None:
         default = info.get_default(call_default_factory=True)
-    if isinstance(default, Mapping):
-        parts = ", ".join(f"{name}: {shown(part)}" for name, part in default.items())
-        text = f"{{{parts}}}"
-    else:
-        text = "" if default == "???" else shown(plain(default))
+    text = "" if default == "???" else shown(plain(default))
     bounds = [
         f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
         for part in (info.metadata if info is not None else ())
         for name, sign in BOUNDS.items()
-        if (bound := getattr(part, name, None)) is not None
+        if (bound := getattr(part, name, None)) not in (None, LARGEST)
     ]
     kind = ", ".join([_type(hint), *bounds])
     # The values of an enum follow with their own texts: "`sum`: …; `mean`: …".
@@ -270,6 +274,7 @@ def json_schema() -> dict[str, Any]:
         parent["properties"][key]["anyOf"] = [
             *options,
             *([outside] if section not in CHOICES else []),
+            INTERPOLATION,
         ]
     for section in SETTINGS_BESIDE:
         beside = references[section, "validation"]

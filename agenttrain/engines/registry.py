@@ -84,6 +84,9 @@ def chosen(section: Any) -> EngineSettings:
     if not isinstance(section, Mapping):
         raise ValueError("expected keys and values, e.g. {name: transformers}")
     keys = {str(key): value for key, value in section.items()}
+    if TARGET in keys and not isinstance(keys[TARGET], str):
+        path = shown(keys[TARGET])
+        raise_problems([f"engine.{TARGET}={path}: expected a dotted path, e.g. my_pkg.engine.SPEC"])
     if TARGET in keys:
         path, name = keys.pop(TARGET), keys.pop("name")
         if name != DEFAULT_ENGINE:
@@ -97,9 +100,9 @@ def chosen(section: Any) -> EngineSettings:
         base = _validated(EngineSettings, shared, f"engine.{TARGET}={path}")
         return OutsideEngine(**{**asdict(base), "name": path}, own=keys)
     name = keys["name"]
-    if name not in specs():
+    if not isinstance(name, str) or name not in specs():
         known = f"{', '.join(specs())}{did_you_mean(str(name), specs())}"
-        raise_problems([f"engine.name={name}: expected one of: {known}"])
+        raise_problems([f"engine.name={shown(name)}: expected one of: {known}"])
     return _validated(specs()[name].settings, keys, f"engine={name}")
 
 
@@ -115,6 +118,13 @@ def admit(settings: EngineSettings) -> EngineSettings:
         spec = locate(path, key=key)
         if not isinstance(spec, EngineSpec):
             raise ValueError(f"{key}={path}: is no EngineSpec; name the object that is one")
+        cls: Any = spec.settings
+        if not isinstance(cls, type) or not issubclass(cls, EngineSettings):
+            raise ValueError(
+                f"{key}={path}: its settings={getattr(cls, '__name__', cls)} is no class of "
+                "settings; derive a pydantic dataclass from EngineSettings: class "
+                "MySettings(EngineSettings)"
+            )
         own = _validated(spec.settings, settings.own, f"{key}={path}")
     except ValueError as error:
         raise ConfigError(str(error)) from error

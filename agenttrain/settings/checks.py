@@ -291,7 +291,8 @@ def check_verb(verb: str, overrides: Sequence[str]) -> None:
         parts = key.split(".")
         prefixes = {".".join(parts[: end + 1]) for end in range(len(parts))}
         if prefixes & set(unread) and key not in READ:
-            problems.append(f"{text}: has no effect in agenttrain {verb}; leave it out")
+            typed = text.removeprefix("++")  # `open_keys` puts it there
+            problems.append(f"{typed}: has no effect in agenttrain {verb}; leave it out")
     if problems:
         raise ConfigError("\n".join(problems))
 

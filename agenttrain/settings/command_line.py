@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
 from agenttrain.settings.compose import Source, open_keys
+from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
@@ -81,6 +82,16 @@ def resuming(verb: str) -> str:
 
 def parse(arguments: Sequence[str]) -> Command:
     """Parse the arguments; raises ConfigError for mistakes in them."""
+    for word in arguments:
+        # TRL's spelling: --num_generations 8, --learning-rate=1e-5.
+        name, _, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if word.startswith("--") and (name in ELSEWHERE or name in setting_keys()):
+            ours = ELSEWHERE.get(name, name)
+            remark = f" ({REMARKS[name]})" if name in REMARKS else ""
+            raise ConfigError(
+                f"{word}: settings are written key=value; write {ours}={value or '…'}{remark}"
+            )
     _check_verb(arguments)
     verb, words = split_verb(arguments)
     parser = get_args_parser()
@@ -88,6 +99,10 @@ def parse(arguments: Sequence[str]) -> Command:
     parsed = parser.parse_intermixed_args(words)
     if parsed.config_path is not None:
         raise ConfigError("--config-path: use --config-dir, which adds a folder of your groups")
+    for setting in (RUN_DIR, "hydra.sweep.dir="):
+        if setting in parsed.overrides:
+            remedy = "name one (is a shell variable empty?), or leave it out"
+            raise ConfigError(f"{setting}: no folder; {remedy}")
     untrusted, trust = take_trust(parsed.overrides)
     overrides, saved = _take_saved(untrusted, verb)
     if trust and saved is None:
@@ -186,7 +201,13 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
             raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
         if key != own:
             left.append(text)
-        elif value not in ("", "null"):
+        elif not value:
+            raise ConfigError(
+                f"{text}: no folder; name a run's (is a shell variable empty?), or leave it out"
+            )
+        elif saved is not None:
+            raise ConfigError(f"{text}: {own}={saved} is there already; name one folder")
+        elif value != "null":
             saved = Path(value)
     return left, saved
 

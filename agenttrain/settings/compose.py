@@ -16,12 +16,13 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from agenttrain.data.config import has_test_rows
 from agenttrain.engines import registry
 from agenttrain.engines.config import DEFAULT_ENGINE
-from agenttrain.settings.messages import explained, with_files
+from agenttrain.settings.messages import check_values, explained, with_files
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
@@ -110,8 +111,23 @@ def compose_raw(
     overrides: Sequence[str], source: Source, *, with_hydra: bool = False
 ) -> DictConfig:
     """Compose settings without conversion; raises ConfigError. Needs a `hydra_session`."""
-    with explained(overrides, source.groups):
-        return compose(source.name, list(overrides), return_hydra_config=with_hydra)
+    problems, left = list[str](), list(overrides)
+    while True:
+        try:
+            with explained(left, source.groups):
+                check_values(left, source.groups)
+                raw = compose(source.name, left, return_hydra_config=with_hydra)
+            break
+        except ConfigError as error:
+            problems.append(str(error))
+            # Hydra stops at the first unknown key: the others are found without it.
+            unknown = [text for text in left if problems[-1].startswith(f"{text}: unknown key")]
+            if not unknown:
+                break
+            left = [text for text in left if text not in unknown]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return raw
 
 
 def compose_run(overrides: Sequence[str], source: Source) -> Composed:
@@ -127,17 +143,13 @@ def compose_run(overrides: Sequence[str], source: Source) -> Composed:
 
 
 def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
-    """Raise ConfigError if `tools=[]`, `reward=[]` or `data.test={}` does not empty its section.
+    """Raise ConfigError if `tools=[]`, `reward=[]` or a `{}` does not empty its section.
 
     The first two only empty the list of the group's options: Hydra merges the body of a YAML file
     after it. An empty mapping changes nothing.
     """
-    problems = []
+    problems = list(unchanged(overrides, composed.plain))
     typed = [text.lstrip("+").partition("=")[0] for text in overrides]
-    if "data.test={}" in overrides and composed.config.data.test:
-        problems.append(
-            "data.test={}: leaves its keys as they are; for no evaluation set eval.questions=0"
-        )
     for section in ("tools", "reward"):
         if f"{section}=[]" not in overrides:
             continue
@@ -160,6 +172,23 @@ def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
             )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def unchanged(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the problem of each `section={}` whose keys stay: it is merged, and changes nothing."""
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.key_or_group
+        if override.is_delete() or override.value() != {}:
+            continue
+        if not OmegaConf.select(OmegaConf.create(dict(plain)), key):
+            continue
+        remedy = f"it is a section; set its keys with {key}.<key>=…"
+        if key == "data.test":
+            remedy = "for no evaluation set eval.questions=0"
+        elif key in ("tools", "reward"):
+            remedy = f"to leave all of it out write {key}=[]"
+        typed = (override.input_line or "").removeprefix("++")
+        yield f"{typed}: leaves its keys as they are; {remedy}"
 
 
 def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:

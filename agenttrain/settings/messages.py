@@ -16,6 +16,7 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -23,6 +24,8 @@ from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
     InterpolationKeyError,
+    InterpolationResolutionError,
+    InterpolationToMissingValueError,
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
@@ -32,9 +35,11 @@ from agenttrain.settings.run_config import RunConfig, choices
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import field_names
+from agenttrain.utils.sections import field_names, shown
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+SEVERAL = ("tools", "reward", "environment")
+"""Groups whose options are combined; the other groups of a section take one option."""
 
 REPLACED = {
     "launcher": "agenttrain starts the jobs itself; sweep.parallel=2 runs two at a time, and "
@@ -61,6 +66,8 @@ ELSEWHERE = {
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.tensor_parallel_size",
     "bf16": "training.mixed_precision",
+    "clip_high": "algorithm.objective.high",
+    "clip_low": "algorithm.objective.low",
     "fp16": "training.mixed_precision",
     "data.max_prompt_length": "engine.max_context",
     "data.max_response_length": "rollout.max_completion_tokens",
@@ -73,6 +80,8 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "algorithm.minibatches",
     "learning_rate": "optimizer.lr",
     "logging_steps": "tracker.name",
+    "lora_alpha": "model.lora.alpha",
+    "lora_r": "model.lora.rank",
     "loss_type": "algorithm.aggregation",
     "lr_scheduler_type": "optimizer.schedule",
     "max_completion_length": "rollout.max_completion_tokens",
@@ -89,6 +98,7 @@ ELSEWHERE = {
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": "algorithm.scale",
+    "temperature": "rollout.temperature",
     "trainer.default_local_dir": "hydra.run.dir",
     "trainer.experiment_name": "hydra.job.name",
     "trainer.logger": "tracker.name",
@@ -98,6 +108,7 @@ ELSEWHERE = {
     "trainer.test_freq": "eval.every",
     "trainer.total_epochs": "steps",
     "trainer.total_training_steps": "steps",
+    "use_peft": "model.lora.rank",
     "use_vllm": "engine.name",
     "vllm_gpu_memory_utilization": "engine.memory_share",
     "vllm_tensor_parallel_size": "engine.tensor_parallel_size",
@@ -123,6 +134,7 @@ REMARKS = {
     "algorithm.group_size make the batch",
     "bf16": "training.mixed_precision=bf16, or model.dtype=bfloat16",
     "fp16": "training.mixed_precision=fp16",
+    "use_peft": "0: no adapters",
     "use_vllm": "engine=vllm",
     "warmup_ratio": "in steps, not a share of them",
 }
@@ -162,14 +174,50 @@ def _explain(
             return f"{error.override}: settings are written key=value"
         typed = error.override.removeprefix("++")  # `open_keys` puts it there
         return (
-            f"{typed}: cannot be read; put a value with blanks, commas, brackets or = in "
-            "quotes that the shell leaves alone, e.g. 'model.path=\"a, b\"'"
+            f"{typed}: cannot be read; put a value with blanks, commas, brackets, = or "
+            "letters such as ü in quotes that the shell leaves alone, e.g. 'model.path=\"a, b\"'"
         )
     if isinstance(error, MissingConfigException):
         return _unknown_option(error, groups)
     if cause is not None:
         return _about_key(cause, str(error), overrides, groups)
     return _other(error, overrides, groups)
+
+
+def check_values(
+    overrides: Sequence[str], groups: Callable[[], Mapping[str, Sequence[str]]]
+) -> None:
+    """Raise ConfigError for values of the wrong kind that Hydra takes, or refuses without a key."""
+    options = groups()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key, value = override.key_or_group, override.value()
+        line = (override.input_line or "").removeprefix("++")
+        if not key:
+            raise ConfigError(f"{line}: names no setting; settings are written key=value")
+        if override.is_delete() or override.is_sweep_override():
+            continue
+        group = key.replace(".", "/")
+        if group != key and group in options and not isinstance(value, str | dict):
+            one = "|".join(options[group])
+            raise ConfigError(
+                f"{line}: is a section; choose one with {group}={one}, and set its keys with "
+                f"{key}.<key>=…"
+            )
+        known = f"the options are: {', '.join(options.get(key, ()))}"
+        section = key.replace("/", ".")
+        if key in options and isinstance(value, int | float):
+            raise ConfigError(f"{line}: no such option; {known}")
+        if key in options and isinstance(value, dict) and key not in setting_keys():
+            raise ConfigError(f"{line}: takes one option; {known}")
+        if key in options and isinstance(value, list):
+            if section in setting_keys() and section not in SEVERAL:
+                raise ConfigError(f"{line}: takes one option; {known}")
+            if others := [shown(name) for name in value if not isinstance(name, str)]:
+                raise ConfigError(f"{line}: {others[0]} is no option; {known}")
+        hint = _hint(key)
+        is_flag = bool in (hint, *get_args(hint))
+        if is_flag and isinstance(value, int) and value not in (0, 1):
+            raise ConfigError(f"{line}: expected true or false")
 
 
 def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
@@ -202,8 +250,9 @@ def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
     section, leaf = _split(key)
     beside = {_split(name)[1]: name for name in known if _split(name)[0] == section}
     anywhere = {_split(name)[1]: name for name in known}
-    for names in (beside, anywhere):
-        near = get_close_matches(leaf, names, n=1)
+    # In another section a similar name is a coincidence more often than a slip.
+    for names, cutoff in ((anywhere, 1.0), (beside, 0.6), (anywhere, 0.8)):
+        near = get_close_matches(leaf, names, n=1, cutoff=cutoff)
         if near:
             return f" (did you mean '{names[near[0]]}'?)"
     return ""
@@ -229,7 +278,8 @@ def _about_key(
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")
         if name == setting or name.startswith(setting + "."):
-            where, meant = override, name  # OmegaConf names the first unknown part
+            # OmegaConf names the first unknown part.
+            where, meant = override.removeprefix("++"), name
             break
     chosen = where.partition("=")[0].partition(" ")[0].lstrip("+")
     if key in groups and key == chosen and key not in setting_keys():
@@ -248,8 +298,18 @@ def _about_key(
             remedy += f", or choose {section}={'|'.join(options)}"
         return f"{key}: has no value; {remedy}"
     first_line = str(cause).partition("\n")[0]
+    if isinstance(cause, InterpolationToMissingValueError):
+        missing = first_line.rpartition(": ")[2]
+        return f"{missing}: has no value; set it: {missing}=…"
     if isinstance(cause, InterpolationKeyError):
         return f"{where}: {first_line}; write the whole key, e.g. ${{optimizer.lr}}"
+    if isinstance(cause, InterpolationResolutionError):
+        reason = first_line.partition(": ")[2].strip("\"'") or first_line
+        return f"{where}: the interpolation cannot be resolved: {reason}"
+    if where.startswith("~"):
+        expected = _expected(setting, None) or f"set another value: {setting}=…"
+        expected = expected.removeprefix("is a section; ")
+        return f"{where}: cannot be left out, as every run has it; {expected}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         if (new := moved_key(where)) is not None:
             return f"{where}: is {new} now"
@@ -263,17 +323,27 @@ def _about_key(
             section = _split(key)[0]
             beside = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
             hint = f"; the keys {f'of {section} ' if section else ''}are: {', '.join(beside)}"
+            if not beside:
+                hint = f"; a new one begins with +: +{key}=…"
         return f"{where}: unknown key{hint}"
-    return f"{where}: {_expected(key, getattr(cause, 'value', None)) or first_line}"
+    return f"{where}: {_expected(setting, getattr(cause, 'value', None)) or first_line}"
 
 
-def _expected(key: str, value: object) -> str | None:
-    """Return the key's type, e.g. "expected one of: group, leave_one_out"; None: unknown."""
+def _hint(key: str) -> Any:
+    """Return the annotation of a setting; None: unknown."""
     cls: Any = RunConfig
     for part in key.split("."):
         if not is_dataclass(cls):
             return None
         cls = get_type_hints(cls).get(part)
+    return cls
+
+
+def _expected(key: str, value: object) -> str | None:
+    """Return the key's type, e.g. "expected one of: group, leave_one_out"; None: unknown."""
+    cls = _hint(key)
+    if is_dataclass(cls) or get_origin(cls) is dict or key in choices():
+        return f"is a section; set its keys with {key}.<key>=…"
     optional = NoneType in get_args(cls)
     if get_origin(cls) in (Union, UnionType):
         (cls,) = (kind for kind in get_args(cls) if kind is not NoneType)
@@ -282,7 +352,8 @@ def _expected(key: str, value: object) -> str | None:
         names = [member.name for member in cls]
         return f"expected one of: {', '.join(names)}{tail}{did_you_mean(str(value), names)}"
     if get_origin(cls) in (list, tuple):
-        return f"expected a list, e.g. {key}=[…]"
+        items = " of texts" if get_args(cls) == (str,) else ""
+        return f"expected a list{items}, e.g. {key}=[…]"
     return f"expected {EXPECTED[cls]}{tail}" if cls in EXPECTED else None
 
 
@@ -344,15 +415,21 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
 
 
 def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
+    if "Unexpected type for root" in str(error):  # +hydra.sweeper.params.seed=…
+        return "hydra.sweeper.params: is for files of the group sweep; type the values: -m seed=1,2"
     present = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
+        if str(error).startswith(f"Could not override '{key}'") and "@" in key:
+            group = key.partition("@")[0]
+            return f"{override}: no group stands at that place; write {group}={value}"
         if override.startswith("~") and "Could not delete" in str(error):
             remedy = f"; to leave all of it out write {key}=[]" if key in groups else ""
             return f"{override}: there is nothing of that name to leave out{remedy}"
         if key in groups and value == "null":
             options = ", ".join(groups[key])
-            return f"{override}: a group takes an option ({options}); ~{key} leaves it out"
+            remedy = f"{key}=[] leaves all out" if key in SEVERAL else f"~{key} leaves it out"
+            return f"{override}: a group takes an option ({options}); {remedy}"
         if override.startswith("+") and key in groups:
             return f"{override}: the group is there already; write {key}={value}"
         if present and override.startswith("+") and key == present[1]:

@@ -110,7 +110,7 @@ class RunConfig:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    seed: Whole = Field(default=0, ge=0, lt=2**63)
+    seed: Whole = Field(default=0, ge=0)
     """Seed of everything random; below 2**63, as torch takes no more."""
     steps: Whole = Field(default=100, ge=1)
     """Steps of the run."""

@@ -21,15 +21,16 @@ from agenttrain.settings.compose import (
     compose_run,
     convert,
     schema,
+    unchanged,
 )
-from agenttrain.settings.messages import explained
+from agenttrain.settings.messages import check_values, explained
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.settings.trust import SECTIONS, check_trusted, is_own, named_code
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
-from agenttrain.utils.moved import in_this_layout
+from agenttrain.utils.moved import OBJECTIVES, in_this_layout
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import field_names
+from agenttrain.utils.sections import field_names, shown
 
 RESUMABLE = (
     *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
@@ -84,8 +85,8 @@ def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> 
     complete_objective(composed)
     started = convert(_read(argument, folder)[0])
     problems = [
-        f"{key}={now}: the run in {folder} was started with {key}={before}; leave it so, or name "
-        "another folder"
+        f"{key}={shown(now)}: the run in {folder} was started with {key}={shown(before)}; leave it "
+        "so, or name another folder"
         for key, before, now in differences(started.plain, composed.plain)
         if key.partition(".")[0] not in (*RESUMABLE, "resume")
     ]
@@ -219,17 +220,23 @@ def _changed(
     for text in overrides:
         with explained([text], source.groups):
             parsed += OverridesParser.create().parse_overrides([text])
+            check_values([text], source.groups)
         if parsed[-1].is_sweep_override():
-            raise ConfigError(f"{text}: a saved run takes one value, not several")
+            typed_text = text.removeprefix("++")
+            raise ConfigError(f"{typed_text}: a saved run takes one value, not several")
     for override in parsed:
         section = override.key_or_group.partition(".")[0]
         if section not in allowed or override.type is OverrideType.DEL:
+            line = (override.input_line or "").removeprefix("++")
             raise ConfigError(
-                f"{override.input_line}: cannot be combined with {argument}"
+                f"{line}: cannot be combined with {argument}"
                 f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
             )
     node, own = _read(argument, folder)
-    before = named_code(cast(dict[str, Any], OmegaConf.to_container(node)), runs)
+    plain = cast(dict[str, Any], OmegaConf.to_container(node, enum_to_str=True))
+    if problems := list(unchanged(overrides, plain)):
+        raise ConfigError("\n".join(problems))
+    before = named_code(plain, runs)
     with explained(overrides, source.groups):
         # First the groups with a new choice, then the single values, as Hydra does.
         groups = source.groups()
@@ -242,7 +249,18 @@ def _changed(
         for override in parsed:
             if override not in chosen:
                 OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
-        composed = convert(node)
+        try:
+            composed = convert(node)
+        except ConfigError as error:
+            # A problem of a setting that was not typed is one of the file.
+            lines = []
+            for line in str(error).splitlines():
+                setting, colon, problem = line.partition(": ")
+                key = setting.partition("=")[0]
+                is_typed = any(f"{key}.".startswith(f"{o.key_or_group}.") for o in parsed)
+                place = "" if is_typed else f" (in {folder / 'config.yaml'})"
+                lines.append(f"{setting}{place}{colon}{problem}")
+            raise ConfigError("\n".join(lines)) from error
     typed = {override.key_or_group for override in parsed}
     code = [
         text
@@ -268,16 +286,23 @@ def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
         plain.pop("provenance", None)
         # After `is_own`: the signature of a run of the first edition covers its own paths.
         settings = in_this_layout(OmegaConf.to_container(plain))
+        algorithm = settings.get("algorithm")
+        if isinstance(algorithm, dict) and "surrogate" in algorithm:
+            surrogate = f"algorithm.surrogate={shown(algorithm['surrogate'])}"
+            hint = did_you_mean(str(algorithm["surrogate"]), OBJECTIVES)
+            raise ValueError(f"{surrogate}: expected one of: {', '.join(OBJECTIVES)}{hint}")
         # Earlier versions also wrote the defaults of choices that were not made: {"optimizer":
         # {"name": "sgd", "momentum": 0.95}} has Muon's momentum. These keys are left out.
         complete = dict(settings)
         for key, (_, choices) in CHOICES.items():
             section = settings.get(key)
-            if isinstance(section, dict) and section.get("name") in choices:
-                known = field_names(choices[section["name"]])
+            name = section.get("name") if isinstance(section, dict) else None
+            if isinstance(name, str) and name in choices:
+                known = field_names(choices[name])
                 others = {name for cls in choices.values() for name in field_names(cls)} - {*known}
                 complete[key] = {name: v for name, v in section.items() if name not in others}
-        typed = OmegaConf.merge(schema(), complete)
+        with explained([], dict):
+            typed = OmegaConf.merge(schema(), complete)
         OmegaConf.resolve(typed)
         return cast(DictConfig, typed), own
     except UnicodeDecodeError as error:

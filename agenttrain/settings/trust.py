@@ -26,7 +26,9 @@ from agenttrain.settings.components import SECTIONS as COMPONENT_SECTIONS
 from agenttrain.tools.config import MCP_SERVER, without_password
 from agenttrain.tools.sandbox.config import INTERPRETER
 from agenttrain.types import ConfigError
-from agenttrain.utils.files import conf_folder
+from agenttrain.utils.files import PACKAGE, conf_folder
+from agenttrain.utils.moved import MOVED
+from agenttrain.utils.names import did_you_mean
 
 ENGINE = "engine"
 SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE)
@@ -97,13 +99,34 @@ def _bundled() -> frozenset[str]:
     return frozenset({REWARD_TARGET, *(path for text in texts for path in pattern.findall(text))})
 
 
+def _is_ours(path: str) -> bool:
+    """Return True if a module of this package defines the name; nothing is imported."""
+    parts = path.split(".")[1:]
+    for used in range(len(parts), -1, -1):
+        module = PACKAGE.joinpath(*parts[:used])
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if file.is_file():
+                text = file.read_text(encoding="utf-8")
+                return used == len(parts) or re.search(rf"\b{parts[used]}\b", text) is not None
+    return False
+
+
 def check_trusted(
     argument: str, code: Sequence[str], *, trust: bool, what: str = "its config.yaml"
 ) -> None:
     """Raise ConfigError with the code, unless there is none or the user lets it run.
 
     `argument` is the typed argument that leads to the code, `what` the file or section it is in.
+    Raises it at once for a path inside agenttrain that this version does not have.
     """
+    for text in code:
+        ours = re.fullmatch(r"[\w.]+\.(?:_target_|connect)=(agenttrain(?:\.\w+)+)", text)
+        if ours is not None and ours[1] not in MOVED and not _is_ours(ours[1]):
+            hint = did_you_mean(ours[1], _bundled())
+            raise ConfigError(
+                f"{argument}: {text}: is no name of this version of agenttrain{hint}; write "
+                f"today's name into {what.split()[-1]}, or use the version that wrote it"
+            )
     if trust or not code:
         return
     listed = "\n".join(f"  {text}" for text in code)

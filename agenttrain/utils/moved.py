@@ -101,7 +101,7 @@ def in_this_layout(settings: Any) -> Any:
     if isinstance(settings, Mapping):
         settings = {key: in_this_layout(value) for key, value in settings.items()}
         algorithm, engine = settings.get("algorithm"), settings.get("engine")
-        if isinstance(algorithm, Mapping) and algorithm.get("surrogate") in OBJECTIVES:
+        if isinstance(algorithm, Mapping) and str(algorithm.get("surrogate")) in OBJECTIVES:
             # The keys that the surrogate read become a section `objective`.
             name, flat = algorithm["surrogate"], {"surrogate", *OBJECTIVE_KEYS}
             keys = {

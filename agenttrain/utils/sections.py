@@ -31,7 +31,9 @@ from agenttrain.utils.names import did_you_mean
 SETTINGS = ConfigDict(extra="forbid", defer_build=True)
 """Options of every settings dataclass: unknown keys are errors. Validators are built when they are
 first used: a command that fails before that is a fifth of a second faster."""
-Whole = Annotated[int, Field(strict=True)]
+LARGEST = 2**63
+"""Bound of whole numbers: torch and numpy hold none beyond it."""
+Whole = Annotated[int, Field(strict=True, lt=LARGEST)]
 """A whole number: neither 1.0, nor "1", nor true."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number, also a whole one; neither a text nor true."""
@@ -164,6 +166,7 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
 
     Example: ``optimizer.lr=-1.0: must be more than 0``. `key` is the key of the section.
     """
+    pairs = set[str]()
     for detail in error.errors(include_url=False):
         cause = (detail.get("ctx") or {}).get("error")
         if isinstance(cause, InvalidSettings):
@@ -177,7 +180,9 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
         if detail["type"] in ("missing", "missing_argument"):
             if isinstance(detail["loc"][-1], int):  # an item of a pair
                 place = ".".join(names[:-1])
-                yield f"{place}={shown(detail['input'])}: must be two numbers, e.g. [0.9,0.99]"
+                if place not in pairs:  # both items may be missing
+                    yield f"{place}={shown(detail['input'])}: must be two numbers, e.g. [0.9,0.99]"
+                pairs.add(place)
             else:
                 yield f"{place}: has no value; set it: {place}=…"
             continue
@@ -185,13 +190,15 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is typed on the command line: null, true, [0.9,0.99]."""
+    """Return a value as it is typed on the command line: null, true, [0.9,0.99], {a: 1}."""
     if value is None:
         return "null"
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, list | tuple):
         return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {shown(part)}' for key, part in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

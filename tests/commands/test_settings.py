@@ -74,7 +74,13 @@ def test_the_schema_refuses_what_the_settings_refuse(content: dict[str, Any]) ->
 
 
 def test_the_schema_takes_interpolations() -> None:
-    content = {"optimizer": {"lr": "${oc.env:LR}"}, "defaults": [{"override /model": "shop"}]}
+    content = {
+        "steps": "???",
+        "optimizer": {"lr": "${oc.env:LR}"},
+        "algorithm": {"objective": "${mine}"},
+        "engine": "${mine}",
+        "defaults": [{"override /model": "shop"}],
+    }
     jsonschema.validate(content, json_schema())
 
 
@@ -82,6 +88,8 @@ def test_the_schema_takes_interpolations() -> None:
     ("arguments", "message"),
     [
         (["optimiser"], "optimiser: no such section (did you mean 'optimizer'?)"),
+        (["optimizer.zzz"], "optimizer.zzz: unknown key"),
+        (["optimizer.lrr"], "optimizer.lrr: unknown key (did you mean 'optimizer.lr'?)"),
         (["--yaml"], "--yaml: is no option of settings"),
         (["model", "--schema"], "model: the schema is of all sections"),
     ],

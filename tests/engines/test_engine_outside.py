@@ -107,6 +107,23 @@ def test_plan_shows_what_it_says_that_it_takes(folder, capsys) -> None:
     assert item["why"] == "4 rollouts, no growth"
 
 
+def test_a_spec_whose_settings_are_none(folder, capsys) -> None:
+    source = Path("my_engine.py").read_text()
+    Path("my_engine.py").write_text(f"{source}\nSPEC = EngineSpec(settings=dict, build=print)\n")
+    assert main(["check", OUTSIDE]) == 2
+    expected = f"{OUTSIDE}: its settings=dict is no class of settings; derive a pydantic dataclass"
+    assert expected in capsys.readouterr().err
+
+
+def test_a_memory_estimate_that_raises_is_named(folder, capsys) -> None:
+    source = Path("my_engine.py").read_text()
+    broken = "SPEC = EngineSpec(settings=SPEC.settings, build=print, memory=lambda *_: 1 / 0)"
+    Path("my_engine.py").write_text(f"{source}\n{broken}\n")
+    assert main(["plan", OUTSIDE]) == 2
+    expected = f"{OUTSIDE}: its memory() raised ZeroDivisionError: division by zero"
+    assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [

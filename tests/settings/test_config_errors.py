@@ -33,6 +33,9 @@ UNREADABLE = {
     "experimant=shop": "unknown key (did you mean 'experiment'?)",
     "lr=1e-4": "unknown key (did you mean 'optimizer.lr'?)",
     "algorithm.lr=1e-4": "unknown key (did you mean 'optimizer.lr'?)",
+    "eval.foo=1": "unknown key; the keys of eval are: every, questions",
+    "fooo=1": "unknown key; the keys are: model",
+    "gradient_checkpointing=true": "(did you mean 'training.gradient_checkpointing'?)",
     "zzz=1": "unknown key; the keys are: model, chat_template",
     "algorithm.zzz=1": "unknown key; the keys of algorithm are: name, group_size",
     "+algorithm.zzz=1": "unknown key; the keys of algorithm are: name, group_size",
@@ -66,9 +69,50 @@ UNREADABLE = {
     "+steps=5": "+steps=5: the key is there already; write steps=5",
     "+tools.sql.connect=x": "the key is there already; write tools.sql.connect=x",
     "+experiment.x=4": "+experiment.x=4: unknown key",
+    # Values of the wrong kind for a group or a section.
+    "algorithm/objective=[clip,cispo]": "takes one option; the options are: cispo, clip",
+    "algorithm/objective={}": "takes one option; the options are: cispo, clip",
+    "algorithm=[grpo,rloo]": "algorithm=[grpo,rloo]: takes one option; the options are: bnpo",
+    "engine=[vllm]": "engine=[vllm]: takes one option; the options are: transformers, vllm",
+    "engine=[]": "engine=[]: takes one option",
+    "engine=5": "engine=5: no such option; the options are: transformers, vllm",
+    "tools=3": "tools=3: no such option; the options are: add, bash",
+    "tools=[3]": "tools=[3]: 3 is no option; the options are: add, bash",
+    "reward=nan": "reward=nan: no such option",
+    "tools={a:b}": "tools.a: unknown key; a new one begins with +: +tools.a=…",
+    "chat_template.family.x=1": "a new one begins with +: +chat_template.family.x=…",
+    "algorithm/objective@foo=cispo": "no group stands at that place; write algorithm/objective=cis",
+    "algorithm={}": "leaves its keys as they are; it is a section; set its keys with algorithm.<k",
+    "engine={}": "leaves its keys as they are; it is a section",
+    "optimizer={}": "leaves its keys as they are; it is a section",
+    "algorithm.objective={}": "set its keys with algorithm.objective.<key>=…",
+    "tools={}": "leaves its keys as they are; to leave all of it out write tools=[]",
+    "algorithm.objective=null": "is a section; choose one with algorithm/objective=cispo|clip|clip",
+    "algorithm.objective=3": "is a section; choose one with algorithm/objective=cispo|clip|clip_hi",
+    "eval=null": "eval=null: is a section; set its keys with eval.<key>=…",
+    "eval=[]": "eval=[]: is a section; set its keys with eval.<key>=…",
+    "guards.kl=null": "is a section; set its keys with guards.kl.<key>=…",
+    "data.train=null": "is a section; set its keys with data.train.<key>=…",
+    "data.map=3": "is a section; set its keys with data.map.<key>=…",
+    "chat_template.kwargs=3": "is a section; set its keys with chat_template.kwargs.<key>=…",
+    "~data.train": "~data.train: cannot be left out, as every run has it; set its keys with data.t",
+    "~algorithm.objective": "cannot be left out, as every run has it; set its keys with algorithm.",
+    "stop_tools=[null]": "expected a list of texts",
+    "response_schema.lenient=2": "expected true or false",
+    "rollout.deterministic=7": "expected true or false",
+    "experiment={}": "experiment={}: takes one option; the options are: calculator",
+    "tools=null": "a group takes an option (add, bash, calculator, ",
     "data.test={}": "leaves its keys as they are; for no evaluation set eval.questions=0",
     "~tools": "nothing of that name to leave out; to leave all of it out write tools=[]",
     "~zzz": "nothing of that name to leave out",
+    "=1": "=1: names no setting; settings are written key=value",
+    "+=1": "+=1: names no setting; settings are written key=value",
+    "model.path=ü": "put a value with blanks, commas, brackets, = or letters such as ü in quotes",
+    "optimizer.lr=${oc.env:NO_SUCH_NAME}": (
+        "the interpolation cannot be resolved: Environment variable 'NO_SUCH_NAME' not found"
+    ),
+    "optimizer.lr=${optimizer.lr}": "cannot be resolved: Recursive interpolation detected",
+    "seed=???": "seed: has no value; set it: seed=…",
     "algorithm.beta=${lr}": "'lr' not found",
     # Missing values.
     "model=folder": "model.path: has no value; set it: model.path=…, or choose model=",
@@ -88,6 +132,8 @@ UNUSABLE = {
     "engine.max_context=40": "leaves no room for a prompt in engine.max_context=40",
     # Ranges.
     "steps=0": "must be at least 1",
+    "steps=100000000000000000000000": "must be below 9223372036854775808",
+    "engine.max_rows=100000000000000000000000": "must be below 9223372036854775808",
     "tasks_per_step=-1": "must be at least 1",
     "rollout.max_tool_calls=0": "must be at least 1",
     "rollout.timeout_s=0": "must be more than 0",
@@ -144,6 +190,10 @@ UNUSABLE = {
     "engine.zzz=4": "unknown key; the keys of engine=transformers are: name, max_context, max_rows",
     "engine.max_rows=0": "engine.max_rows=0: must be at least 1",
     "engine._target_=nowhere.SPEC": "engine._target_=nowhere.SPEC: there is no module 'nowhere'",
+    "engine._target_=null": "engine._target_=null: expected a dotted path, e.g. my_pkg.engine.SPEC",
+    "engine._target_=3": "engine._target_=3: expected a dotted path",
+    "engine._target_={a:1}": "engine._target_={a: 1}: expected a dotted path",
+    "engine.name=[vllm]": "engine.name=[vllm]: expected one of: transformers, vllm",
     "engine._target_=json.dumps": "is no EngineSpec; name the object that is one",
     "weight_sync.mode=in_flight": "has no effect without engine=vllm",
     "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
@@ -163,6 +213,7 @@ UNUSABLE = {
     "algorithm.objective.ratio=tokn": "expected one of: token, sequence_mean, sequence_sum (did",
     "algorithm.objective.dual=1.1": "must be above 1 + algorithm.objective.high=1.2: it bounds",
     "algorithm.objective.name=clp": "no such objective (did you mean 'clip'?); they are: cispo",
+    "algorithm.objective.name=[clip]": "algorithm.objective.name=[clip]: no such objective",
     "algorithm.objective.name=vespo": "algorithm.objective.low=0.2: no key of vespo; clip and geom",
     "algorithm.objective=vespo": "is a section; choose one with algorithm/objective=vespo",
     "algorithm.objective._target_=my_pkg.band": (
@@ -634,6 +685,10 @@ THEIRS = {
     "actor_rollout_ref.rollout.n=8": "n=8: unknown key; it is algorithm.group_size here",
     "algorithm.adv_estimator=grpo": "it is algorithm.advantage here",
     "data.train_files=a.parquet": "it is data.path here (with data=file)",
+    "temperature=0.7": "it is rollout.temperature here",
+    "clip_high=0.3": "it is algorithm.objective.high here",
+    "lora_r=8": "it is model.lora.rank here",
+    "use_peft=true": "it is model.lora.rank here (0: no adapters)",
     "use_vllm=true": "it is engine.name here (engine=vllm)",
     "+trainer.nnodes=2": "it is distributed.nodes here",
     "trainer.critic_warmup=0": "that is verl's; `agenttrain settings` prints ours",
@@ -643,6 +698,16 @@ THEIRS = {
 @pytest.mark.parametrize(("override", "expected"), THEIRS.items())
 def test_names_of_trl_and_verl_are_answered_with_ours(override: str, expected: str) -> None:
     assert expected in refusal(override)
+
+
+def test_all_unknown_keys_are_named_at_once() -> None:
+    lines = refusal("lr=1", "zzz=1", "steps=many", "seed=x").splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["lr=1", "zzz=1", "steps=many"]
+
+
+def test_both_missing_numbers_are_one_problem() -> None:
+    expected = "optimizer.betas=[]: must be two numbers, e.g. [0.9,0.99]"
+    assert refusal("optimizer.betas=[]") == expected
 
 
 def test_ours_exist_and_theirs_are_none_of_ours() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session
@@ -72,6 +73,11 @@ def test_a_value_stands_on_top_of_a_group_chosen_anew(run: Path) -> None:
         ("~tracker", "~tracker: cannot be combined with resume="),
         ("stps=4", "(did you mean 'steps'?)"),
         ("steps=many", "steps=many: expected a whole number"),
+        ("engine={}", "engine={}: leaves its keys as they are; it is a section; set its keys with"),
+        ("engine=[vllm]", "engine=[vllm]: takes one option"),
+        ("engine=3", "engine=3: no such option"),
+        ("eval=null", "eval=null: is a section; set its keys with eval.<key>=…"),
+        ("++tools.sql.timeout_s=3", "tools.sql.timeout_s=3: cannot be combined with resume="),
         ("steps=1,2", "steps=1,2: a saved run takes one value"),
         ("eval.qestions=3", "(did you mean 'eval.questions'?)"),
         ("tracker=trakio", "(did you mean 'trackio'?)"),
@@ -82,6 +88,50 @@ def test_other_settings_are_refused(run: Path, override: str, expected: str) -> 
     with pytest.raises(ConfigError) as caught:
         resume(run, override)
     assert expected in str(caught.value)
+
+
+def rewrite(run: Path, **sections: object) -> None:
+    """Replace keys in sections of config.yaml; a key with None is left out."""
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    for name, changes in sections.items():
+        changed = {**settings[name], **changes} if isinstance(changes, dict) else changes
+        if isinstance(changed, dict):
+            changed = {key: value for key, value in changed.items() if value is not None}
+        settings[name] = changed
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+
+
+def test_a_wrong_value_of_the_file_names_the_file(run: Path) -> None:
+    file = run / "config.yaml"
+    rewrite(run, steps=-3, engine={"name": ["vllm"]})
+    with pytest.raises(ConfigError) as caught:
+        resume(run, "eval.every=-1")
+    starts = [line.partition(": ")[0] for line in str(caught.value).splitlines()]
+    assert starts == [
+        f"engine.name=[vllm] (in {file})",
+        "eval.every=-1",
+        f"steps=-3 (in {file})",
+    ]
+
+
+def test_an_objective_of_the_first_layout_that_never_was(run: Path) -> None:
+    rewrite(run, algorithm={"objective": None, "surrogate": "clp", "clip_high": 0.3})
+    expected = r"algorithm\.surrogate=clp: expected one of: clip, .*\(did you mean 'clip'\?\)"
+    with pytest.raises(ConfigError, match=expected):
+        resume(run)
+
+
+@pytest.mark.parametrize("trust", [True, False])
+def test_a_path_of_ours_that_this_version_lacks(run: Path, trust: bool) -> None:
+    path = "agenttrain.tools.sql.Sqq"
+    rewrite(run, tools={"sql": {"_target_": path}})
+    with pytest.raises(ConfigError) as caught, hydra_session(SOURCE):
+        resumed(run, [], SOURCE, trust=trust)
+    assert str(caught.value) == (
+        f"resume={run}: tools.sql._target_={path}: is no name of this version of agenttrain (did "
+        "you mean 'agenttrain.tools.builtin.sql.Sql'?); write today's name into config.yaml, or "
+        "use the version that wrote it"
+    )
 
 
 @pytest.mark.parametrize("summary", [{"verb": "eval"}, {"status": "finished", "steps": 0}])
@@ -121,6 +171,9 @@ def test_a_config_that_does_not_fit(run: Path, content: str) -> None:
         (b"- seed: 1\n", "it holds a list, and a run's settings are a mapping of names"),
         (b"tools: &a\n  b: *a\n", "a value in it contains itself"),
         (b"seed: ${steps}\nsteps: ${seed}\n", "Recursive interpolation detected"),
+        (b"optimizer: {name: [sgd]}", "optimizer.name: expected a text; put back"),
+        (b"steps: many", "steps: expected a whole number; put back"),
+        (b"algorithm: {group_sise: 3}", "algorithm.group_sise: unknown key (did you mean"),
         (b"seed: 1  # \xe4\n", "it is not UTF-8 text: invalid continuation byte at byte 11"),
     ],
 )

@@ -317,7 +317,7 @@ def _resolve(section: Any) -> Objective:
             )
         return Objective(section)
     known, name = all_objectives(), section.get("name", DEFAULT)
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise InvalidSettings(
             f"{KEY}.name={shown(name)}: no such objective{did_you_mean(str(name), known)}; they "
             f"are: {', '.join(sorted(known))}; one of your own is algorithm/objective=own "

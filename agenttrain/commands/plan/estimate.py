@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from agenttrain.engines.memory import EngineLoad, EngineMemory, MemoryItem, When
-from agenttrain.engines.registry import spec_of
+from agenttrain.engines.registry import spec_of, specs
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
@@ -163,7 +163,15 @@ def estimate(
         sharded=config.distributed.name is DistributedName.fsdp2,
         adapters=config.model.lora.rank > 0,
     )
-    engine = spec_of(config.engine).memory(config.engine, engine_load, sizes)
+    try:
+        engine = spec_of(config.engine).memory(config.engine, engine_load, sizes)
+    except Exception as error:
+        if config.engine.name in specs():
+            raise
+        raise ConfigError(
+            f"engine._target_={config.engine.name}: its memory() raised {type(error).__name__}: "
+            f"{error}"
+        ) from error
     parts += engine.items
     if on_gpu:
         parts.append(

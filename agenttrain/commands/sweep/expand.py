@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import ceil, inf, isfinite, prod
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from omegaconf import DictConfig
 
 from agenttrain.commands.sweep.config import LOWER_IS_BETTER, Direction, Sampler
@@ -22,6 +23,8 @@ from agenttrain.types import ConfigError
 
 REPEATED = "seed"
 """Setting that is not part of a trial: every trial is run with each of its values."""
+MOST = 10_000
+"""Configurations of a sweep. Each is composed and checked before the first one runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,8 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
         fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
         raw = compose_raw(fixed, source, with_hydra=True)
         for part in ("launcher", "sweeper"):
-            target = raw.hydra[part]["_target_"]
+            plugin = raw.hydra[part]  # a text after hydra.sweeper=optuna
+            target = str(plugin["_target_"] if isinstance(plugin, Mapping) else plugin)
             if not target.endswith(f".Basic{part.capitalize()}"):
                 raise ConfigError(f"hydra/{part}={target}: {REPLACED[part]}")
         for override in parsed:
@@ -55,6 +59,9 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
                 raise ConfigError(f"{override.input_line}: is the sweep's own and takes one value")
         params = [f"{key}={value}" for key, value in (raw.hydra.sweeper.params or {}).items()]
         swept = [*parse(open_keys(params)), *parsed]
+        for override in {override.get_key_element(): override for override in swept}.values():
+            if override.is_sweep_override() and not override.is_interval_sweep():
+                _check_number(_number_of_values(override), _typed(override))
         if raw.sweep.sampler is Sampler.tpe:
             return _searched(swept, raw)
         if raw.sweep.direction is not None:
@@ -67,6 +74,7 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
             combinations = _all(swept)
         else:  # no two trials are the same, and each has all seeds
             axes, repeats = _divided(swept)
+            _check_number(raw.sweep.trials * len(repeats), f"sweep.trials={raw.sweep.trials}")
             check_space(axes, raw.sweep.trials)
             trials = draw_trials(axes, raw.sweep.trials, raw.sweep.trials_seed)
             combinations = [
@@ -78,8 +86,51 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
                 listed.append(open_keys(shlex.split(run)))
             except ValueError as error:
                 raise ConfigError(f"sweep.runs: {run}: {error}; quotes come in pairs") from error
+    _check_number(len(listed or [[]]) * len(combinations), "sweep.runs")
     runs = [[*run, *values] for run, values in product(listed or [[]], combinations)]
+    _check_distinct(runs)
     return Expansion(runs=runs, search=None)
+
+
+def _typed(override: Override) -> str:
+    """Return the override without the marks that `open_keys` puts before it."""
+    return (override.input_line or "").removeprefix("++")
+
+
+def _number_of_values(override: Override) -> int:
+    """Return the number of values of an override. Those of a range are not listed."""
+    sweep = override.value()
+    if isinstance(sweep, ChoiceSweep):
+        return len(sweep.list)
+    if not isinstance(sweep, RangeSweep):
+        return len(list(override.sweep_string_iterator()))
+    assert sweep.start is not None and sweep.stop is not None
+    number = (sweep.stop - sweep.start) / sweep.step if sweep.step else inf
+    if not isfinite(number):
+        raise ConfigError(f"{_typed(override)}: has no end; change the last value or the step")
+    return max(0, ceil(number))
+
+
+def _check_number(number: int, setting: str) -> None:
+    if number == 0:
+        raise ConfigError(f"{setting}: has no values; name some, e.g. seed=1,2 or seed=range(1,3)")
+    if number > MOST:
+        raise ConfigError(
+            f"{setting}: {number} configurations; a sweep takes at most {MOST}; name fewer values, "
+            "or use sweep=optuna with sweep.trials=…, and int(interval(…)) for a range"
+        )
+
+
+def _check_distinct(runs: Sequence[Sequence[str]]) -> None:
+    """Raise ConfigError if two runs have the same settings."""
+    known = set()
+    for run in runs:
+        # The last override of a key counts.
+        settings = {text.lstrip("+").partition("=")[0]: text.lstrip("+") for text in run}
+        if (same := frozenset(settings.values())) in known:
+            typed = " ".join(text.removeprefix("++") for text in run)
+            raise ConfigError(f"{typed}: the sweep has this run twice; name each value once")
+        known.add(same)
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -99,7 +150,11 @@ def _all(overrides: Sequence[Override]) -> list[list[str]]:
                 f"{override.input_line}: a range has infinitely many values; add sweep.trials=… to "
                 "draw some configurations, or name the values"
             )
+    last = {override.get_key_element(): override for override in overrides}
+    swept = [override for override in last.values() if override.is_sweep_override()]
+    _check_number(prod(map(_number_of_values, swept)), " ".join(map(_typed, swept)))
     (batch,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)
+    _check_distinct(batch)
     return [list(run) for run in batch]
 
 
