@@ -74,7 +74,8 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             built = [n for n, s in others.items() if isinstance(s, Mapping) and "_target_" in s]
             hint = did_you_mean(name, built)
             yield (
-                f"{key}={section}: has no _target_{hint}; add one: {key}._target_=my_module.{name}"
+                f"{key}={shown(section)}: has no _target_{hint}; add one: "
+                f"{key}._target_=my_module.{name}"
             )
         elif kind in SETTINGS_BESIDE:
             try:

@@ -428,7 +428,9 @@ def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequ
             return f"{override}: there is nothing of that name to leave out{remedy}"
         if key in groups and value == "null":
             options = ", ".join(groups[key])
-            remedy = f"{key}=[] leaves all out" if key in SEVERAL else f"~{key} leaves it out"
+            remedy = (
+                f"{key}=[] leaves all out" if key in SEVERAL else "leave it out for the default"
+            )
             return f"{override}: a group takes an option ({options}); {remedy}"
         if override.startswith("+") and key in groups:
             return f"{override}: the group is there already; write {key}={value}"
