@@ -40,7 +40,6 @@ ON_A_RUN = {"view", "replay", "rescore", "export", "templates", "tools", "data"}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.mark is None]
 WITH_COMMANDS = [block for block in RUNNABLE if block.language in ("bash", "console")]
-SLOW = [block for block in BLOCKS if block.mark == "slow"]
 PROGRAM_BLOCKS = [block for block in RUNNABLE if block.language == "python"]
 
 
@@ -164,21 +163,6 @@ def test_data(block: Block) -> None:
         return
     for line in block.text.splitlines():
         json.loads(line)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("block", SLOW, ids=str)
-def test_long_commands(block: Block, place: Path) -> None:
-    for command in block.commands():
-        program, *arguments = shlex.split(command)
-        assert program == "agenttrain"
-        subprocess.run(
-            [sys.executable, "-m", "agenttrain.cli", *arguments],
-            check=True,
-            cwd=place,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
 
 
 def test_the_check_names_the_objective_of_the_page(tmp_path: Path) -> None:
