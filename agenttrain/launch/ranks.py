@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event
 from typing import Any
-
-import torch.distributed as dist
 
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed
@@ -30,6 +29,9 @@ OF_NODE = ("processes", "rendezvous", "node_rank")
 """Settings of `distributed` that may differ from node to node."""
 SHOWN = 3
 """Differences that an error lists; one cause may have many."""
+_agreed = Event()
+"""Set once this process has met the other ranks. Not `dist.is_initialized()`: vLLM destroys the
+process group when it closes, and the ranks would meet again after their run, or wait for ever."""
 
 
 class Disagreement(ConfigError):
@@ -56,6 +58,7 @@ def agree(world: World, own: Proposal) -> Proposal:
 
     Its message: ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``
     """
+    _agreed.set()
     first = world.broadcast(own, "the settings")
     problem = own.problem
     if problem is None and first.problem is None and first.settings:
@@ -132,10 +135,10 @@ def share(command: Callable[[], int]) -> int:
     try:
         code = command()
     except ConfigError as error:
-        if not dist.is_initialized():
+        if not _agreed.is_set():
             agree(World.start(), Proposal(problem=str(error)))
         raise
-    if code == DONE and not dist.is_initialized():
+    if code == DONE and not _agreed.is_set():
         agree(World.start(), Proposal())
     return code
 

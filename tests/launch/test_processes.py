@@ -265,6 +265,55 @@ def composed(*overrides: str):
         return compose_run(open_keys(overrides), Source())
 
 
+def run_ranks(folder: Path, commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Start each command as a rank, as torchrun does; return exit code, stdout and stderr."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    meeting = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            line,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=environment(RANK=str(rank), **meeting),
+        )
+        for rank, line in enumerate(commands)
+    ]
+    try:
+        printed = [rank.communicate(timeout=HANGS) for rank in ranks]
+    finally:
+        kill_left(folder)
+    return [(rank.returncode, *texts) for rank, texts in zip(ranks, printed, strict=True)]
+
+
+AGREED = """
+import torch.distributed as dist
+
+from agenttrain.launch.ranks import Proposal, agree, share
+from agenttrain.launch.worker import leave
+from agenttrain.training.world import World
+
+
+def run():
+    agree(World.start(timeout_s=60), Proposal(settings={"seed": 0}, folder="run"))
+    dist.destroy_process_group()  # as vLLM does when an engine of several processes closes
+    return 0
+
+
+code = share(run)
+leave(7 if dist.is_initialized() else code)
+"""
+
+
+def test_ranks_that_have_agreed_do_not_meet_again_after_their_run(tmp_path):
+    """The second meeting would find the addresses of the first, and could wait for ever."""
+    ends = run_ranks(tmp_path, [[sys.executable, "-c", AGREED]] * 2)
+    assert [code for code, *_ in ends] == [0, 0], ends
+
+
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
@@ -273,28 +322,12 @@ def composed(*overrides: str):
     ],
 )
 def test_ranks_that_compose_otherwise_are_refused_by_name(tmp_path, other, problem):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            command(*TINY, "hydra.run.dir=run", *more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env=environment(RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
-        )
-        for rank, more in (("0", ()), ("1", (other,)))
-    ]
-    try:
-        ends = [rank.communicate(timeout=HANGS) for rank in ranks]
-    finally:
-        kill_left(tmp_path)
-    assert [rank.returncode for rank in ranks] == [REFUSED, REFUSED], ends
-    (line,) = ends[0][1].splitlines()
+    words = (*TINY, "hydra.run.dir=run")
+    ends = run_ranks(tmp_path, [command(*words), command(*words, other)])
+    assert [code for code, *_ in ends] == [REFUSED, REFUSED], ends
+    (line,) = ends[0][2].splitlines()
     assert line.startswith(f"agenttrain: rank 1 on {socket.gethostname()}: {problem}")
-    assert ends[1] == ("", "")
+    assert ends[1][1:] == ("", "")
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
