@@ -255,9 +255,10 @@ def test_a_recorded_name_that_no_table_has_is_refused_with_its_key(capsys):
     tools = {"db": {"_target_": "agenttrain.tools.sqlx.Sql"}}
     change_settings(RUN, tools=tools)
     assert main([f"resume={RUN}", "steps=3", "trust=true"]) == 2
-    assert "tools.db._target_=agenttrain.tools.sqlx.Sql: agenttrain.tools has no 'sqlx'" in (
-        capsys.readouterr().err
+    expected = (
+        "tools.db._target_=agenttrain.tools.sqlx.Sql: is no name of this version of agenttrain"
     )
+    assert expected in capsys.readouterr().err
 
 
 def test_a_job_that_never_started_runs_with_todays_names():

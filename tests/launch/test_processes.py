@@ -399,7 +399,7 @@ def test_what_accelerate_was_told_is_not_left_out(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     fsdp, precision, backend = foreign_problems("no")
-    assert fsdp == "ACCELERATE_USE_FSDP=true: say distributed=fsdp2 instead"
+    assert fsdp == "ACCELERATE_USE_FSDP=true: set distributed=fsdp2 instead"
     assert precision.startswith("ACCELERATE_MIXED_PRECISION=bf16: the run has training.mixed_")
     assert backend.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR: ")
     assert list(foreign_problems("bf16")) == [fsdp, backend]

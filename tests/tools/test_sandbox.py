@@ -334,7 +334,10 @@ asyncio.run(main())
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == -9, ended.stderr
-    left = [psutil.Process(int(pid)) for pid in ended.stdout.split() if psutil.pid_exists(int(pid))]
+    left = []
+    for pid in ended.stdout.split():
+        with suppress(psutil.NoSuchProcess):
+            left.append(psutil.Process(int(pid)))
     assert psutil.wait_procs(left, timeout=20)[1] == []
 
 
