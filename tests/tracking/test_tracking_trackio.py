@@ -47,29 +47,31 @@ def run(folder: Path, steps: range, **settings) -> str:
     return out.getvalue()
 
 
-def signal_children() -> int:
-    """Send every child of this process what a process group may get; how many there are."""
-    found = [pid for task in Path("/proc/self/task").iterdir() for pid in _children(task)]
-    for pid in found:
+def children() -> set[int]:
+    """Return the processes that this one has started."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def signal_all(pids: set[int]) -> None:
+    """Send processes what a process group may get."""
+    for pid in pids:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
             os.kill(pid, number)
-    return len(found)
-
-
-def _children(task: Path) -> list[int]:
-    return [int(pid) for pid in (task / "children").read_text().split()]
 
 
 def test_signals_to_the_process_group_do_not_end_the_dashboard(tmp_path):
     """The run handles them, and records steps until it stops."""
     folder, out = tmp_path / "run", io.StringIO()
     arguments = {"project": "shop", "name": "run", "total_steps": 2, "console": Console(file=out)}
+    others = children()  # of tests that ran before in this process
     with Tracker(folder, TrackerConfig(console=False), **arguments) as tracker:
-        assert signal_children() == 1  # before the process has begun
+        (dashboard,) = children() - others
+        signal_all({dashboard})  # before the process has begun
         tracker.step(1, {"reward": 0.25}, three())
         while not (folder / "trackio" / "shop.db").exists():
             time.sleep(0.05)
-        signal_children()
+        signal_all({dashboard})
         tracker.step(2, {"reward": 0.5}, three())
     found = [m["reward"] for _, _, m in rows(folder / "trackio") if "reward" in m]
     assert (found, "trackio failed" in out.getvalue()) == ([0.25, 0.5], False)
