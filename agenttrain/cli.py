@@ -85,6 +85,7 @@ from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
 from agenttrain.utils.files import conf_folder
 from agenttrain.utils.model_path import PARTS, SIZES
 from agenttrain.utils.output import lost_output, protect
+from agenttrain.utils.overrides import as_typed
 
 RUNNING_VERBS = ("train", "sft", "eval")
 """Verbs that a sweep can run."""
@@ -231,7 +232,7 @@ def compose_all(command: Command) -> list[Composed]:
         try:
             runs.append(_compose_one(combination, command))
         except ConfigError as error:
-            typed = " ".join(text.removeprefix("++") for text in combination)
+            typed = " ".join(as_typed(text) for text in combination)
             raise ConfigError(f"in the run {typed}\n{error}") from error
     if command.verb in (*RUNNING_VERBS, CHECK):
         verb = "train" if command.verb == CHECK else command.verb

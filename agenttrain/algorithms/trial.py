@@ -11,7 +11,7 @@ from torch import Tensor
 from agenttrain.algorithms.config import AlgorithmConfig, Correction
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
 from agenttrain.types import ConfigError
-from agenttrain.utils.locate import described
+from agenttrain.utils.locate import error_with_line
 from agenttrain.utils.sections import shown
 
 
@@ -39,7 +39,7 @@ def try_objective(config: AlgorithmConfig) -> None:
         output = objective(inputs)
         problems = list(_problems(output, logprobs_S, objective.registered.metrics))
     except Exception as error:
-        raise ConfigError(f"{where} raised {described(error)}") from error
+        raise ConfigError(f"{where} raised {error_with_line(error)}") from error
     if problems:
         raise ConfigError("\n".join(f"{where} {problem}" for problem in problems))
 

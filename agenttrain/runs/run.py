@@ -32,7 +32,7 @@ from agenttrain.evaluation import (
 from agenttrain.health.crash import Evidence
 from agenttrain.health.guards import Guards
 from agenttrain.health.watchdog import Watchdog
-from agenttrain.rollout.collector import Collected, NoRewards, why_unrewarded
+from agenttrain.rollout.collector import Collected, Collector, NoRewards, why_unrewarded
 from agenttrain.rollout.declared import write_declared
 from agenttrain.rollout.sharing import Costs
 from agenttrain.rollout.source import Demonstrations, RolloutSource
@@ -474,43 +474,11 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
                 policy, engine, done, config.weight_sync, prompt_ids=components.probe_prompt()
             )
     run.tracker = stack.enter_context(run.make_tracker(done))
-    source: BatchSource
-    evaluator: Evaluator
     if collector is None:
-        source = demonstrations = Demonstrations(
-            demonstrator=components.demonstrator,
-            tasks=components.train_tasks,
-            batch_size=config.sft.batch_size,
-            on_bad_row=config.data.on_bad_row,
-            max_tokens=_longest_conversation(config, policy),
-            peers=world,
-        )
-        evaluator = LossEvaluator(
-            config=config,
-            source=demonstrations,
-            tasks=components.test_tasks,
-            policy=policy,
-            world=world,
-        )
+        source, evaluator = _of_conversations(run, components, policy)
     else:
         run.evidence = Evidence(folder=run.folder, policy=policy, checkpoints=checkpoints)
-        order = config.data.curriculum
-        curriculum = (
-            Curriculum(components.train_tasks, order, seed=config.seed) if order.enabled else None
-        )
-        source = rollouts = RolloutSource(
-            algorithm=config.algorithm,
-            tasks_per_step=config.tasks_per_step,
-            seed=config.seed,
-            collector=replace(collector, stop=run.stop, progress=run.tracker.progress.rollouts),
-            tasks=components.train_tasks,
-            curriculum=curriculum,
-            peers=world,
-            costs=Costs(config.eval.group_by),
-        )
-        evaluator = TaskEvaluator(
-            config=config, source=rollouts, tasks=components.test_tasks, world=world
-        )
+        source, evaluator = _of_rollouts(run, components, collector)
     trainer = Trainer(
         config=config,
         run=run,
@@ -528,12 +496,52 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     return trainer
 
 
-def _longest_conversation(config: RunConfig, policy: Policy) -> int:
-    """Return the tokens of the longest conversation that is learned from."""
-    text = policy.model.config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
+def _of_conversations(
+    run: Run, components: Components, policy: Policy
+) -> tuple[BatchSource, Evaluator]:
+    """Return the batches of recorded conversations, and the loss of those held out."""
+    config = run.config
+    # The longest conversation that is learned from.
+    context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
     limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]
-    return min(limits, default=2**31)
+    source = Demonstrations(
+        demonstrator=components.demonstrator,
+        tasks=components.train_tasks,
+        batch_size=config.sft.batch_size,
+        on_bad_row=config.data.on_bad_row,
+        max_tokens=min(limits, default=2**31),
+        peers=run.world,
+    )
+    evaluator = LossEvaluator(
+        config=config,
+        source=source,
+        tasks=components.test_tasks,
+        policy=policy,
+        world=run.world,
+    )
+    return source, evaluator
+
+
+def _of_rollouts(
+    run: Run, components: Components, collector: Collector
+) -> tuple[BatchSource, Evaluator]:
+    """Return the batches of sampled rollouts, and the evaluation on held-out tasks."""
+    config, tasks = run.config, components.train_tasks
+    order = config.data.curriculum
+    source = RolloutSource(
+        algorithm=config.algorithm,
+        tasks_per_step=config.tasks_per_step,
+        seed=config.seed,
+        collector=replace(collector, stop=run.stop, progress=run.tracker.progress.rollouts),
+        tasks=tasks,
+        curriculum=Curriculum(tasks, order, seed=config.seed) if order.enabled else None,
+        peers=run.world,
+        costs=Costs(config.eval.group_by),
+    )
+    evaluator = TaskEvaluator(
+        config=config, source=source, tasks=components.test_tasks, world=run.world
+    )
+    return source, evaluator
 
 
 def _best(trainer: Trainer) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from agenttrain.training.config import Dtype, Init, MixedPrecision, Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.model_path import PARTS, model_folder
+from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import shown
 from agenttrain.utils.text_templates import TextTemplate
 
@@ -287,12 +288,11 @@ def check_verb(verb: str, overrides: Sequence[str]) -> None:
     unread = UNREAD.get(verb, ())
     problems = []
     for text in overrides:
-        key = text.lstrip("+~").partition("=")[0].partition("@")[0]
+        key = key_of(text).partition("@")[0]
         parts = key.split(".")
         prefixes = {".".join(parts[: end + 1]) for end in range(len(parts))}
         if prefixes & set(unread) and key not in READ:
-            typed = text.removeprefix("++")  # `open_keys` puts it there
-            problems.append(f"{typed}: has no effect in agenttrain {verb}; leave it out")
+            problems.append(f"{as_typed(text)}: has no effect in agenttrain {verb}; leave it out")
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -26,6 +26,7 @@ from agenttrain.settings.messages import check_values, explained, with_files
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
+from agenttrain.utils.overrides import as_typed
 from agenttrain.utils.sections import plain, validated
 
 HYDRA_VERSION = "1.3"
@@ -115,7 +116,8 @@ def compose_raw(
     while True:
         try:
             with explained(left, source.groups):
-                check_values(left, source.groups)
+                parsed = OverridesParser.create().parse_overrides(left)
+                check_values(parsed, source.groups)
                 raw = compose(source.name, left, return_hydra_config=with_hydra)
             break
         except ConfigError as error:
@@ -187,8 +189,7 @@ def unchanged(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[st
             remedy = "for no evaluation set eval.questions=0"
         elif key in ("tools", "reward"):
             remedy = f"to leave all of it out write {key}=[]"
-        typed = (override.input_line or "").removeprefix("++")
-        yield f"{typed}: leaves its keys as they are; {remedy}"
+        yield f"{as_typed(override.input_line)}: leaves its keys as they are; {remedy}"
 
 
 def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:

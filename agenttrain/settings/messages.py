@@ -16,7 +16,7 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -35,6 +35,7 @@ from agenttrain.settings.run_config import RunConfig, choices
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import field_names, shown
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -172,7 +173,7 @@ def _explain(
     if isinstance(error, OverrideParseException):
         if "=" not in error.override and not error.override.startswith("~"):
             return f"{error.override}: settings are written key=value"
-        typed = error.override.removeprefix("++")  # `open_keys` puts it there
+        typed = as_typed(error.override)
         return (
             f"{typed}: cannot be read; put a value with blanks, commas, brackets, = or "
             "letters such as ü in quotes that the shell leaves alone, e.g. 'model.path=\"a, b\"'"
@@ -185,13 +186,13 @@ def _explain(
 
 
 def check_values(
-    overrides: Sequence[str], groups: Callable[[], Mapping[str, Sequence[str]]]
+    overrides: Sequence[Override], groups: Callable[[], Mapping[str, Sequence[str]]]
 ) -> None:
     """Raise ConfigError for values of the wrong kind that Hydra takes, or refuses without a key."""
     options = groups()
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    for override in overrides:
         key, value = override.key_or_group, override.value()
-        line = (override.input_line or "").removeprefix("++")
+        line = as_typed(override.input_line)
         if not key:
             raise ConfigError(f"{line}: names no setting; settings are written key=value")
         if override.is_delete() or override.is_sweep_override():
@@ -276,10 +277,10 @@ def _about_key(
     where = f"{setting} (in {file[1]}.yaml)" if file else setting
     meant = key
     for override in overrides:
-        name = override.partition("=")[0].lstrip("+~")
+        name = key_of(override)
         if name == setting or name.startswith(setting + "."):
             # OmegaConf names the first unknown part.
-            where, meant = override.removeprefix("++"), name
+            where, meant = as_typed(override), name
             break
     chosen = where.partition("=")[0].partition(" ")[0].lstrip("+")
     if key in groups and key == chosen and key not in setting_keys():
@@ -363,7 +364,7 @@ def with_files(text: str, overrides: Sequence[str], config_name: str) -> str:
     Example: ``optimizer.lrr=1: unknown key …`` -> ``optimizer.lrr=1 (in experiment/mine.yaml):
     unknown key …``. Needs a `hydra_session`.
     """
-    typed = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    typed = [key_of(override) for override in overrides]
     loader = cast(ConfigLoaderImpl, cast(Hydra, GlobalHydra.instance().hydra).config_loader)
     lines = []
     for line in text.splitlines():

@@ -30,6 +30,7 @@ from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import OBJECTIVES, in_this_layout
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.overrides import as_typed
 from agenttrain.utils.sections import field_names, shown
 
 RESUMABLE = (
@@ -220,16 +221,14 @@ def _changed(
     for text in overrides:
         with explained([text], source.groups):
             parsed += OverridesParser.create().parse_overrides([text])
-            check_values([text], source.groups)
+            check_values(parsed[-1:], source.groups)
         if parsed[-1].is_sweep_override():
-            typed_text = text.removeprefix("++")
-            raise ConfigError(f"{typed_text}: a saved run takes one value, not several")
+            raise ConfigError(f"{as_typed(text)}: a saved run takes one value, not several")
     for override in parsed:
         section = override.key_or_group.partition(".")[0]
         if section not in allowed or override.type is OverrideType.DEL:
-            line = (override.input_line or "").removeprefix("++")
             raise ConfigError(
-                f"{line}: cannot be combined with {argument}"
+                f"{as_typed(override.input_line)}: cannot be combined with {argument}"
                 f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
             )
     node, own = _read(argument, folder)

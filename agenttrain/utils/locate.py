@@ -85,7 +85,7 @@ def about_argument(error: ValueError, key: str, bound: Mapping[str, Any]) -> str
     return f"{key}.{error}" if named else f"{key}: {error}"
 
 
-def described(error: BaseException) -> str:
+def error_with_line(error: BaseException) -> str:
     """Return the error's type, its text, and the line of the user's code that it passed last.
 
     Example: ``TypeError: 'int' object is not callable (/home/me/my_tools.py:12)``.
@@ -131,7 +131,9 @@ def locate(path: object, *, key: str) -> Any:
                     f"{key}={path}: importing it failed: {error}{user_line(error)}"
                 ) from error
         except (Exception, SystemExit) as error:  # a script may end with sys.exit(main())
-            raise ValueError(f"{key}={path}: importing it failed: {described(error)}") from error
+            raise ValueError(
+                f"{key}={path}: importing it failed: {error_with_line(error)}"
+            ) from error
     else:
         if len(parts) == 1:
             raise ValueError(

@@ -21,7 +21,7 @@ from rich.syntax import Syntax
 from agenttrain.commands.slurm import script as sbatch
 from agenttrain.commands.slurm.config import SlurmConfig, check_submission
 from agenttrain.commands.slurm.script import NAME, OFFLINE, JobScript, render, unshared
-from agenttrain.commands.sweep.command import key_of, new_sweep
+from agenttrain.commands.sweep.command import new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.record import RECORD, SweepRecord, quote_path, write_record
@@ -36,6 +36,7 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
+from agenttrain.utils.overrides import key_of
 
 VERBS = ("train", "sft")
 """Verbs that can be submitted: they can be resumed."""

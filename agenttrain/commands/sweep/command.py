@@ -34,6 +34,7 @@ from agenttrain.settings.saved import RESUMABLE, resumed
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import override_in_this_layout
+from agenttrain.utils.overrides import key_of
 from agenttrain.utils.sections import validated
 
 NUMBERED = "${hydra.job.num}"
@@ -179,11 +180,6 @@ def _with_trials(folder: Path, record: SweepRecord, trials: int) -> SweepRecord:
     record = replace(record, search=replace(record.search, trials=trials))
     write_record(folder, record)
     return record
-
-
-def key_of(text: str) -> str:
-    """Return the key of an override: ``++sweep.trials=5`` -> ``sweep.trials``."""
-    return text.lstrip("+~").partition("=")[0]
 
 
 def check_outside_sweep(overrides: Sequence[str]) -> None:

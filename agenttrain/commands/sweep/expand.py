@@ -20,6 +20,7 @@ from agenttrain.commands.sweep.search import check_space, corners, draw_trials
 from agenttrain.settings.compose import Source, compose_raw, open_keys
 from agenttrain.settings.messages import REPLACED, explained
 from agenttrain.types import ConfigError
+from agenttrain.utils.overrides import as_typed
 
 REPEATED = "seed"
 """Setting that is not part of a trial: every trial is run with each of its values."""
@@ -61,7 +62,7 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
         swept = [*parse(open_keys(params)), *parsed]
         for override in {override.get_key_element(): override for override in swept}.values():
             if override.is_sweep_override() and not override.is_interval_sweep():
-                _check_number(_number_of_values(override), _typed(override))
+                _check_number(_number_of_values(override), as_typed(override.input_line))
         if raw.sweep.sampler is Sampler.tpe:
             return _searched(swept, raw)
         if raw.sweep.direction is not None:
@@ -86,15 +87,12 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
                 listed.append(open_keys(shlex.split(run)))
             except ValueError as error:
                 raise ConfigError(f"sweep.runs: {run}: {error}; quotes come in pairs") from error
-    _check_number(len(listed or [[]]) * len(combinations), "sweep.runs")
-    runs = [[*run, *values] for run, values in product(listed or [[]], combinations)]
+    if not listed:
+        return Expansion(runs=combinations, search=None)
+    _check_number(len(listed) * len(combinations), "sweep.runs")
+    runs = [[*run, *values] for run, values in product(listed, combinations)]
     _check_distinct(runs)
     return Expansion(runs=runs, search=None)
-
-
-def _typed(override: Override) -> str:
-    """Return the override without the marks that `open_keys` puts before it."""
-    return (override.input_line or "").removeprefix("++")
 
 
 def _number_of_values(override: Override) -> int:
@@ -107,7 +105,9 @@ def _number_of_values(override: Override) -> int:
     assert sweep.start is not None and sweep.stop is not None
     number = (sweep.stop - sweep.start) / sweep.step if sweep.step else inf
     if not isfinite(number):
-        raise ConfigError(f"{_typed(override)}: has no end; change the last value or the step")
+        raise ConfigError(
+            f"{as_typed(override.input_line)}: has no end; change the last value or the step"
+        )
     return max(0, ceil(number))
 
 
@@ -128,7 +128,7 @@ def _check_distinct(runs: Sequence[Sequence[str]]) -> None:
         # The last override of a key counts.
         settings = {text.lstrip("+").partition("=")[0]: text.lstrip("+") for text in run}
         if (same := frozenset(settings.values())) in known:
-            typed = " ".join(text.removeprefix("++") for text in run)
+            typed = " ".join(as_typed(text) for text in run)
             raise ConfigError(f"{typed}: the sweep has this run twice; name each value once")
         known.add(same)
 
@@ -152,7 +152,10 @@ def _all(overrides: Sequence[Override]) -> list[list[str]]:
             )
     last = {override.get_key_element(): override for override in overrides}
     swept = [override for override in last.values() if override.is_sweep_override()]
-    _check_number(prod(map(_number_of_values, swept)), " ".join(map(_typed, swept)))
+    _check_number(
+        prod(map(_number_of_values, swept)),
+        " ".join(as_typed(override.input_line) for override in swept),
+    )
     (batch,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)
     _check_distinct(batch)
     return [list(run) for run in batch]
