@@ -42,6 +42,7 @@ from agenttrain.launch.worker import leave
 from agenttrain.settings.checks import (
     check_init,
     check_own_objective,
+    check_stop_when,
     check_structured,
     check_test_rows,
     check_verb,
@@ -76,6 +77,7 @@ from agenttrain.settings.saved import (
     resumed,
     resumed_as_begun,
     run_of,
+    stopped_when,
 )
 from agenttrain.settings.trust import ENGINE, SECTIONS
 from agenttrain.tools.config import without_password
@@ -223,6 +225,7 @@ def compose_all(command: Command) -> list[Composed]:
         check_verb(command.verb, overrides)
         check_test_rows(command.verb, composed.config)
         check_structured(command.verb, composed.config)
+        check_stop_when(command.verb, composed.config)
         check_own_objective(command.verb, composed.config)
         return [composed]
     if not command.sweep:
@@ -268,6 +271,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     check_init(command.verb, composed.config)
     check_test_rows(command.verb, composed.config)
     check_structured(command.verb, composed.config)
+    check_stop_when(command.verb, composed.config)
     check_own_objective(command.verb, composed.config)
     return composed
 
@@ -283,15 +287,18 @@ def _continue_run(command: Command, saved: Path, composed: Composed) -> int:
             raise _taken(folder)
         check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
         return _launch(command, composed, folder)
-    done = finished_steps(saved)
-    if done is None or done < composed.config.steps:
+    done, end = finished_steps(saved), composed.config.stop_when
+    ended = stopped_when(saved, end)
+    if done is None or (done < composed.config.steps and not ended):
         remedy = "make it writable, or copy the run and resume the copy"
         check_writable(saved, f"resume={saved}", remedy)
         return _launch(command, composed, saved)
-    print(
-        f"{saved}: finished after {done} steps; for more of them: "
-        f"agenttrain {resuming(command.verb)}resume={quote(str(saved))} steps={2 * done}"
-    )
+    more = f"agenttrain {resuming(command.verb)}resume={quote(str(saved))} "
+    if ended:
+        off = "below" if end.above is None else "above"
+        print(f"{saved}: finished after {done} steps ({end}); for more: {more}stop_when.{off}=null")
+        return 0
+    print(f"{saved}: finished after {done} steps; for more of them: {more}steps={2 * done}")
     schedule = composed.config.optimizer.schedule
     if schedule is not Schedule.constant:
         print(

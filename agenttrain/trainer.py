@@ -20,6 +20,7 @@ from agenttrain.algorithms.loss import Averages, mean_parts, policy_loss
 from agenttrain.engines.base import Engine, Separate
 from agenttrain.evaluation import Best, Evaluation, Evaluator, HeldOutLoss
 from agenttrain.health.guards import Guards, GuardTripped
+from agenttrain.health.stop_when import StopWhen
 from agenttrain.rollout.source import StepBatch
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import FolderGone
@@ -31,6 +32,7 @@ from agenttrain.training.update import Minibatch, assign_advantages, loss_inputs
 from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
+from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.signals import StopRequest
 
 
@@ -95,6 +97,7 @@ class Trainer:
     checkpoints: Checkpoints
     engine: Engine | None = None
     """Samples from the policy; None in supervised runs that sample nothing."""
+    stop_when: StopWhen
     guards: Guards | None = None
     best: Best | None = None
     """The best evaluation so far; None if evaluations are not compared."""
@@ -116,7 +119,7 @@ class Trainer:
         """
         self.run.tracker.progress.begin()
         await self._between_steps()
-        while self.done < self.config.steps:
+        while not self.finished:
             metrics, rollouts = await self.step(self.done + 1)
             self.done += 1
             self._states = random_states()
@@ -126,7 +129,24 @@ class Trainer:
                 with self.run.world.together(f"the guards after step {self.done}", GuardTripped):
                     if self.run.world.is_main:
                         self.guards.check_step(self.done, metrics, rollouts, self.run.tracker.warn)
+            if self.stop_when.config.enabled:
+                self._add_to_stop_when(metrics)
             await self._between_steps()
+
+    @property
+    def finished(self) -> bool:
+        """Return True if no step is left, or `stop_when` has ended the run."""
+        return self.done >= self.config.steps or self.stop_when.record is not None
+
+    def _add_to_stop_when(self, metrics: Mapping[str, float]) -> None:
+        """Add a step to `stop_when`, in every process what the main process measured."""
+        name = self.stop_when.config.metric
+        if self.done == 1 and self.run.world.is_main and name not in metrics:
+            self.run.tracker.warn(
+                f"stop_when.metric={name}: step 1 has no such metric{did_you_mean(name, metrics)}; "
+                "the run ends early only if later steps have it"
+            )
+        self.stop_when.add(self.run.world.broadcast(metrics.get(name), "the metric of stop_when"))
 
     async def step(self, n: int) -> tuple[dict[str, float], list[Rollout]]:
         """Do step n: get rollouts, update the policy, sync the engine; return metrics and rollouts.
@@ -179,7 +199,7 @@ class Trainer:
         """
 
         def is_due(every: int | None) -> bool:
-            return every is not None and self.done % every == 0 and self.done < self.config.steps
+            return every is not None and self.done % every == 0 and not self.finished
 
         if is_due(self.config.eval.every) and self.evaluated < self.done:
             await self.evaluate(f"step-{self.done}")
@@ -232,6 +252,7 @@ class Trainer:
         """Return the JSON state of the loop; the policy and the random states are saved apart."""
         return {
             "evaluated": self.evaluated,
+            **self.stop_when.state_dict(),
             **self.source.state_dict(),
             **({} if self.guards is None else self.guards.state_dict()),
             **({} if self.best is None else {"best": self.best.record}),
@@ -241,6 +262,7 @@ class Trainer:
         """Continue from a checkpoint's state: `state_dict()` with `step` added."""
         self.done = self.saved = state["step"]
         self.evaluated = state["evaluated"]
+        self.stop_when.load_state_dict(state)
         self.source.load_state_dict(state)
         if self.guards is not None:
             self.guards.load_state_dict(state)

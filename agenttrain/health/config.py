@@ -1,6 +1,7 @@
-"""Settings of the guards, which act on signs of a run that goes wrong, and of the watchdog.
+"""Settings of the guards, of `stop_when` and of the watchdog.
 
-The watchdog ends a run with evidence after so many seconds without progress.
+Guards act on signs of a run that goes wrong, `stop_when` ends one that has learned enough, and the
+watchdog ends one with evidence after so many seconds without progress.
 """
 
 from __future__ import annotations
@@ -79,6 +80,47 @@ class GuardsConfig:
             for name, guard in (("kl", self.kl), ("entropy", self.entropy))
             if guard.limit is None and guard.action is OnTrip.stop
         )
+        return self
+
+
+@dataclass(config=SETTINGS)
+class StopWhenConfig:
+    """End the run before its last step, once a metric's moving mean has passed a value.
+
+    The run then evaluates and saves as after its last step. `summary.json` has the mean as
+    `stopped_when`.
+    """
+
+    metric: str = "reward"
+    """A name in metrics.jsonl. Steps in which nothing was measured do not count."""
+    above: Number | None = None
+    """End when the mean is above this; None: no such end."""
+    below: Number | None = None
+    """End when the mean is below this; None: no such end."""
+    patience: Whole = Field(default=5, ge=1)
+    """Steps of the mean: the latest ones."""
+
+    @property
+    def enabled(self) -> bool:
+        """Return True if the run can end before its last step."""
+        return self.above is not None or self.below is not None
+
+    def passed(self, mean: float) -> bool:
+        """Return True if `mean` is beyond the value."""
+        return (self.above is not None and mean > self.above) or (
+            self.below is not None and mean < self.below
+        )
+
+    def __str__(self) -> str:
+        """Return the end as text, e.g. "mean reward of 5 steps above 0.93"."""
+        bound = f"below {self.below:g}" if self.above is None else f"above {self.above:g}"
+        return f"mean {self.metric} of {self.patience} steps {bound}"
+
+    @model_validator(mode="after")
+    def _check(self) -> StopWhenConfig:
+        if self.above is not None and self.below is not None:
+            problem = f"stop_when.below={self.below:g}: stop_when.above={self.above:g} is set too"
+            raise_problems([f"{problem}; set one of them to null"])
         return self
 
 

@@ -31,6 +31,7 @@ from agenttrain.evaluation import (
 )
 from agenttrain.health.crash import Evidence
 from agenttrain.health.guards import Guards
+from agenttrain.health.stop_when import StopWhen
 from agenttrain.health.watchdog import Watchdog
 from agenttrain.rollout.collector import Collected, Collector, NoRewards, why_unrewarded
 from agenttrain.rollout.declared import write_declared
@@ -240,13 +241,19 @@ class Run:
                     trainer.save_checkpoint()
         after = trainer.evaluator.summary(evaluations)
         scores = {"before": before, "after": after, **_best(trainer)}
-        self.record(status="finished", steps=trainer.done, eval=scores)
+        stopped = trainer.stop_when.record if trainer.done < self.config.steps else None
+        self.record(status="finished", steps=trainer.done, eval=scores, stopped_when=stopped)
         if not self.world.is_main:
             return
+        if stopped is not None:
+            print(
+                f"ended after {trainer.done} of {self.config.steps} steps: {self.config.stop_when} "
+                f"({stopped['mean']:.4g})"
+            )
         if self.verb == "sft":
             print_losses(self.folder, before, after)
         else:
-            self._print_scores(components, before, evaluations, trainer.best)
+            self._print_scores(components, before, evaluations, trainer)
 
     async def _evaluate(self, components: Components) -> None:
         with self._timed("seconds"):
@@ -271,8 +278,9 @@ class Run:
         components: Components,
         before: dict[str, Any],
         evaluations: Sequence[Any],
-        best: Best | None = None,
+        trainer: Trainer | None = None,
     ) -> None:
+        best = None if trainer is None else trainer.best
         command = dashboard_command(self.folder, self.project, trackio_folder=self.trackio_folder)
         print_scores(
             before=from_json(before),
@@ -281,7 +289,7 @@ class Run:
             run_folder=self.folder,
             dashboard=command if self.tracker.has_dashboard else None,
             # Only the best of an earlier step: the table has the scores after the last one.
-            best=best.record if best and best.step != self.config.steps else None,
+            best=best.record if trainer and best and best.step != trainer.done else None,
         )
 
     @contextmanager
@@ -487,6 +495,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         evaluator=evaluator,
         engine=engine,
         checkpoints=checkpoints,
+        stop_when=StopWhen(config.stop_when),
         guards=None if supervised else Guards(config=config.guards),
         best=None if supervised else Best(),
         probe=probe,

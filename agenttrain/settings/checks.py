@@ -19,11 +19,12 @@ from agenttrain.launch.config import DistributedName
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.tracking.names import metric_row
+from agenttrain.tracking.names import METRICS, metric_row
 from agenttrain.training.config import Dtype, Init, MixedPrecision, Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.model_path import PARTS, model_folder
+from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import shown
 from agenttrain.utils.text_templates import TextTemplate
@@ -221,6 +222,27 @@ def check_own_objective(verb: str, config: RunConfig) -> None:
     try_objective(config.algorithm)
 
 
+SUPERVISED = ("Training", "Time", "Supervised")
+"""Sections of METRICS that supervised learning writes."""
+
+
+def check_stop_when(verb: str, config: RunConfig) -> None:
+    """Raise ConfigError if `stop_when` names a metric that the verb does not write."""
+    name, objective = config.stop_when.metric, config.algorithm.objective
+    if not config.stop_when.enabled or verb in ("eval", "plan"):
+        return
+    sections = SUPERVISED if verb == "sft" else tuple(METRICS)
+    rows = [row for section in sections for row in METRICS[section]]
+    own = () if verb == "sft" or objective.is_own else objective.registered.metrics
+    known = metric_row(name) in rows or name in own
+    if known or (objective.is_own and verb != "sft"):
+        return
+    problem = f"is no metric{did_you_mean(name, [*(row.pattern for row in rows), *own])}"
+    if verb == "sft" and metric_row(name) is not None:
+        problem = "supervised learning has no such metric; set stop_when.metric=loss, say"
+    raise ConfigError(f"stop_when.metric={name}: {problem}; docs/reference/metrics.md lists them")
+
+
 KEY = "rollout.structured_calls=true"
 UNTRAINED = ("eval", "sft", "plan")
 """Verbs that do not train on sampled tokens."""
@@ -278,7 +300,7 @@ READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_c
 UNREAD = {
     "sft": (*RL_ONLY, "slurm"),
     "train": ("sft", "slurm"),
-    "eval": ("sft", "slurm", "data.curriculum"),
+    "eval": ("sft", "slurm", "data.curriculum", "stop_when"),
 }
 """Verb -> settings without effect in it."""
 

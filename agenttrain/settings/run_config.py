@@ -24,7 +24,7 @@ from agenttrain.commands.sweep.config import SweepConfig
 from agenttrain.data.config import DataConfig
 from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
 from agenttrain.engines.registry import chosen, specs
-from agenttrain.health.config import GuardsConfig, WatchdogConfig
+from agenttrain.health.config import GuardsConfig, StopWhenConfig, WatchdogConfig
 from agenttrain.launch.config import DistributedConfig
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
 from agenttrain.tracking.config import TrackerConfig
@@ -106,6 +106,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    stop_when: StopWhenConfig = field(default_factory=StopWhenConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
@@ -113,7 +114,7 @@ class RunConfig:
     seed: Whole = Field(default=0, ge=0)
     """Seed of everything random; below 2**63, as torch takes no more."""
     steps: Whole = Field(default=100, ge=1)
-    """Steps of the run."""
+    """Steps of the run, the most if `stop_when` ends it."""
     tasks_per_step: Whole = Field(default=8, ge=1)
     """Tasks (P) of a step; P x group_size rollouts."""
     resume: str | None = None

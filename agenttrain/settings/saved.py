@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Any, cast
@@ -13,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
+from agenttrain.health.config import StopWhenConfig
 from agenttrain.settings.compose import (
     Composed,
     Source,
@@ -35,7 +37,7 @@ from agenttrain.utils.sections import field_names, shown
 
 RESUMABLE = (
     *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
-    "resume_changed",
+    *("stop_when", "resume_changed"),
 )
 """Sections that a resumed run may change: the others decide the result of its training."""
 EVALUABLE = (
@@ -184,6 +186,12 @@ def finished_steps(folder: Path) -> int | None:
     """Return the steps of a finished run; None for one that is not finished."""
     summary = _summary(folder)
     return int(summary.get("steps", 0)) if summary.get("status") == "finished" else None
+
+
+def stopped_when(folder: Path, end: StopWhenConfig) -> bool:
+    """Return True if this end has ended the run in `folder` before its last step."""
+    record = _summary(folder).get("stopped_when") or {}
+    return bool(record) and asdict(end).items() <= record.items()
 
 
 def done_steps(folder: Path) -> int:

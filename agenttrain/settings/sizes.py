@@ -28,6 +28,9 @@ class Arithmetic:
     """
 
     steps: int
+    end: str
+    """What may end the run before its last step, e.g. ", or until mean reward of 5 steps above
+    0.93"; may be empty."""
     tasks_per_step: int
     """Also the number of groups: each task has one."""
     group_size: int
@@ -62,7 +65,7 @@ class Arithmetic:
         most = f"            at most {self.most_tasks_per_step:,} sampled for a step"
         return [
             f"tasks       {self.tasks_per_step:,} per step, {self.steps * self.tasks_per_step:,} "
-            f"in {self.steps:,} steps",
+            f"in {self.steps:,} steps{self.end}",
             *([most] if resampled else []),
             f"groups      one per task, {self.group_size} rollouts each",
             f"rollouts    {self.rollouts_per_step:,} per step, "
@@ -87,6 +90,7 @@ def arithmetic(config: RunConfig) -> Arithmetic:
     questions = evaluation.questions if rows is None else min(evaluation.questions, rows)
     return Arithmetic(
         steps=config.steps,
+        end=f", or until {config.stop_when}" if config.stop_when.enabled else "",
         tasks_per_step=config.tasks_per_step,
         group_size=algorithm.group_size,
         rollouts_per_step=rollouts,

@@ -1,0 +1,45 @@
+"""The end of a run before its last step: a metric's moving mean has passed a value."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from agenttrain.health.config import StopWhenConfig
+
+
+@dataclass(slots=True)
+class StopWhen:
+    """The last `patience` values of the metric, and whether their mean has passed."""
+
+    config: StopWhenConfig
+    values: deque[float] = field(default_factory=deque)
+
+    def add(self, value: float | None) -> None:
+        """Add the value of a finished step; None and NaN mean that nothing was measured."""
+        if value is not None and not math.isnan(value):
+            self.values.append(value)
+            while len(self.values) > self.config.patience:
+                self.values.popleft()
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """Return the settings and the mean that has passed, for summary.json; None before that.
+
+        Example: ``{"metric": "reward", "above": 0.93, "below": None, "patience": 5, "mean": 0.94}``
+        """
+        if not self.config.enabled or len(self.values) < self.config.patience:
+            return None
+        mean = math.fsum(self.values) / len(self.values)
+        return {**asdict(self.config), "mean": mean} if self.config.passed(mean) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON state that later steps depend on."""
+        return {"stop_when": list(self.values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`; checkpoints of earlier versions have no values."""
+        self.values = deque(state.get("stop_when", [])[-self.config.patience :])
