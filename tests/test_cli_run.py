@@ -1,4 +1,4 @@
-"""The command from the outside: processes that train, evaluate and sweep, and the built wheel."""
+"""The command from the outside: processes that train, evaluate and sweep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 from omegaconf import OmegaConf
@@ -16,15 +15,13 @@ ROOT = Path(__file__).parents[1]
 SHORT = ("debug=tiny", "steps=1", "tracker=none")
 
 
-def agenttrain(
-    *arguments: str, cwd: Path, package: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
+def agenttrain(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "agenttrain.cli", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -67,22 +64,6 @@ def test_a_run_is_evaluated_and_goes_on(tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr
     assert summary(run)["steps"] == 2
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-@pytest.mark.slow
-def test_the_wheel_brings_its_configuration(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    installed = tmp_path / "installed"
-    ZipFile(wheel).extractall(installed)
-    conf = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")}
-    packaged = installed / "agenttrain" / "conf"
-    assert {path.relative_to(packaged) for path in packaged.rglob("*.yaml")} == conf
-    text = agenttrain("--help", cwd=tmp_path, package=installed).stdout
-    assert f"the groups are in {packaged}" in text
-    checked = agenttrain("check", "experiment=calculator", cwd=tmp_path, package=installed)
-    assert checked.returncode == 0, checked.stderr
 
 
 LORA = ("model.lora.rank=4", "optimizer=muon", "algorithm.beta=0.01", "eval.questions=0")
