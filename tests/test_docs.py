@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -143,11 +144,11 @@ def compose(arguments: list[str], block: Block) -> None:
 def test_programs(block: Block, place: Path) -> None:
     code = block.title or "program.py"
     (place / code).write_text(block.text, encoding="utf-8")
-    arguments = [code]
-    if code.startswith("test_"):
-        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", code]
+    if not code.startswith("test_"):
+        runpy.run_path(code, run_name="__main__")
+        return
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", code],
         capture_output=True,
         text=True,
         cwd=place,
@@ -165,7 +166,9 @@ def test_data(block: Block) -> None:
         json.loads(line)
 
 
-def test_the_check_names_the_objective_of_the_page(tmp_path: Path) -> None:
+def test_the_check_names_the_objective_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = "contribute/add-an-algorithm.md"
     choice = "my_conf/algorithm/objective/band.yaml"
     (tmp_path / choice).parent.mkdir(parents=True)
@@ -178,16 +181,13 @@ def test_the_check_names_the_objective_of_the_page(tmp_path: Path) -> None:
         for command in block.commands()
     ]
     assert len(commands) == 2
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(objectives, "REGISTRY", dict(objectives.all_objectives()))
     for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", "agenttrain.cli", "check", *shlex.split(command)[1:]],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "objective my_objectives.band(width=0.3)" in done.stdout
+        assert cli.main(["check", *shlex.split(command)[1:]]) == 0
+        assert "objective my_objectives.band(width=0.3)" in capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, "my_objectives")
 
 
 def test_generated_pages_are_those_of_the_code() -> None:

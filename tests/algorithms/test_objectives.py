@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.objectives import config as objectives
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
 from agenttrain.algorithms.objectives.config import all_objectives, build_objective, objective
+from agenttrain.cli import main
 from agenttrain.settings.checks import check_own_objective
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
@@ -29,7 +28,6 @@ from agenttrain.utils.files import conf_folder
 from agenttrain.utils.moved import in_this_layout, moved_key, override_in_this_layout
 from agenttrain.utils.sections import validated
 
-ROOT = Path(__file__).parents[2]
 OWN = """
 import torch  # a user's module may: nothing imports it before it is asked for
 from dataclasses import dataclass
@@ -82,29 +80,44 @@ def own(name: str, *settings: str) -> list[str]:
     ]
 
 
-def agenttrain(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "agenttrain.cli", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
-        stdin=subprocess.DEVNULL,
-    )
+class Agenttrain:
+    """The command in the user's folder, as in a process that has not imported the module yet."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        self.out = self.err = ""
+
+    def __call__(self, *arguments: str) -> int:
+        self.monkeypatch.delitem(sys.modules, "own_objectives", raising=False)
+        with self.monkeypatch.context() as patch:
+            patch.setattr(objectives, "REGISTRY", dict(all_objectives()))
+            code = main([*arguments])
+        self.out, self.err = self.capsys.readouterr()
+        return code
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def agenttrain(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Agenttrain:
+    return Agenttrain(monkeypatch, capsys)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a module of the user's."""
     (tmp_path / "own_objectives.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
     return tmp_path
 
 
 def test_a_run_trains_with_an_objective_from_outside_the_package(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    agenttrain: Agenttrain, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTTRAIN_KEY", str(folder / "key"))
-    done = agenttrain(folder, *TINY, *own("band", "width=0.5"), "hydra.run.dir=run")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert agenttrain(*TINY, *own("band", "width=0.5"), "hydra.run.dir=run") == 0
     written = yaml.safe_load((folder / "run" / "config.yaml").read_text())
     assert written["algorithm"]["objective"] == {
         "_target_": "own_objectives.band",
@@ -116,24 +129,21 @@ def test_a_run_trains_with_an_objective_from_outside_the_package(
     ]
     assert all("band/inside" in step for step in steps)
     # The run is the user's own: it goes on without being asked, and with the same words.
-    again = agenttrain(folder, "resume=run", "steps=3")
-    assert again.returncode == 0, again.stdout + again.stderr
+    assert agenttrain("resume=run", "steps=3") == 0
     words = [*TINY, *own("band", "width=0.5"), "steps=3", "resume=auto", "hydra.run.dir=run"]
-    assert "finished after 3 steps" in agenttrain(folder, *words).stdout
+    assert agenttrain(*words) == 0
+    assert "finished after 3 steps" in agenttrain.out
     # What reads its rollouts asks nothing of the objective, nor does anything of the module.
     for words in (["view", "run", "step=1", "to=page.html"], ["--help"], ["replay", "run"]):
-        shown = agenttrain(folder, *words)
-        assert shown.returncode == 0, shown.stderr
-        assert "own_objectives is imported" not in shown.stdout
+        assert agenttrain(*words) == 0
+        assert "own_objectives is imported" not in agenttrain.out
     # To somebody else it is a stranger's code.
     monkeypatch.setenv("AGENTTRAIN_KEY", str(folder / "another_key"))
-    refused = agenttrain(folder, "resume=run", "steps=4")
-    evaluated = agenttrain(folder, "eval", "run=run", "hydra.run.dir=evaluation")
-    assert refused.returncode == 2
-    assert "algorithm.objective._target_=own_objectives.band" in refused.stderr
-    assert "own_objectives is imported" not in refused.stdout
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert "own_objectives is imported" not in evaluated.stdout
+    assert agenttrain("resume=run", "steps=4") == 2
+    assert "algorithm.objective._target_=own_objectives.band" in agenttrain.err
+    assert "own_objectives is imported" not in agenttrain.out
+    assert agenttrain("eval", "run=run", "hydra.run.dir=evaluation") == 0
+    assert "own_objectives is imported" not in agenttrain.out
 
 
 REFUSED = {
@@ -164,34 +174,33 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_mistake_in_it_is_refused(case: str, folder: Path) -> None:
+def test_a_mistake_in_it_is_refused(case: str, agenttrain: Agenttrain) -> None:
     words, expected = REFUSED[case]
-    done = agenttrain(folder, "check", *TINY, *words)
-    assert done.returncode == 2
-    assert expected in done.stderr
-    imported = "own_objectives is imported" in done.stdout
+    assert agenttrain("check", *TINY, *words) == 2
+    assert expected in agenttrain.err
+    imported = "own_objectives is imported" in agenttrain.out
     assert imported is (case != "an error elsewhere comes first")
 
 
-def test_a_name_that_is_taken_is_refused(folder: Path) -> None:
+def test_a_name_that_is_taken_is_refused(agenttrain: Agenttrain, folder: Path) -> None:
     file = folder / "own_objectives.py"
     file.write_text(file.read_text().replace("def band(", "def clip("))
-    done = agenttrain(folder, "check", *TINY, *own("clip"))
-    assert done.returncode == 2
+    assert agenttrain("check", *TINY, *own("clip")) == 2
     assert (
         "algorithm.objective._target_=own_objectives.clip: importing it failed: ValueError: two "
         "objectives have the name clip: agenttrain.algorithms.objectives.clip.clip and "
         "own_objectives.clip; rename the second"
-    ) in done.stderr
+    ) in agenttrain.err
 
 
-def test_a_loss_that_is_no_loss_of_tokens_starts_no_run(folder: Path) -> None:
-    done = agenttrain(folder, *TINY, *own("mean"), "hydra.run.dir=run")
-    assert done.returncode == 2
+def test_a_loss_that_is_no_loss_of_tokens_starts_no_run(
+    agenttrain: Agenttrain, folder: Path
+) -> None:
+    assert agenttrain(*TINY, *own("mean"), "hydra.run.dir=run") == 2
     assert (
         "algorithm.objective._target_=own_objectives.mean: called with three made-up tokens it "
         "returned a loss_S of shape []; return the loss of each sampled token"
-    ) in done.stderr
+    ) in agenttrain.err
     assert not (folder / "run").exists()
 
 
