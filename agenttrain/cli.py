@@ -19,7 +19,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from agenttrain.commands.arguments import help_text
+from agenttrain.commands.arguments import help_text, verb_help
 from agenttrain.commands.check import certify, check, check_files
 from agenttrain.commands.records import replay, rescore, view
 from agenttrain.commands.settings import settings
@@ -55,6 +55,7 @@ from agenttrain.settings.command_line import (
     parse,
     resuming,
     split_verb,
+    typed_verb,
 )
 from agenttrain.settings.compose import (
     HYDRA_VERSION,
@@ -118,17 +119,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     """Call the verb's function, and print the errors that it raises."""
     verb, words = split_verb(arguments)
-    if verb == "templates":  # before --help: the verb has its own
-        from agenttrain.commands.templates import main as templates  # imports tokenizers
-
-        return templates(words)
-    if {"--help", "-h"} & set(arguments):
-        print(help_text())
-        return 0
-    if "--version" in arguments:
-        print(f"agenttrain {version('agenttrain')}")
-        return 0
     try:
+        if {"--help", "-h"} & set(arguments):
+            typed = typed_verb(arguments)
+            print(help_text() if typed is None else verb_help(typed))
+            return DONE
+        if "--version" in arguments:
+            print(f"agenttrain {version('agenttrain')}")
+            return DONE
+        if verb == "templates":
+            from agenttrain.commands.templates import main as templates  # imports tokenizers
+
+            return templates(words)
         if verb == "export":
             from agenttrain.commands.export import main as export
 
