@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 
 from agenttrain.commands.arguments import help_text, verb_help
 from agenttrain.commands.check import certify, check, check_files
+from agenttrain.commands.completion.command import completion
 from agenttrain.commands.records import replay, rescore, view
 from agenttrain.commands.settings import settings
 from agenttrain.commands.slurm.submit import submit
@@ -139,6 +140,7 @@ def _dispatch(arguments: list[str]) -> int:
             return submit(words, compose_all, certify)
         command = {
             "settings": settings,
+            "completion": completion,
             "view": view,
             "tools": _tools,
             "data": _data,

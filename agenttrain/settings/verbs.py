@@ -244,4 +244,15 @@ VERBS: dict[str, Verb] = {
         settings=False,
         page="guides/evaluation.md",
     ),
+    "completion": Verb(
+        does="completion of verbs, groups, settings and files for bash and zsh",
+        usage="bash | zsh | install [bash|zsh]",
+        examples={
+            "completion install": "for the shell of $SHELL",
+            "completion bash": "print the script",
+        },
+        arguments=("bash", "zsh", "install"),
+        settings=False,
+        page="start/install.md",
+    ),
 }
