@@ -255,4 +255,14 @@ VERBS: dict[str, Verb] = {
         settings=False,
         page="start/install.md",
     ),
+    "init": Verb(
+        does="a new folder with the skeleton of an agent: tool, reward, rows, YAML, test",
+        usage="<name>",
+        examples={
+            "init my_agent": "make the folder my_agent",
+            "init agents/librarian": "a folder in another one",
+        },
+        settings=False,
+        page="start/your-agent.md",
+    ),
 }
