@@ -150,6 +150,7 @@ def _dispatch(arguments: list[str]) -> int:
             "rescore": rescore,
             "compare": compare,
             "plan": _plan,
+            "rehearse": _rehearse,
         }.get(verb)
         if command is not None:
             return command(words)
@@ -391,6 +392,17 @@ def _plan(arguments: Sequence[str]) -> int:
     composed = _compose_single(parse(["plan", *overrides]), "plan -m: plans one run")
     admit_engine(composed)
     return planning.show(composed.config, options)
+
+
+def _rehearse(arguments: Sequence[str]) -> int:
+    """Run `rehearse [rollouts=64] [tokens_per_s=N] [json=FILE] [overrides]`: make rollouts with a
+    stub in the place of the model."""
+    from agenttrain.commands.rehearse import command as rehearsal
+
+    options, overrides = rehearsal.parse(arguments)
+    composed = _compose_single(parse(overrides), "rehearse -m: rehearses one run")
+    check_files([composed])
+    return rehearsal.rehearse(composed.config, options)
 
 
 def _tools(arguments: Sequence[str]) -> int:

@@ -96,6 +96,20 @@ VERBS: dict[str, Verb] = {
         },
         page="start/your-agent.md",
     ),
+    "rehearse": Verb(
+        does="the run's tools, environments and rewards, tried by a stub instead of a model",
+        usage="[rollouts=64] [tokens_per_s=N] [json=FILE] [key=value …]",
+        options={
+            "rollouts=N": "rollouts to make (64)",
+            "tokens_per_s=N": "sampling speed by which the seconds of a step are computed",
+            "json=FILE": "write the report to a file too",
+        },
+        examples={
+            "rehearse": "the bundled agent's tools and reward",
+            "rehearse experiment=calculator rollouts=16 tokens_per_s=2000": "and a step's cost",
+        },
+        page="start/rehearse.md",
+    ),
     "plan": Verb(
         does="memory per GPU, from the model's config.json",
         usage="[--gpu-memory-gb N] [--devices N] [key=value …]",
