@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from agenttrain.commands.arguments import help_text, verb_help
 from agenttrain.commands.check import certify, check, check_files
 from agenttrain.commands.completion.command import completion
+from agenttrain.commands.doctor import doctor
 from agenttrain.commands.init.command import init
 from agenttrain.commands.records import replay, rescore, view
 from agenttrain.commands.settings import settings
@@ -142,6 +143,7 @@ def _dispatch(arguments: list[str]) -> int:
         command = {
             "settings": settings,
             "completion": completion,
+            "doctor": doctor,
             "init": init,
             "view": view,
             "tools": _tools,

@@ -279,4 +279,15 @@ VERBS: dict[str, Verb] = {
         settings=False,
         page="start/your-agent.md",
     ),
+    "doctor": Verb(
+        does="what this machine can do, and what is missing",
+        usage="[json=FILE]",
+        options={"json=FILE": "write the report to a file too"},
+        examples={
+            "doctor": "versions, GPUs, sandbox, SLURM, hub",
+            "doctor json=doctor.json": "for a bug report",
+        },
+        settings=False,
+        page="start/install.md",
+    ),
 }
