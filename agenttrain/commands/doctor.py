@@ -247,11 +247,11 @@ def _torch(printed: str, problem: str) -> Iterator[Finding]:
         yield Finding(part="torch", state=State.broken, detail=problem, remedy=remedy)
         return
     facts = json.loads(printed)
-    build = f"for CUDA or ROCm {facts['build']}" if facts["build"] else "for processors"
+    build = f"built for CUDA or ROCm {facts['build']}" if facts["build"] else "a build without GPUs"
     yield Finding(
         part="torch",
         state=State.ok,
-        detail=f"{facts['version']}, built {build}, {facts['threads']} threads",
+        detail=f"{facts['version']}, {build}; threads: {facts['threads']}",
     )
     gpus = [f"{name} ({memory / GIB:.0f} GiB)" for name, memory in facts["gpus"]]
     driver = shutil.which("nvidia-smi") or Path("/dev/kfd").exists()

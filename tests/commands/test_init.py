@@ -43,10 +43,12 @@ def test_a_new_agent_passes_its_test_and_trains(tmp_path: Path) -> None:
 
     assert "2 passed" in run("pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
     # The commands that `init` has printed.
-    commands = [line.split()[1:] for line in printed.splitlines() if line[:12] == "  agenttrain"]
-    check, train = commands
-    train = train[: train.index("debug=tiny") + 1]
+    commands = [line.split("  ")[1] for line in printed.splitlines() if "--config-dir" in line]
+    check, rehearse, train = (command.split()[1:] for command in commands)
+    assert all(f"    {command}\n" in (folder / "README.md").read_text() for command in commands)
     assert "certificate passed" in run("agenttrain.cli", *check, cwd=folder)
+    report = run("agenttrain.cli", *rehearse, "rollouts=16", cwd=folder)
+    assert "problem" not in report and "lookup" in report
     run("agenttrain.cli", *train, "tracker=none", "hydra.run.dir=run", cwd=folder)
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
 

@@ -23,13 +23,12 @@ FILES = {
     "experiment.yaml": "conf/experiment/{}.yaml",
 }
 """File of the skeleton, which ends in .txt besides -> its path in the new folder."""
-NEXT = """\
-{folder}: a tool, a reward, ten rows, settings and a test. Try them:
-  cd {folder}
-  agenttrain check --config-dir conf experiment={name}
-  agenttrain --config-dir conf experiment={name} debug=tiny     two steps, in seconds
-  pytest                                                        if it is installed
-README.md says which file holds what."""
+COMMANDS = {
+    "check --config-dir conf experiment={}": "what a run would be",
+    "rehearse --config-dir conf experiment={}": "tool and reward, without a model",
+    "--config-dir conf experiment={} debug=tiny": "train: two steps, in seconds",
+}
+"""Words behind `agenttrain` -> what they are for; README.md has them too."""
 
 
 def init(arguments: Sequence[str]) -> int:
@@ -45,16 +44,22 @@ def init(arguments: Sequence[str]) -> int:
         raise ConfigError(f"init {folder}: holds something already; name a new folder")
     try:
         for source, place in FILES.items():
-            text = Path(__file__).with_name("skeleton") / f"{source}.txt"
+            skeleton = Path(__file__).with_name("skeleton") / f"{source}.txt"
             file = folder / place.format(name)
             file.parent.mkdir(parents=True, exist_ok=True)
-            content = text.read_text(encoding="utf-8").replace(NAME, name)
+            content = skeleton.read_text(encoding="utf-8").replace(NAME, name)
             file.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"init {folder}: {error.filename}: {error.strerror}; name a folder that can be written"
         ) from error
-    print(NEXT.format(folder=folder, name=name))
+    commands = {f"agenttrain {w.format(name)}": about for w, about in COMMANDS.items()}
+    commands["pytest"] = "the test, if pytest is installed"
+    width = max(map(len, commands))
+    print(f"{folder}: a tool, a reward, ten rows, settings and a test. Try them:\n  cd {folder}")
+    for command, about in commands.items():
+        print(f"  {command:<{width}}  {about}")
+    print("README.md says which file holds what.")
     return 0
 
 

@@ -377,17 +377,20 @@ class _Memory:
 def show(report: Report, options: RehearseOptions) -> None:
     """Print a report."""
     console = Console()
-    written = ", ".join(f"{count} {kind}" for kind, count in report.turns.items())
-    ended = ", ".join(f"{count} {reason}" for reason, count in report.stop_reasons.items())
-    refused = ", ".join(f"{count} {error}" for error, count in report.answers.items())
-    console.print(f"[bold]{report.rollouts} rollouts[/] in {report.seconds:.2f} s, by a stub")
+    written = ", ".join(f"{kind} {count}" for kind, count in report.turns.items())
+    ended = ", ".join(f"{reason} {count}" for reason, count in report.stop_reasons.items())
+    refused = ", ".join(f"{error} {count}" for error, count in report.answers.items())
+    title = f"[bold]{report.rollouts} rollouts[/] of a stub in {report.seconds:.2f} s"
+    console.print(title, highlight=False)
     for label, text in (("turns", written), ("refused calls", refused), ("ends", ended)):
         console.print(f"{label:<15}{text or 'none'}", highlight=False, soft_wrap=True)
     if report.tools:
         table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-        table.add_column("tool", style="cyan", no_wrap=True)
-        for name in ("calls", "failed", "p50 ms", "p95 ms", "tokens", "most"):
-            table.add_column(name, justify="right", no_wrap=True)
+        # Only the error shrinks on a narrow terminal.
+        longest = max(len(tool.tool) for tool in report.tools)
+        table.add_column("tool", style="cyan", min_width=longest)
+        for name in ("calls", "failed", "p50 ms", "p95 ms", "reply tokens", "max"):
+            table.add_column(name, justify="right", min_width=max(len(name), 5))
         table.add_column("first error", overflow="ellipsis", no_wrap=True, style="red")
         for tool in report.tools:
             table.add_row(
@@ -400,7 +403,7 @@ def show(report: Report, options: RehearseOptions) -> None:
         console.print(table)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("reward", style="cyan", no_wrap=True)
-    for name in ("rollouts", "least", "mean", "most", "not applicable"):
+    for name in ("rollouts", "min", "mean", "max", "none"):
         table.add_column(name, justify="right")
     for reward in report.rewards:
         numbers = (reward.low, reward.mean, reward.high)
@@ -422,11 +425,13 @@ def show(report: Report, options: RehearseOptions) -> None:
         short, long = report.step_s
         beside = report.seconds * report.step_rollouts / max(report.rollouts, 1)
         lines[""] = (
-            f"{short:,.1f} s of sampling to {long:,.1f} s at {options.tokens_per_s:g} tokens/s; "
+            f"{short:,.1f} to {long:,.1f} s of sampling at {options.tokens_per_s:g} tokens/s; "
             f"tools, rewards and the loop take {beside:.1f} s beside"
         )
     for label, text in lines.items():
         console.print(f"{label:<15}{text}", highlight=False, soft_wrap=True)
+    if report.warnings or report.problems:
+        console.print()
     for style, name, texts in (
         ("yellow", "warning", report.warnings),
         ("red", "problem", report.problems),
