@@ -19,8 +19,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from agenttrain.commands.arguments import help_text
+from agenttrain.commands.arguments import help_text, verb_help
 from agenttrain.commands.check import certify, check, check_files
+from agenttrain.commands.completion.command import completion
+from agenttrain.commands.doctor import doctor
+from agenttrain.commands.init.command import init
 from agenttrain.commands.records import replay, rescore, view
 from agenttrain.commands.settings import settings
 from agenttrain.commands.slurm.submit import submit
@@ -56,6 +59,7 @@ from agenttrain.settings.command_line import (
     parse,
     resuming,
     split_verb,
+    typed_verb,
 )
 from agenttrain.settings.compose import (
     HYDRA_VERSION,
@@ -120,17 +124,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     """Call the verb's function, and print the errors that it raises."""
     verb, words = split_verb(arguments)
-    if verb == "templates":  # before --help: the verb has its own
-        from agenttrain.commands.templates import main as templates  # imports tokenizers
-
-        return templates(words)
-    if {"--help", "-h"} & set(arguments):
-        print(help_text())
-        return 0
-    if "--version" in arguments:
-        print(f"agenttrain {version('agenttrain')}")
-        return 0
     try:
+        if {"--help", "-h"} & set(arguments):
+            typed = typed_verb(arguments)
+            print(help_text() if typed is None else verb_help(typed))
+            return DONE
+        if "--version" in arguments:
+            print(f"agenttrain {version('agenttrain')}")
+            return DONE
+        if verb == "templates":
+            from agenttrain.commands.templates import main as templates  # imports tokenizers
+
+            return templates(words)
         if verb == "export":
             from agenttrain.commands.export import main as export
 
@@ -139,6 +144,9 @@ def _dispatch(arguments: list[str]) -> int:
             return submit(words, compose_all, certify)
         command = {
             "settings": settings,
+            "completion": completion,
+            "doctor": doctor,
+            "init": init,
             "view": view,
             "tools": _tools,
             "data": _data,
@@ -146,6 +154,7 @@ def _dispatch(arguments: list[str]) -> int:
             "rescore": rescore,
             "compare": compare,
             "plan": _plan,
+            "rehearse": _rehearse,
         }.get(verb)
         if command is not None:
             return command(words)
@@ -392,6 +401,17 @@ def _plan(arguments: Sequence[str]) -> int:
     composed = _compose_single(parse(["plan", *overrides]), "plan -m: plans one run")
     admit_engine(composed)
     return planning.show(composed.config, options)
+
+
+def _rehearse(arguments: Sequence[str]) -> int:
+    """Run `rehearse [rollouts=64] [tokens_per_s=N] [json=FILE] [overrides]`: make rollouts with a
+    stub in the place of the model."""
+    from agenttrain.commands.rehearse import command as rehearsal
+
+    options, overrides = rehearsal.parse(arguments)
+    composed = _compose_single(parse(overrides), "rehearse -m: rehearses one run")
+    check_files([composed])
+    return rehearsal.rehearse(composed.config, options)
 
 
 def _tools(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Arguments of the verbs that take a folder, and the text of `agenttrain --help`.
+"""Arguments of the verbs that take a folder, and the texts of `--help`.
 
 Such a verb has a few `key=value` words of its own: `replay <run> step=3 rollout=ID`.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 
-from agenttrain.settings.command_line import VERBS
 from agenttrain.settings.saved import RESUMABLE
+from agenttrain.settings.verbs import VERBS
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
 
@@ -59,7 +59,7 @@ agenttrain trains tool-calling language-model agents with reinforcement learning
 
 usage: agenttrain [verb] [key=value …] [options]
 
-verbs
+verbs (agenttrain <verb> --help: options and examples of one)
 {verbs}
 
 settings
@@ -83,16 +83,8 @@ examples
   agenttrain                                         train the bundled agent
   agenttrain debug=tiny                              the same in seconds, as a test of this machine
   agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
+  agenttrain init my_agent                           begin an agent of your own
   agenttrain check algorithm.group_size=16           print that run, and check it
-  agenttrain plan --gpu-memory-gb 80 model=folder model.path=my_model    does it fit?
-  agenttrain sft experiment=shop_warmstart           rebuild the bundled agent from demonstrations
-  agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
-  agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts
-  agenttrain tools --call sql '{{"query": "SELECT 1"}}'  the tools as the model sees them; try one
-  agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
-  agenttrain replay outputs/shop/<run> step=10 rollout=train-10-0-0    the same ids again?
-  agenttrain rescore outputs/shop/<run> reward=[numeric_close] to=scores.jsonl   another reward
-  agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
 Your own modules are imported from the current folder. `agenttrain settings` prints every setting
@@ -107,7 +99,7 @@ def help_text() -> str:
     """Return the text of `--help`."""
     conf = conf_folder()
     return HELP.format(
-        verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items()),
+        verbs="\n".join(f"  {name:<10} {verb.does}" for name, verb in VERBS.items()),
         groups="\n".join(
             fill(
                 f"{name:<16} {', '.join(options)}",
@@ -123,3 +115,39 @@ def help_text() -> str:
         ),
         conf=conf,
     ).rstrip()
+
+
+def verb_help(name: str) -> str:
+    """Return the text of `agenttrain <name> --help`."""
+    verb = VERBS[name]
+    parts = [f"agenttrain {name}: {verb.does}\n\nusage: agenttrain {name} {verb.usage}"]
+    for title, rows in (
+        ("options", verb.options),
+        ("examples", {f"agenttrain {words}": text for words, text in verb.examples.items()}),
+    ):
+        width = max(map(len, rows), default=0)
+        if rows:
+            lines = "\n".join(f"  {left:<{width}}  {text}" for left, text in rows.items())
+            parts.append(f"{title}\n{lines}")
+    if verb.settings:
+        parts.append("`agenttrain --help` prints the groups, `agenttrain settings` every setting.")
+    parts.append(f"docs/{verb.page} has more.")
+    return "\n\n".join(parts)
+
+
+def verbs_page() -> str:
+    """Return the page docs/reference/verbs.md."""
+    parts = [
+        "# Verbs\n\n`agenttrain <verb> --help` prints the same. Without one, `agenttrain` trains.\n"
+        "The [command line](command-line.md) says what they share: overrides, options, errors.\n"
+    ]
+    for name, verb in VERBS.items():
+        text = f"## {name}\n\n{verb.does[0].upper()}{verb.does[1:]} ([more](../{verb.page})).\n"
+        text += f"\n    agenttrain {name} {verb.usage}\n"
+        if verb.options:
+            rows = (f"| `{option}` | {meaning} |" for option, meaning in verb.options.items())
+            text += "\n" + "\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n"
+        lines = (f"# {meaning}\nagenttrain {words}" for words, meaning in verb.examples.items())
+        text += "\n```text\n" + "\n".join(lines) + "\n```\n"
+        parts.append(text)
+    return "\n".join(parts)

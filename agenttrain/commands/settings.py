@@ -45,6 +45,8 @@ class Setting:
     description: str
     choices: tuple[str, ...] = ()
     """Choices with this key and this default, where not all have it: ``optimizer=muon``."""
+    values: tuple[str, ...] = ()
+    """Every value that it takes, if these can be listed."""
 
 
 def settings(arguments: Sequence[str]) -> int:
@@ -148,6 +150,7 @@ def _of_choices(section: str, description: str) -> Iterator[Setting]:
         type=", ".join(classes),
         default=next(iter(classes)),
         description=description,
+        values=tuple(classes),
     )
     names = dict.fromkeys(name for cls in classes.values() for name in field_names(cls))
     for name in (name for name in names if name != "name"):
@@ -193,7 +196,10 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
         if (about := _field_texts(enum).get(member.name))
     )
     description = " ".join(part for part in (_description(cls, field.name), members) if part)
-    return Setting(key=key, type=kind, default=text, description=description)
+    values = [str(m.value) for enum in enums if issubclass(enum, Enum) for m in enum]
+    values += ["true", "false"] * (bool in enums)
+    values += ["null"] * (bool(values) and NoneType in enums)
+    return Setting(key=key, type=kind, default=text, description=description, values=tuple(values))
 
 
 def _description(cls: type, name: str) -> str:

@@ -19,7 +19,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from agenttrain.chat.certificate import REASONING_PROBES, Certificate, certify
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
@@ -27,6 +27,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import Status
 from agenttrain.chat.fixes import Family, families
 from agenttrain.chat.loading import load_chat
+from agenttrain.types import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
 OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_tools")
@@ -36,19 +37,24 @@ OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_to
 def main(arguments: Sequence[str]) -> int:
     """Run the verb. Exit code: 0, 1 for a template without certificate, 2 if it cannot be read.
 
+    Raises ConfigError for arguments that it does not take.
+
     Example: ``agenttrain templates my_model --chat-template hermes``
     """
-    parser = argparse.ArgumentParser(
-        prog="agenttrain templates", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("folder", nargs="?", type=Path, help="folder of a tokenizer to certify")
-    parser.add_argument("--chat-template", metavar="NAME", help="as in chat_template=… (auto)")
-    parser.add_argument("--path", metavar="FILE", help="as in chat_template.path=…: a Jinja file")
-    parser.add_argument("--response-schema", metavar="NAME", help="as in response_schema=… (auto)")
-    parser.add_argument("--schema-path", metavar="FILE", help="as in response_schema.path=…: YAML")
-    parser.add_argument("--no-tools", action="store_true", help="certify training without tools")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser = argparse.ArgumentParser(prog="agenttrain templates", add_help=False)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--chat-template")
+    parser.add_argument("--path")
+    parser.add_argument("--response-schema")
+    parser.add_argument("--schema-path")
+    parser.add_argument("--no-tools", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", action="store_true")
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see agenttrain templates --help")
+
+    parser.error = refuse  # type: ignore[method-assign]
     options = parser.parse_args(list(arguments))
     try:
         _check_options(options)

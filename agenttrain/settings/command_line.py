@@ -15,6 +15,7 @@ from hydra.errors import OverrideParseException
 from agenttrain.settings.compose import Source, open_keys
 from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys
 from agenttrain.settings.trust import TRUSTED
+from agenttrain.settings.verbs import VERBS
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 
@@ -28,23 +29,6 @@ EVAL_FOLDERS = (
 )
 """Folders of `agenttrain eval`; an override of the user's comes later and wins."""
 
-VERBS = {
-    "train": "train an agent (when no verb is given)",
-    "sft": "imitate conversations with tool calls: the warm start of an agent",
-    "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
-    "submit": "a run, or with -m a sweep, as a job of SLURM's: submit [--dry-run] [--no-check]",
-    "check": "compose, check and count; nothing is run and no folder is made",
-    "plan": "memory per GPU, from the model's config.json: plan [--gpu-memory-gb 80] [--devices 8]",
-    "data": "the rows as the model will see them, with their tokens: data [--rows N]",
-    "settings": "every setting: type, default, meaning; settings optimizer, --json, --schema",
-    "tools": "the tools as the model sees them; --call NAME JSON tries one, --json",
-    "view": "a step's rollouts as a page, token by token: view <run folder> [step=N] [to=FILE]",
-    "replay": "a rollout once more from what was recorded: replay <run folder> step=N rollout=ID",
-    "rescore": "stored rollouts by another reward: rescore <run folder> reward=[…] [to=FILE]",
-    "compare": "a sweep's results: compare <sweep folder> [metric …] [--plot FILE] [--json]",
-    "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
-    "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
-}
 WITH_VALUE = (
     *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c"),
     *("--package", "-p", "--info", "-i", "--experimental-rerun"),
@@ -92,7 +76,7 @@ def parse(arguments: Sequence[str]) -> Command:
             raise ConfigError(
                 f"{word}: settings are written key=value; write {ours}={value or '…'}{remark}"
             )
-    _check_verb(arguments)
+    typed_verb(arguments)
     verb, words = split_verb(arguments)
     parser = get_args_parser()
     parser.error = _raise_usage  # type: ignore[method-assign]
@@ -167,7 +151,8 @@ def _first_word(arguments: Sequence[str]) -> int | None:
     return position if position < len(arguments) else None
 
 
-def _check_verb(arguments: Sequence[str]) -> None:
+def typed_verb(arguments: Sequence[str]) -> str | None:
+    """Return the verb, None when none is given; raises ConfigError for a word that is no verb."""
     position = _first_word(arguments)
     word = "" if position is None else arguments[position]
     if word and "=" not in word and word not in VERBS and not word.startswith(("+", "~")):
@@ -175,6 +160,7 @@ def _check_verb(arguments: Sequence[str]) -> None:
             f"{word}: no such verb{did_you_mean(word, VERBS)}; the verbs are {', '.join(VERBS)}, "
             "and settings are written key=value"
         )
+    return word if word in VERBS else None
 
 
 def _raise_usage(message: str) -> NoReturn:

@@ -1,0 +1,347 @@
+"""`agenttrain doctor`: what this machine can do, and what is missing, with the remedy.
+
+torch and vLLM are imported in processes of their own: an import that crashes is an answer too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+from packaging.requirements import InvalidRequirement, Requirement
+from rich.console import Console
+from rich.text import Text
+
+from agenttrain.settings.verbs import VERBS
+from agenttrain.types import ConfigError
+
+GIB = 2**30
+IMPORT_S = 180
+"""Longest import of torch or vLLM: from a network file system it takes minutes."""
+HUB_S = 4.0
+LOW_GIB = 5.0
+"""Free disk below which a warning stands: checkpoints and downloads need gigabytes."""
+RUN_GIB = 0.1
+"""Free disk without which the default command cannot run."""
+TORCH = """
+import json, torch, transformers
+transformers.AutoModelForCausalLM  # imported only now
+gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+print(json.dumps({
+    "version": torch.__version__,
+    "build": torch.version.cuda or torch.version.hip,
+    "gpus": [[gpu.name, gpu.total_memory] for gpu in gpus],
+    "threads": torch.get_num_threads(),
+}))
+"""
+VLLM = "import vllm; from vllm import LLM; print(vllm.__version__)"
+UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Units of a processor that torch uses, as /proc/cpuinfo names them."""
+SLURM = ("sbatch", "srun", "squeue", "sacct")
+
+
+class State(StrEnum):
+    """State of one part of the machine."""
+
+    ok = "ok"
+    warn = "warn"
+    """It works, and may surprise."""
+    missing = "missing"
+    """Not there; what needs it says so."""
+    broken = "broken"
+    """The default command cannot run: exit code 1."""
+
+
+STYLES = {State.ok: "green", State.warn: "yellow", State.missing: "dim", State.broken: "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    part: str
+    state: State
+    detail: str
+    remedy: str = ""
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Run `doctor [json=FILE]`; return exit code 1 if the default command cannot run.
+
+    Raises ConfigError.
+    """
+    words = list(arguments)
+    if len(words) > 1 or (words and not (words[0].startswith("json=") and words[0][5:])):
+        raise ConfigError(f"{' '.join(words)}: give doctor {VERBS['doctor'].usage}")
+    file = Path(words[0][5:]) if words else None
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ConfigError(f"json={file}: name a file in an existing folder")
+    console = Console()
+    with console.status("importing torch …"):
+        findings = list(examine())
+    width = max(len(finding.part) for finding in findings)
+    for finding in findings:
+        line = Text.assemble(
+            (f"{finding.state:<8}", STYLES[finding.state]), f"{finding.part:<{width}}  "
+        )
+        console.print(line.append(finding.detail), soft_wrap=True, highlight=False)
+        if finding.remedy:
+            remedy = Text(f"{'':8}{'':{width}}  {finding.remedy}", "dim")
+            console.print(remedy, soft_wrap=True, highlight=False)
+    broken = [finding.part for finding in findings if finding.state is State.broken]
+    if file is not None:
+        report = {"ok": not broken, "findings": [asdict(finding) for finding in findings]}
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    ready = f"`agenttrain` cannot run: {', '.join(broken)}" if broken else "`agenttrain` can run."
+    console.print(f"\n{ready}", highlight=False)
+    return int(bool(broken))
+
+
+def examine() -> Iterator[Finding]:
+    """Yield the findings, those that the default command needs first."""
+    with ThreadPoolExecutor(2) as pool:
+        torch = pool.submit(_python, TORCH)
+        vllm = pool.submit(_python, VLLM) if find_spec("vllm") else None
+        yield from _versions()
+        yield from _torch(*torch.result())
+        yield _processor()
+        yield from _disks()
+        if vllm is None:
+            remedy = "pip install 'agenttrain[vllm]' on a machine with a GPU; docs/guides/vllm.md"
+            yield Finding(part="vLLM", state=State.missing, detail="not installed", remedy=remedy)
+        else:
+            printed, problem = vllm.result()
+            yield Finding(
+                part="vLLM",
+                state=State.warn if problem else State.ok,
+                detail=problem or f"{printed} can be imported",
+                remedy="install it again, or leave engine=transformers" if problem else "",
+            )
+    yield _sandbox()
+    programs = [name for name in SLURM if shutil.which(name)]
+    yield Finding(
+        part="SLURM",
+        state=State.ok if "sbatch" in programs else State.missing,
+        detail=", ".join(programs) or "no sbatch on PATH",
+        remedy="" if "sbatch" in programs else "agenttrain submit needs it: log in to a cluster",
+    )
+    yield hub()
+
+
+def _python(code: str) -> tuple[str, str]:
+    """Run code in a Python of its own; return its last printed line, and the problem if any."""
+    # -P keeps files of the current folder from hiding packages.
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=IMPORT_S
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"not imported after {IMPORT_S} s"
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [""]
+    return (lines[-1], "") if done.returncode == 0 else ("", f"fails to import: {lines[-1]}")
+
+
+def _versions() -> Iterator[Finding]:
+    """Yield Python, the packages that agenttrain needs, its extras, and versions that clash."""
+    old = sys.version_info < (3, 11)
+    yield Finding(
+        part="Python",
+        state=State.broken if old else State.ok,
+        detail=f"{platform.python_version()}, {sys.executable}",
+        remedy="install Python 3.11 or newer" if old else "",
+    )
+    try:
+        needed = [Requirement(text) for text in requires("agenttrain") or ()]
+    except PackageNotFoundError:
+        yield Finding(
+            part="packages",
+            state=State.warn,
+            detail="agenttrain is not installed, so that versions are not checked",
+            remedy="pip install -e . in the checkout",
+        )
+        return
+    extras = sorted({word for one in needed for word in _extras(one)} - {"test", "docs"})
+    base = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    problems = [problem for one in base if (problem := _misfit(one))]
+    names = ("torch", "transformers", "accelerate", "hydra-core")
+    yield Finding(
+        part="packages",
+        state=State.broken if problems else State.ok,
+        detail="; ".join(problems) or ", ".join(f"{name} {_installed(name)}" for name in names),
+        remedy="pip install -U agenttrain" if problems else "",
+    )
+    for extra in extras:
+        own = [one for one in needed if extra in _extras(one)]
+        absent = [one.name for one in own if _installed(one.name) is None]
+        if extra == "vllm" and absent:  # vLLM has a line of its own
+            continue
+        problems = [problem for one in own if (problem := _misfit(one))]
+        remedy = f"pip install 'agenttrain[{extra}]'"
+        state = State.missing if absent else State.warn if problems else State.ok
+        listed = ", ".join(f"{one.name} {_installed(one.name)}" for one in own)
+        yield Finding(
+            part=f"[{extra}]",
+            state=state,
+            detail="; ".join(problems) or listed,
+            remedy=remedy if problems else "",
+        )
+    # Packages that set limits on each other, such as vLLM on torch.
+    for name in dict.fromkeys([*(one.name for one in needed), "trl"]):
+        if _installed(name) is None:
+            continue
+        for text in requires(name) or ():
+            try:
+                one = Requirement(text)
+            except InvalidRequirement:
+                continue
+            if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+                continue
+            if _installed(one.name) is not None and (problem := _misfit(one)):
+                yield Finding(
+                    part=name,
+                    state=State.warn,
+                    detail=f"{name} {_installed(name)} asks for another version: {problem}",
+                    remedy="install one of them into an environment of its own",
+                )
+
+
+def _extras(requirement: Requirement) -> list[str]:
+    """Return the extras to which a requirement belongs: ``…; extra == 'mcp'`` -> ``["mcp"]``."""
+    marker = str(requirement.marker or "")
+    return [part.split('"')[1] for part in marker.split(" or ") if part.startswith("extra ==")]
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _misfit(requirement: Requirement) -> str | None:
+    """Return how the installed package does not fit a requirement; None: it fits."""
+    there = _installed(requirement.name)
+    if there is None:
+        return f"{requirement.name} is not installed"
+    if requirement.specifier.contains(there, prereleases=True):
+        return None
+    return f"{requirement.name} {there} is outside {requirement.specifier}"
+
+
+def _torch(printed: str, problem: str) -> Iterator[Finding]:
+    """Yield torch and its GPUs, from what its own process has printed."""
+    if problem:
+        remedy = "install torch again, for this machine: https://pytorch.org/get-started"
+        yield Finding(part="torch", state=State.broken, detail=problem, remedy=remedy)
+        return
+    facts = json.loads(printed)
+    build = f"built for CUDA or ROCm {facts['build']}" if facts["build"] else "a build without GPUs"
+    yield Finding(
+        part="torch",
+        state=State.ok,
+        detail=f"{facts['version']}, {build}; threads: {facts['threads']}",
+    )
+    gpus = [f"{name} ({memory / GIB:.0f} GiB)" for name, memory in facts["gpus"]]
+    driver = shutil.which("nvidia-smi") or Path("/dev/kfd").exists()
+    if gpus:
+        yield Finding(part="GPU", state=State.ok, detail=", ".join(gpus))
+    elif driver:
+        yield Finding(
+            part="GPU",
+            state=State.warn,
+            detail="there is a driver, and torch sees no GPU",
+            remedy="install a torch that is built for the driver's version, or see "
+            "CUDA_VISIBLE_DEVICES",
+        )
+    else:
+        yield Finding(part="GPU", state=State.missing, detail="none: runs use the processor")
+
+
+def _processor() -> Finding:
+    """Return cores, vector units and memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text(encoding="utf-8") if info.is_file() else ""
+    units = [unit for unit in UNITS if f" {unit}" in flags]
+    memory = psutil.virtual_memory()
+    low = memory.available < 2 * GIB
+    fast = "bfloat16 is fast" if {"avx512_bf16", "amx_bf16"} & set(units) else "float32 is faster"
+    return Finding(
+        part="processor",
+        state=State.warn if low else State.ok,
+        detail=f"{cores} cores, {', '.join(units) or platform.machine()} ({fast}), "
+        f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free",
+        remedy="end other programs: a run needs 2 GiB or more" if low else "",
+    )
+
+
+def _disks() -> Iterator[Finding]:
+    """Yield the folders that are written to: free space and permission."""
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    for part, folder, change, needed in (
+        ("outputs", Path("outputs").absolute(), "hydra.run.dir=<folder> names another one", True),
+        ("hub cache", cache, "HF_HOME=<folder> names another one", False),
+    ):
+        nearest = next((p for p in (folder, *folder.parents) if p.exists()), Path("/"))
+        free = shutil.disk_usage(nearest).free / GIB
+        writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+        unusable = State.broken if needed else State.warn
+        state = State.ok
+        if not writable or free < RUN_GIB:
+            state = unusable
+        elif free < LOW_GIB:
+            state = State.warn
+        yield Finding(
+            part=part,
+            state=state,
+            detail=f"{folder}: {free:.1f} GiB free{'' if writable else ', may not be written'}",
+            remedy="" if state is State.ok else change,
+        )
+
+
+def _sandbox() -> Finding:
+    """Return the sandbox of the tools `python` and `bash`, tried with a program."""
+    from agenttrain.tools.sandbox.pool import usable_backend
+
+    try:
+        backend = usable_backend("required")
+    except ValueError as error:
+        problem, _, remedy = str(error).partition("; it takes ")
+        return Finding(
+            part="sandbox", state=State.missing, detail=problem, remedy=f"it takes {remedy}"
+        )
+    there = "" if shutil.which("bwrap") else "; bubblewrap is not installed"
+    return Finding(part="sandbox", state=State.ok, detail=f"works by {backend}{there}")
+
+
+def hub() -> Finding:
+    """Return the state of the Hugging Face hub."""
+    import httpx
+
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        detail = f"{endpoint} is not asked: HF_HUB_OFFLINE is set"
+        return Finding(part="hub", state=State.missing, detail=detail)
+    remedy = "models and rows come from folders or the cache; HF_ENDPOINT names a mirror"
+    try:
+        status = httpx.head(endpoint, timeout=HUB_S, follow_redirects=True).status_code
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        detail = f"{endpoint} is not reached: {str(error) or type(error).__name__}"
+        return Finding(part="hub", state=State.missing, detail=detail, remedy=remedy)
+    if status >= 500:
+        detail = f"{endpoint} answers with status {status}"
+        return Finding(part="hub", state=State.warn, detail=detail, remedy=remedy)
+    return Finding(part="hub", state=State.ok, detail=f"{endpoint} is reachable")

@@ -1,0 +1,441 @@
+"""`agenttrain rehearse`: rollouts with the run's tools, environments and rewards, and no model.
+
+Everything but the model is the run's own: rows, chat template, parser, loop, ledger, limits, tools,
+environments and rewards. A stub takes the place of the model (`stub.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from time import perf_counter
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from agenttrain.chat.chat import Chat
+from agenttrain.commands.rehearse.stub import Stub
+from agenttrain.data.build import check_reward_columns
+from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.collector import Collected, Collector, collect
+from agenttrain.rollout.row_tools import RowTools
+from agenttrain.runs.setup import Components, context_of
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.types import (
+    AgenttrainError,
+    ConfigError,
+    Rollout,
+    Sampling,
+    StopReason,
+    ToolError,
+    ToolResult,
+)
+
+ROLLOUTS = 64
+CONTEXT = 32_768
+"""Context in tokens of a model whose configuration has none."""
+MIB = 2**20
+INTERVAL_S = 0.05
+"""Seconds between two looks at the memory."""
+REFUSED = (
+    *(ToolError.malformed, ToolError.unknown_tool, ToolError.invalid_arguments),
+    *(ToolError.limit, ToolError.parallel),
+)
+"""Errors of calls that no tool has run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseOptions:
+    """The verb's own words."""
+
+    rollouts: int
+    tokens_per_s: float | None
+    file: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolReport:
+    """Calls of one tool that were run."""
+
+    tool: str
+    calls: int
+    failures: int
+    first_error: str
+    """Text that the model read at the first failure; empty: there was none."""
+    same_error: bool
+    """True if three or more calls were run, and all failed with the same text."""
+    p50_s: float
+    p95_s: float
+    reply_tokens_p50: int
+    reply_tokens_max: int
+    clipped: int
+    """Replies longer than the limit of tokens, which the model sees cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardReport:
+    """Values of one reward function."""
+
+    reward: str
+    rollouts: int
+    """Rollouts with a value."""
+    none: int
+    """Rollouts to which the function does not apply."""
+    low: float | None
+    mean: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Result of a rehearsal; the fields are those of the JSON file."""
+
+    rollouts: int
+    turns: dict[str, int]
+    """Turns that the stub has written, by kind."""
+    answers: dict[str, int]
+    """Calls that no tool has run, by the error that the model read."""
+    stop_reasons: dict[str, int]
+    tools: list[ToolReport]
+    rewards: list[RewardReport]
+    prompt_tokens: list[int]
+    """Least, middle and most."""
+    sampled_tokens: list[int]
+    """Least, middle and most of a rollout."""
+    context: int
+    seconds: float
+    """Wall time of all rollouts, rewards included."""
+    reward_s: float
+    own_mib: float
+    """Growth of this process at its peak: tools in threads, rows, rollouts."""
+    children_mib: float
+    """Peak of all child processes together: isolated tools, sandboxes, servers."""
+    step_rollouts: int
+    step_tokens: int
+    """Sampled tokens of a step in which rollouts are as long as the stub's."""
+    step_tokens_most: int
+    """Sampled tokens of a step in which every turn uses its budget."""
+    step_s: list[float] | None
+    """Seconds of sampling for both at `tokens_per_s`."""
+    problems: list[str]
+    """Reasons why the run would fail or learn nothing; exit code 1 if there are any."""
+    warnings: list[str]
+
+
+def parse(arguments: Sequence[str]) -> tuple[RehearseOptions, list[str]]:
+    """Take the verb's own words out of the arguments; raises ConfigError."""
+    words = {"rollouts": str(ROLLOUTS), "tokens_per_s": "", "json": ""}
+    overrides = []
+    for text in arguments:
+        key, equals, value = text.partition("=")
+        if equals and key in words:
+            words[key] = value
+        else:
+            overrides.append(text)
+    if not words["rollouts"].isdecimal() or int(words["rollouts"]) < 1:
+        raise ConfigError(f"rollouts={words['rollouts']}: give a whole number, 1 or more")
+    try:
+        speed = float(words["tokens_per_s"] or "inf")
+    except ValueError:
+        speed = 0.0
+    if not speed > 0:
+        raise ConfigError(
+            f"tokens_per_s={words['tokens_per_s']}: give the tokens that your engine samples in a "
+            "second, e.g. tokens_per_s=2000"
+        )
+    file = Path(words["json"]) if words["json"] else None
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ConfigError(f"json={file}: name a file in an existing folder")
+    given = speed if words["tokens_per_s"] else None
+    return RehearseOptions(
+        rollouts=int(words["rollouts"]), tokens_per_s=given, file=file
+    ), overrides
+
+
+def rehearse(config: RunConfig, options: RehearseOptions) -> int:
+    """Make the rollouts and print the report; return exit code 1 if it has problems.
+
+    Raises ConfigError for components that cannot be built.
+    """
+    try:
+        components = Components(config)
+        components.certificate.raise_if_refused()
+        for key, source in components.tasks.by_key.items():
+            check_reward_columns(source, components.rubric.columns, key)
+        report = asyncio.run(_rehearse(components, options))
+    except (AgenttrainError, OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    show(report, options)
+    if options.file is not None:
+        options.file.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    return int(bool(report.problems))
+
+
+async def _rehearse(components: Components, options: RehearseOptions) -> Report:
+    config = components.config
+    samples = min(config.algorithm.group_size, options.rollouts)
+    tasks = components.train_tasks.tasks(0, -(-options.rollouts // samples))
+    context = context_of(config) or CONTEXT
+    stub = Stub(components, tasks)
+    engine = ScriptedEngine(stub, keeps_sent=False, max_context=context)
+    collector = components.collector(engine)
+    problems: list[str] = []
+    collected = Collected()
+    started = perf_counter()
+    with _Memory() as memory:
+        try:
+            collected = await collect(
+                collector,
+                tasks,
+                samples=samples,
+                sampling=Sampling(temperature=config.rollout.temperature),
+                seed_path=(config.seed, "rehearse"),
+                may_be_empty=True,
+            )
+        except AgenttrainError as error:
+            problems.append(f"the run would stop: {error}")
+            collected.groups = [list(getattr(error, "rollouts", ()))]
+        finally:
+            seconds = perf_counter() - started
+            await components.aclose()
+    rollouts = collected.rollouts
+    tools = list(_tool_reports(collector, rollouts))
+    rewards = [_reward_report(name, rollouts) for name in components.rubric.names]
+    results = [result for rollout in rollouts for result in rollout.tool_results]
+    limits = config.rollout
+    per_step = config.tasks_per_step * config.algorithm.group_size
+    sampled = [rollout.sampled_length for rollout in rollouts]
+    prompts = [r.trajectories[0].prompt_length for r in rollouts if r.length]
+    most = min(limits.max_turns * limits.max_turn_tokens, limits.max_completion_tokens, context)
+    tokens = round(per_step * mean(sampled)) if sampled else 0
+    speed = options.tokens_per_s
+    report = Report(
+        rollouts=len(rollouts),
+        turns={str(kind): count for kind, count in stub.written.items()},
+        # Plain dictionaries: `asdict` would count the items of a Counter.
+        answers=dict(Counter(str(r.error) for r in results if r.error in REFUSED)),
+        stop_reasons=dict(Counter(str(rollout.stop_reason) for rollout in rollouts)),
+        tools=tools,
+        rewards=rewards,
+        prompt_tokens=_spread(prompts),
+        sampled_tokens=_spread(sampled),
+        context=context,
+        seconds=seconds,
+        reward_s=collected.reward_s,
+        own_mib=memory.own / MIB,
+        children_mib=memory.children / MIB,
+        step_rollouts=per_step,
+        step_tokens=tokens,
+        step_tokens_most=per_step * most,
+        step_s=None if speed is None else [tokens / speed, per_step * most / speed],
+        problems=problems,
+        warnings=[],
+    )
+    _judge(report, collected, components)
+    return report
+
+
+def _judge(report: Report, collected: Collected, components: Components) -> None:
+    """Add problems and warnings to the report."""
+    problems, warnings = report.problems, report.warnings
+    for rollout in collected.rollouts:
+        if rollout.stop_reason in (StopReason.error, StopReason.aborted, StopReason.timeout):
+            text = rollout.error or "rollout.timeout_s has passed; raise it, or speed the tools up"
+            problems.append(f"rollout {rollout.rollout_id} ended as {rollout.stop_reason}: {text}")
+            break
+    for tool in report.tools:
+        if tool.same_error:
+            problems.append(
+                f"tools.{tool.tool}: all {tool.calls} calls failed alike: {tool.first_error}"
+            )
+        elif tool.calls and tool.failures == tool.calls:
+            warnings.append(
+                f"tools.{tool.tool}: all {tool.calls} calls failed, the first with "
+                f"{tool.first_error!r}; drawn arguments fit its schema and may make no sense: try "
+                f"one that does with agenttrain tools --call {tool.tool} '{{…}}'"
+            )
+        if tool.clipped:
+            warnings.append(
+                f"tools.{tool.tool}: {tool.clipped} of {tool.calls} replies are cut, the longest "
+                f"has {tool.reply_tokens_max} tokens; raise tools.{tool.tool}.max_result_tokens"
+            )
+    called = {tool.tool for tool in report.tools}
+    if missing := [name for name in _names(components, collected) if name not in called]:
+        warnings.append(f"not called: {', '.join(missing)}; make more rollouts: rollouts=…")
+    if collected.overlong:
+        warnings.append(
+            f"data.train: {collected.overlong} prompts fill the context of {report.context} tokens"
+        )
+    failed = {text.partition(":")[0] for text in problems}
+    for reward in report.rewards:
+        if reward.low is None:
+            if "the run would stop" not in failed:
+                problems.append(f"reward.{reward.reward}: gave no rollout a value")
+        elif reward.low == reward.high and reward.rollouts > 1:
+            warnings.append(
+                f"reward.{reward.reward}: is {reward.low:g} for all {reward.rollouts} rollouts; a "
+                "model whose rollouts all get the same learns nothing"
+            )
+
+
+def _names(components: Components, collected: Collected) -> list[str]:
+    """Return the names of all tools that the rollouts' tasks have."""
+    names: dict[str, None] = {}
+    for rollout in collected.rollouts:
+        schemas = components.schemas(rollout.task)
+        names |= dict.fromkeys(str(schema["function"]["name"]) for schema in schemas)
+    return list(names)
+
+
+def _tool_reports(collector: Collector, rollouts: Sequence[Rollout]) -> Iterator[ToolReport]:
+    """Yield a report of every tool that was run."""
+    by_tool: dict[str, list[tuple[ToolResult, int]]] = {}
+    for rollout in rollouts:
+        tools = RowTools(rollout.task, collector.toolbox, collector.environments)
+        for result in rollout.tool_results:
+            if result.error not in REFUSED:
+                limit = tools.limits(result.call.name).max_result_tokens
+                entry = (result, limit or collector.limits.max_result_tokens)
+                by_tool.setdefault(result.call.name, []).append(entry)
+    chat: Chat = collector.chat
+    for name, entries in by_tool.items():
+        errors = [result.content for result, _ in entries if result.error]
+        seconds = sorted(result.seconds for result, _ in entries)
+        tokens = [len(chat.encode_plain(result.content)) for result, _ in entries]
+        yield ToolReport(
+            tool=name,
+            calls=len(entries),
+            failures=len(errors),
+            first_error=errors[0] if errors else "",
+            same_error=len(entries) >= 3 and len(errors) == len(entries) and len(set(errors)) == 1,
+            p50_s=seconds[len(seconds) // 2],
+            p95_s=seconds[int(0.95 * (len(seconds) - 1))],
+            reply_tokens_p50=sorted(tokens)[len(tokens) // 2],
+            reply_tokens_max=max(tokens),
+            clipped=sum(count > limit for count, (_, limit) in zip(tokens, entries, strict=True)),
+        )
+
+
+def _reward_report(name: str, rollouts: Sequence[Rollout]) -> RewardReport:
+    given = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
+    values = [value for value in given if value is not None]
+    return RewardReport(
+        reward=name,
+        rollouts=len(values),
+        none=len(given) - len(values),
+        low=min(values, default=None),
+        mean=mean(values) if values else None,
+        high=max(values, default=None),
+    )
+
+
+def _spread(values: Sequence[int]) -> list[int]:
+    """Return least, middle and most; nothing for no values."""
+    ordered = sorted(values)
+    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]] if ordered else []
+
+
+class _Memory:
+    """Peak of this process above its start, and of its children, while the block runs."""
+
+    own = 0
+    children = 0
+
+    def __enter__(self) -> _Memory:
+        self._process = psutil.Process()
+        self._start = self._process.memory_info().rss
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._measure, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _measure(self) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(INTERVAL_S)
+            total = 0
+            for child in self._process.children(recursive=True):
+                try:
+                    total += child.memory_info().rss
+                except psutil.Error:  # it has ended in between
+                    continue
+            self.children = max(self.children, total)
+            self.own = max(self.own, self._process.memory_info().rss - self._start)
+
+
+def show(report: Report, options: RehearseOptions) -> None:
+    """Print a report."""
+    console = Console()
+    written = ", ".join(f"{kind} {count}" for kind, count in report.turns.items())
+    ended = ", ".join(f"{reason} {count}" for reason, count in report.stop_reasons.items())
+    refused = ", ".join(f"{error} {count}" for error, count in report.answers.items())
+    title = f"[bold]{report.rollouts} rollouts[/] of a stub in {report.seconds:.2f} s"
+    console.print(title, highlight=False)
+    for label, text in (("turns", written), ("refused calls", refused), ("ends", ended)):
+        console.print(f"{label:<15}{text or 'none'}", highlight=False, soft_wrap=True)
+    if report.tools:
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+        # Only the error shrinks on a narrow terminal.
+        longest = max(len(tool.tool) for tool in report.tools)
+        table.add_column("tool", style="cyan", min_width=longest)
+        for name in ("calls", "failed", "p50 ms", "p95 ms", "reply tokens", "max"):
+            table.add_column(name, justify="right", min_width=max(len(name), 5))
+        table.add_column("first error", overflow="ellipsis", no_wrap=True, style="red")
+        for tool in report.tools:
+            table.add_row(
+                *(tool.tool, str(tool.calls), str(tool.failures)),
+                *(f"{1000 * tool.p50_s:.1f}", f"{1000 * tool.p95_s:.1f}"),
+                *(str(tool.reply_tokens_p50), str(tool.reply_tokens_max)),
+                " ".join(tool.first_error.split()),
+            )
+        console.print()
+        console.print(table)
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("reward", style="cyan", no_wrap=True)
+    for name in ("rollouts", "min", "mean", "max", "none"):
+        table.add_column(name, justify="right")
+    for reward in report.rewards:
+        numbers = (reward.low, reward.mean, reward.high)
+        shown = ["–" if number is None else f"{number:.3g}" for number in numbers]
+        table.add_row(reward.reward, str(reward.rollouts), *shown, str(reward.none))
+    console.print()
+    console.print(table)
+    console.print()
+    lines = {
+        "prompt tokens": "{} to {}, context {:,}".format(
+            *(report.prompt_tokens[:1] or "–"), *(report.prompt_tokens[-1:] or "–"), report.context
+        ),
+        "memory": f"+{report.own_mib:.0f} MiB in this process, {report.children_mib:.0f} MiB in "
+        "its children",
+        "a step": f"{report.step_rollouts} rollouts; {report.step_tokens:,} sampled tokens if they "
+        f"are as short as here, {report.step_tokens_most:,} at most",
+    }
+    if report.step_s is not None and options.tokens_per_s is not None:
+        short, long = report.step_s
+        beside = report.seconds * report.step_rollouts / max(report.rollouts, 1)
+        lines[""] = (
+            f"{short:,.1f} to {long:,.1f} s of sampling at {options.tokens_per_s:g} tokens/s; "
+            f"tools, rewards and the loop take {beside:.1f} s beside"
+        )
+    for label, text in lines.items():
+        console.print(f"{label:<15}{text}", highlight=False, soft_wrap=True)
+    if report.warnings or report.problems:
+        console.print()
+    for style, name, texts in (
+        ("yellow", "warning", report.warnings),
+        ("red", "problem", report.problems),
+    ):
+        for text in texts:
+            console.print(f"[{style}]{name}[/] ", end="")
+            console.print(text, markup=False, highlight=False, soft_wrap=True)

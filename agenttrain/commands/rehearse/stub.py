@@ -1,0 +1,221 @@
+"""A stub in the place of the model: turns with valid and invalid calls of the run's own tools.
+
+Its turns are rendered by the run's chat template and come as token ids, as a model's do. Arguments
+are drawn from the tools' JSON schemas, texts among them from the row, where a tool may know them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import ceil, floor
+from typing import Any
+
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.demonstrations import completion_ids
+from agenttrain.runs.setup import Components
+from agenttrain.types import AssistantTurn, Message, Task, ToolCall
+
+NO_TOOL = "no_such_tool"
+NO_ARGUMENT = "no_such_argument"
+WORDS = 40
+"""Words of a prompt that texts are drawn from: its last."""
+LONGEST = 40
+"""Characters of a column's value that is drawn."""
+QUESTION: Message = {"role": "user", "content": "?"}
+
+
+class Kind(StrEnum):
+    """Kinds of turns that the stub writes."""
+
+    call = "valid call"
+    two_calls = "two valid calls"
+    wrong_arguments = "wrong arguments"
+    unknown_tool = "unknown tool"
+    damaged = "damaged call"
+    endless = "answer without an end"
+    answer = "answer"
+    stop = "stop tool"
+
+
+FIRST = (
+    *(Kind.call, Kind.call, Kind.wrong_arguments, Kind.call, Kind.unknown_tool, Kind.call),
+    *(Kind.damaged, Kind.two_calls, Kind.call, Kind.call, Kind.endless),
+)
+"""Kinds of the first turns, rollout by rollout, so that a short rehearsal has each of them."""
+LATER = {Kind.call: 4, Kind.two_calls: 1, Kind.wrong_arguments: 1, Kind.stop: 6}
+"""Kinds of later turns, with their weights."""
+
+
+@dataclass(slots=True)
+class Stub:
+    """A script for `ScriptedEngine`: ``stub(token_ids, session, turn)`` returns the ids of a turn.
+
+    The same run, row, sample and turn give the same ids.
+    """
+
+    components: Components
+    tasks: Sequence[Task]
+    """Tasks by the place that the session names: ``rehearse-<place>-<sample>``."""
+    written: Counter[Kind] = field(default_factory=Counter)
+    _after: dict[str, str] = field(default_factory=dict)
+    """Role of the message that a session's next turn answers, where it is not a user's."""
+
+    def __call__(self, token_ids: Sequence[int], session: str, turn: int) -> list[int]:
+        """Return the ids of a turn of this session."""
+        _, place, sample = session.rsplit("-", 2)
+        task, chat = self.tasks[int(place)], self.components.chat
+        schemas = self.components.schemas(task)
+        rng = random.Random(f"{self.components.config.seed}-{session}-{turn}")
+        # Samples of one task differ in their kind, and so do the first samples of the tasks.
+        number = int(place) + int(sample)
+        kind = FIRST[number % len(FIRST)]
+        if turn:
+            kind = rng.choices(list(LATER), list(LATER.values()))[0]
+        stops = set(self.components.config.stop_tools)
+        tools = [schema["function"] for schema in schemas]
+        callable_tools = [tool for tool in tools if tool["name"] not in stops]
+        stop_tools = [tool for tool in tools if tool["name"] in stops]
+        if kind is Kind.two_calls and chat.one_call_per_turn:
+            kind = Kind.call
+        if kind is Kind.stop and not stop_tools:
+            kind = Kind.answer
+        if not callable_tools and kind not in (Kind.stop, Kind.endless):
+            kind = Kind.stop if stop_tools else Kind.answer
+        self.written[kind] += 1
+
+        known, words = _texts(task)
+        if kind in (Kind.answer, Kind.endless):
+            text = rng.choice(known if known and rng.random() < 0.5 else words)
+            answer = AssistantTurn(content=text, reasoning=None, calls=())
+            ids = self._rendered(answer, schemas, session)
+            if kind is Kind.endless:
+                part = ids[: max(len(ids) - 1, 1)]
+                return part * (self.components.config.rollout.max_turn_tokens // len(part) + 1)
+            self._after[session] = "user"
+            return ids
+        # One tool after the other, so that each is called.
+        first = (stop_tools if kind is Kind.stop else callable_tools)[
+            (number + turn) % len(stop_tools if kind is Kind.stop else callable_tools)
+        ]
+        chosen = [first]
+        if kind is Kind.two_calls:
+            chosen.append(rng.choice(callable_tools))
+        calls = []
+        for index, tool in enumerate(chosen):
+            schema = tool.get("parameters", {})
+            arguments = example(schema, [*known, *words], rng)
+            if kind is Kind.stop and rng.random() < 0.5:
+                # The right answer, where argument and column have one name: rewards then differ.
+                columns = task.columns
+                arguments |= {key: columns[key] for key in arguments if key in columns}
+            name = NO_TOOL if kind is Kind.unknown_tool else tool["name"]
+            if kind is Kind.wrong_arguments:
+                required = [key for key in schema.get("required", ()) if key in arguments]
+                if required:
+                    del arguments[rng.choice(required)]
+                else:
+                    arguments[NO_ARGUMENT] = 1
+            calls.append(ToolCall(id=f"call_{turn}_{index}", name=name, arguments=arguments))
+        ids = self._rendered(
+            AssistantTurn(content="", reasoning=None, calls=tuple(calls)), schemas, session
+        )
+        if kind is Kind.damaged:
+            middle = len(ids) // 2
+            ids = ids[:middle] + ids[middle + max(len(ids) // 6, 1) :]
+        self._after[session] = "tool"
+        return ids
+
+    def _rendered(self, turn: AssistantTurn, schemas: Sequence[dict], session: str) -> list[int]:
+        """Return the ids of a turn behind a short conversation that ends like the session's.
+
+        The ids of a turn depend on the role of the message before it alone, where a template opens
+        the reasoning after a user's message.
+        """
+        chat: Chat = self.components.chat
+        messages = [QUESTION]
+        if self._after.get(session) == "tool" and schemas:
+            call = ToolCall(id="call_0_0", name=schemas[0]["function"]["name"], arguments={})
+            before = AssistantTurn(content="", reasoning=None, calls=(call,))
+            reply: Message = {
+                "role": "tool",
+                "tool_call_id": call.id,
+                "name": call.name,
+                "content": "-",
+            }
+            messages += [before.message(), reply]
+        ids = completion_ids(chat, messages, schemas, replace(turn))
+        return ids if ids[-1] in chat.stop_token_ids else [*ids, chat.stop_token_ids[0]]
+
+
+def _texts(task: Task) -> tuple[list[str], list[str]]:
+    """Return the short values of a row's columns, and words of its messages."""
+    columns = [str(value) for value in task.columns.values() if isinstance(value, str | int)]
+    content = " ".join(str(message.get("content") or "") for message in task.messages)
+    words = [word.strip(".,:;?!\"'()") for word in content.split()[-WORDS:]]
+    return [text for text in columns if len(text) <= LONGEST], list(filter(None, words)) or ["word"]
+
+
+def example(
+    schema: Mapping[str, Any],
+    words: Sequence[str],
+    rng: random.Random,
+    definitions: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return a value that fits a JSON schema; texts are among `words`.
+
+    Example: ``{"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}},
+    "required": ["n"]}`` -> ``{"n": 7}``. Patterns and formats of texts are not followed.
+    """
+    definitions = {**(definitions or {}), **schema.get("$defs", {})}
+    if "$ref" in schema:
+        schema = definitions.get(str(schema["$ref"]).rpartition("/")[2], {})
+    for several in ("anyOf", "oneOf", "allOf"):
+        if schema.get(several):
+            parts = [part for part in schema[several] if part.get("type") != "null"]
+            return example(rng.choice(parts or schema[several]), words, rng, definitions)
+    if "const" in schema:
+        return schema["const"]
+    for listed in ("enum", "examples"):
+        if schema.get(listed):
+            return rng.choice(schema[listed])
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        kind = next((one for one in kind if one != "null"), "null")
+    match kind:
+        case "object":
+            properties = schema.get("properties", {})
+            required = schema.get("required", ())
+            return {
+                name: example(part, words, rng, definitions)
+                for name, part in properties.items()
+                if name in required or rng.random() < 0.5
+            }
+        case "array":
+            least = schema.get("minItems", 0)
+            count = rng.randint(least, min(schema.get("maxItems", least + 2), least + 2))
+            items = schema.get("items", {})
+            return [example(items, words, rng, definitions) for _ in range(count)]
+        case "integer" | "number":
+            # Strictly between exclusive bounds: a step of 1, or of a part of the range.
+            above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+            step = 1.0
+            if kind == "number" and above is not None and below is not None:
+                step = (below - above) / 4
+            low = schema.get("minimum", 1 if above is None else above + step)
+            high = schema.get("maximum", low + 20 if below is None else below - step)
+            if kind == "integer":
+                return rng.randint(ceil(low), max(floor(high), ceil(low)))
+            return rng.uniform(low, max(high, low))
+        case "boolean":
+            return rng.random() < 0.5
+        case "null":
+            return None
+        case _:
+            text = rng.choice(words)
+            while len(text) < schema.get("minLength", 0):
+                text += f" {rng.choice(words)}"
+            return text[: schema.get("maxLength", len(text))]

@@ -1,0 +1,114 @@
+"""`agenttrain <verb> --help`, its examples, and what every verb does without a reader."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agenttrain import cli
+from agenttrain.settings.command_line import parse
+from agenttrain.settings.compose import hydra_session
+from agenttrain.settings.verbs import VERBS
+from agenttrain.utils.model_path import model_folder
+
+ROOT = Path(__file__).parents[2]
+SHOWING = {"data": ["--rows"], "tools": ["--call"], "plan": ["--gpu-memory-gb", "--devices"]}
+"""Verbs whose own options stand beside settings, with those of their examples."""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_has_its_options_and_two_examples(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"agenttrain {verb}: {VERBS[verb].does}\n")
+    assert f"usage: agenttrain {verb}" in text
+    for option, meaning in VERBS[verb].options.items():
+        assert any(
+            line.startswith(f"  {option}") and meaning in line for line in text.splitlines()
+        ), option
+    assert text.count(f"\n  agenttrain {verb}") == 2
+    assert max(map(len, text.splitlines())) <= 110
+    assert (ROOT / "docs" / VERBS[verb].page).is_file()
+    assert cli.main(["--help"]) == 0
+    assert f"\n  {verb:<10} {VERBS[verb].does}\n" in capsys.readouterr().out
+
+
+def test_help_of_a_word_that_is_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["viwe", "--help"]) == 2
+    assert "viwe: no such verb (did you mean 'view'?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        words
+        for name, verb in VERBS.items()
+        for words in verb.examples
+        if verb.settings and "<run>" not in words and name not in ("rehearse", "submit")
+    ],
+)
+def test_examples_with_settings_compose(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_model").symlink_to(model_folder("bundled:shop"))
+    Path("rows.jsonl").write_text('{"prompt": "How many?", "answer": "3"}\n' * 10)
+    verb, *arguments = shlex.split(words)
+    if verb in SHOWING:  # without the options and their values
+        arguments = [word for word in arguments if "=" in word and " " not in word]
+    command = parse([verb, *arguments])
+    with hydra_session(command.source):
+        assert cli.compose_all(command)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("templates", "settings --json", "data", "tools", "check", "plan --gpu-memory-gb 80"),
+        *("--cfg job", "view --help"),
+    ],
+)
+def test_a_reader_that_stops_early_ends_a_verb_quietly(words: str, tmp_path: Path) -> None:
+    line = f'"{sys.executable}" -m agenttrain.cli {words} | head -c 1 >&2; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0
+    assert len(done.stderr) == 1  # what `head` has read, and no traceback
+
+
+WITHOUT_TEST_EXTRA = """
+import importlib.util, sys
+there = importlib.util.find_spec
+absent = ("trl", "mistral_common")
+importlib.util.find_spec = lambda name, *rest: None if name in absent else there(name, *rest)
+from agenttrain.cli import main
+sys.exit(main(["templates"]))
+"""
+
+
+def test_templates_prints_its_table_in_a_plain_install(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TEST_EXTRA],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    (qwen3,) = (line.split() for line in lines if line.startswith("qwen3 "))
+    assert qwen3[:4] == ["qwen3", "yes", "no", "qwen"]
+    assert "fixed" in qwen3 and "?" not in qwen3
+    assert "pip install 'agenttrain[test]' brings the stock templates" in lines[-1]

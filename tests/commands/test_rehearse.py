@@ -1,0 +1,196 @@
+"""`agenttrain rehearse`: failures, rewards and costs of a run, without a model."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from agenttrain import cli
+from agenttrain.commands.rehearse.stub import example
+
+MODULE = '''
+class World:
+    """An environment with one method."""
+
+    def look(self) -> str:
+        """Look around."""
+        return "a lamp"
+
+
+def lookup(country: str, times: int = 1) -> str:
+    """Look up a capital.
+
+    Args:
+        country: Its name.
+        times: How often.
+    """
+    return {"Peru": "Lima"}[country]
+
+
+def broken(query: str) -> str:
+    """Search.
+
+    Args:
+        query: The words.
+    """
+    raise RuntimeError("the index is missing")
+
+
+def long(page: int) -> str:
+    """Read a page.
+
+    Args:
+        page: Its number.
+    """
+    return "lamp " * 3000
+
+
+def correct(rollout, answer, **columns):
+    return float(answer in rollout.trajectories[-1].messages[-1]["content"])
+
+
+def constant(rollout):
+    return 0.25
+
+
+def raises(rollout):
+    raise KeyError("answer")
+'''
+BASE = (
+    *("experiment=none", "model=folder", "model.path=bundled:shop", "data=file", "tools=[]"),
+    *(
+        "data.train.path=rows.jsonl",
+        "data.test.path=test.jsonl",
+        "reward=[]",
+        "algorithm.group_size=4",
+    ),
+)
+CORRECT = "reward.correct._target_=my_rehearsed.correct"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with tools, rewards and rows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_rehearsed.py").write_text(MODULE)
+    row = {"prompt": "What is the capital of Peru?", "answer": "Lima"}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 10)
+    (tmp_path / "test.jsonl").write_text(json.dumps({**row, "prompt": "Peru?"}) + "\n")
+    return tmp_path
+
+
+def report(words: Sequence[str], code: int) -> dict[str, Any]:
+    """The JSON report of a rehearsal that ends with this exit code."""
+    assert cli.main(["rehearse", "rollouts=16", "json=report.json", *BASE, *words]) == code
+    return json.loads(Path("report.json").read_text())
+
+
+def test_a_run_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tools.lookup._target_=my_rehearsed.lookup", CORRECT, "tokens_per_s=100"]
+    result = report([*words, "tasks_per_step=8", "rollout.max_turn_tokens=64"], 0)
+    assert result["rollouts"] == 16
+    assert result["problems"] == []
+    # 4 tasks x 4 samples: the kinds of the first turns are FIRST[task + sample].
+    assert {"valid call", "wrong arguments", "unknown tool", "damaged call"} <= set(result["turns"])
+    assert result["answers"]["unknown_tool"] == result["turns"]["unknown tool"]
+    assert result["answers"]["invalid_arguments"] >= result["turns"]["wrong arguments"]
+    (tool,) = result["tools"]
+    assert tool["tool"] == "lookup" and 0 < tool["failures"] < tool["calls"]
+    (reward,) = result["rewards"]
+    assert (reward["rollouts"], reward["low"], reward["high"]) == (16, 0.0, 1.0)
+    # 8 tasks x 4 samples; 8 turns x 64 tokens at most, at 100 tokens a second.
+    assert (result["step_rollouts"], result["step_tokens_most"]) == (32, 32 * 512)
+    assert result["step_s"][1] == 163.84
+    printed = capsys.readouterr().out
+    assert "at 100 tokens/s" in printed and "16 rollouts" in printed
+    again = report(words, 0)
+    assert (again["turns"], again["answers"]) == (result["turns"], result["answers"])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "problem", "warning"),
+    [
+        (
+            ["tools.broken._target_=my_rehearsed.broken", CORRECT],
+            1,
+            "tools.broken: all",
+            "",
+        ),
+        (
+            ["tools.lookup._target_=my_rehearsed.lookup", "reward.r._target_=my_rehearsed.raises"],
+            1,
+            "the run would stop: reward 'r' on rollout 'rehearse-0-0' of task '",
+            "",
+        ),
+        (
+            [
+                "tools.lookup._target_=my_rehearsed.lookup",
+                "reward.c._target_=my_rehearsed.constant",
+            ],
+            0,
+            "",
+            "reward.c: is 0.25 for all 16 rollouts",
+        ),
+        (
+            ["tools.long._target_=my_rehearsed.long", CORRECT, "tools.long.max_result_tokens=50"],
+            0,
+            "",
+            "raise tools.long.max_result_tokens",
+        ),
+        ([CORRECT, "stop_tools=[]"], 0, "", ""),
+        (["+environment.world._target_=my_rehearsed.World", CORRECT], 0, "", ""),
+    ],
+    ids=["broken tool", "broken reward", "constant reward", "long replies", "no tools", "methods"],
+)
+def test_faults(words: list[str], code: int, problem: str, warning: str) -> None:
+    result = report(words, code)
+    assert bool(result["problems"]) == bool(problem)
+    assert problem in "\n".join(result["problems"])
+    assert warning in "\n".join(result["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollouts=0"], "rollouts=0: give a whole number, 1 or more"),
+        (["tokens_per_s=fast"], "tokens_per_s=fast: give the tokens that your engine samples"),
+        (["json=no/where.json"], "json=no/where.json: name a file in an existing folder"),
+        (["-m", "seed=1,2"], "rehearse -m: rehearses one run; leave -m out"),
+        (["tols=[]"], "tols"),
+    ],
+)
+def test_words_that_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["rehearse", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {"type": "integer", "minimum": 3, "maximum": 5},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    {"type": "string", "minLength": 9, "maxLength": 12},
+    {"enum": ["a", "b"]},
+    {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
+    {"type": ["null", "integer"]},
+    {"type": "array", "minItems": 2, "maxItems": 3, "items": {"const": 1}},
+    {
+        "type": "object",
+        "required": ["point"],
+        "properties": {"point": {"$ref": "#/$defs/P"}, "note": {"type": "string"}},
+        "$defs": {"P": {"type": "object", "properties": {"x": {"type": "number"}}}},
+    },
+)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+def test_drawn_arguments_fit_their_schema(schema: dict[str, Any]) -> None:
+    for seed in range(20):
+        jsonschema.validate(example(schema, ["lamp", "Lima"], random.Random(seed)), schema)
