@@ -70,6 +70,7 @@ from agenttrain.settings.compose import (
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
 from agenttrain.settings.saved import (
+    PLAYED,
     check_new,
     evaluated,
     finished_steps,
@@ -144,6 +145,7 @@ def _dispatch(arguments: list[str]) -> int:
             "rescore": rescore,
             "compare": compare,
             "plan": _plan,
+            "play": _play,
         }.get(verb)
         if command is not None:
             return command(words)
@@ -249,6 +251,9 @@ def _load_saved(command: Command, saved: Path) -> Composed:
     source, trust = command.source, command.trust
     if command.auto:
         return resumed_as_begun(saved, open_keys(command.overrides), source)
+    if command.verb == "play":
+        changes = open_keys(command.overrides)
+        return evaluated(saved, changes, source, trust=command.trust, runs=PLAYED)
     if command.verb == "eval":
         # hydra.run.dir= names the evaluation's folder and changes nothing of the run.
         changes = [text for text in command.overrides if not text.startswith(RUN_DIR)]
@@ -385,6 +390,16 @@ def _plan(arguments: Sequence[str]) -> int:
     composed = _compose_single(parse(["plan", *overrides]), "plan -m: plans one run")
     admit_engine(composed)
     return planning.show(composed.config, options)
+
+
+def _play(arguments: Sequence[str]) -> int:
+    """Run `play [run=<folder>] [step=N|0|best] [row=N] [overrides]`: talk to an agent."""
+    from agenttrain.commands import play
+
+    options, overrides = play.parse(arguments)
+    composed = _compose_single(parse(["play", *overrides]), "play -m: talks to one agent")
+    admit_engine(composed)
+    return play.play(composed.config, options)
 
 
 def _tools(arguments: Sequence[str]) -> int:
