@@ -222,7 +222,7 @@ def check_own_objective(verb: str, config: RunConfig) -> None:
 
 
 KEY = "rollout.structured_calls=true"
-UNTRAINED = ("eval", "sft", "plan", "play")
+UNTRAINED = ("eval", "sft", "plan", "play", "serve")
 """Verbs that do not train on sampled tokens."""
 
 
@@ -280,6 +280,7 @@ UNREAD = {
     "train": ("sft", "slurm"),
     "eval": ("sft", "slurm", "data.curriculum"),
     "play": ("sft", "slurm", "data.curriculum", "algorithm", "optimizer", "training", "reward"),
+    "serve": ("sft", "slurm", "data", "algorithm", "optimizer", "training", "reward", "tools"),
 }
 """Verb -> settings without effect in it."""
 
@@ -300,7 +301,7 @@ def check_verb(verb: str, overrides: Sequence[str]) -> None:
 
 def check_init(verb: str, config: RunConfig) -> None:
     """Raise ConfigError if a new run would sample from a model that has learned nothing."""
-    if verb in ("train", "eval", "play") and config.model.init is Init.random:
+    if verb in ("train", "eval", "play", "serve") and config.model.init is Init.random:
         raise ConfigError(
             "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
             "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"

@@ -33,6 +33,7 @@ VERBS = {
     "sft": "imitate conversations with tool calls: the warm start of an agent",
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
     "play": "talk to an agent: run=<run or checkpoint folder> [step=N|0|best], or model.path=…",
+    "serve": "an agent behind OpenAI's chat API: run=<run or checkpoint folder> [port=8000]",
     "submit": "a run, or with -m a sweep, as a job of SLURM's: submit [--dry-run] [--no-check]",
     "check": "compose, check and count; nothing is run and no folder is made",
     "plan": "memory per GPU, from the model's config.json: plan [--gpu-memory-gb 80] [--devices 8]",
@@ -46,7 +47,7 @@ VERBS = {
     "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
     "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }
-OF_A_RUN = ("eval", "play")
+OF_A_RUN = ("eval", "play", "serve")
 """Verbs that take a saved run by `run=`; the others take it by `resume=`."""
 WITH_VALUE = (
     *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c"),

@@ -25,7 +25,7 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.messages import check_values, explained
 from agenttrain.settings.run_config import CHOICES, RunConfig
-from agenttrain.settings.trust import SECTIONS, check_trusted, is_own, named_code
+from agenttrain.settings.trust import ENGINE, SECTIONS, check_trusted, is_own, named_code
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import OBJECTIVES, in_this_layout
@@ -45,8 +45,12 @@ EVALUABLE = (
 """Sections that an evaluation of a run may change: the others are the agent itself."""
 EVALUATED = tuple(name for name in SECTIONS if name != "algorithm")
 """Sections whose code an evaluation runs."""
-PLAYED = tuple(name for name in EVALUATED if name != "reward")
-"""Sections whose code a conversation runs: it is not scored."""
+USED = {
+    "play": tuple(name for name in EVALUATED if name != "reward"),
+    "serve": (ENGINE,),
+}
+"""Sections whose code a verb runs that uses an agent: nothing is scored, and a server's clients run
+the tools."""
 
 
 def check_new(config: RunConfig) -> None:
