@@ -92,7 +92,9 @@ examples
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
   agenttrain replay outputs/shop/<run> step=10 rollout=train-10-0-0    the same ids again?
   agenttrain rescore outputs/shop/<run> reward=[numeric_close] to=scores.jsonl   another reward
-  agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
+  agenttrain play run=outputs/shop/<run>             talk to the agent (step=0: and as it was)
+  agenttrain serve run=outputs/shop/<run> port=8000  OpenAI's chat API
+  agenttrain export run=outputs/shop/<run> to=my_agent   the trained model, with a card
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
 Your own modules are imported from the current folder. `agenttrain settings` prints every setting

@@ -44,7 +44,7 @@ VERBS = {
     "replay": "a rollout once more from what was recorded: replay <run folder> step=N rollout=ID",
     "rescore": "stored rollouts by another reward: rescore <run folder> reward=[…] [to=FILE]",
     "compare": "a sweep's results: compare <sweep folder> [metric …] [--plot FILE] [--json]",
-    "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
+    "export": "a checkpoint as a model folder with a card: export run=<folder> to=<folder|hub:…>",
     "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }
 OF_A_RUN = ("eval", "play", "serve")

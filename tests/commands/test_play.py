@@ -8,7 +8,6 @@ import os
 import pty
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -118,10 +117,8 @@ def test_a_terminal(run) -> None:
 
     try:
         read_until("you> ")
-        asked = time.perf_counter()
         os.write(inner, b"How many lamps are there?\n")
         read_until("tool_call")
-        seconds = time.perf_counter() - asked
         read_until("(stop_tool")
         os.write(inner, b"\x04")
         assert process.wait(60) == 0
@@ -129,4 +126,3 @@ def test_a_terminal(run) -> None:
         process.kill()
         os.close(inner)
     assert "\x1b[32m" in text  # sampled text is green
-    assert seconds < 2.0  # from the message to its first token
