@@ -75,6 +75,7 @@ from agenttrain.settings.compose import (
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
 from agenttrain.settings.saved import (
+    USED,
     check_new,
     evaluated,
     finished_steps,
@@ -155,6 +156,8 @@ def _dispatch(arguments: list[str]) -> int:
             "compare": compare,
             "plan": _plan,
             "rehearse": _rehearse,
+            "play": _play,
+            "serve": _serve,
         }.get(verb)
         if command is not None:
             return command(words)
@@ -229,8 +232,9 @@ def compose_all(command: Command) -> list[Composed]:
     overrides, source = command.overrides, command.source
     if command.saved is not None:
         composed = _load_saved(command, command.saved)
-        # A plan runs none of the run's code: the user has not been asked to trust it.
-        validate(composed.config, code=() if command.verb == "plan" else SECTIONS)
+        # Only code that the verb runs is imported: the user has been asked to trust no other.
+        code = () if command.verb == "plan" else USED.get(command.verb, SECTIONS)
+        validate(composed.config, code=code)
         check_verb(command.verb, overrides)
         check_test_rows(command.verb, composed.config)
         check_structured(command.verb, composed.config)
@@ -261,6 +265,9 @@ def _load_saved(command: Command, saved: Path) -> Composed:
     source, trust = command.source, command.trust
     if command.auto:
         return resumed_as_begun(saved, open_keys(command.overrides), source)
+    if command.verb in USED:
+        changes, runs = open_keys(command.overrides), USED[command.verb]
+        return evaluated(saved, changes, source, trust=command.trust, runs=runs)
     if command.verb == "eval":
         # hydra.run.dir= names the evaluation's folder and changes nothing of the run.
         changes = [text for text in command.overrides if not text.startswith(RUN_DIR)]
@@ -412,6 +419,27 @@ def _rehearse(arguments: Sequence[str]) -> int:
     composed = _compose_single(parse(overrides), "rehearse -m: rehearses one run")
     check_files([composed])
     return rehearsal.rehearse(composed.config, options)
+
+
+def _play(arguments: Sequence[str]) -> int:
+    """Run `play [run=<folder>] [step=N|0|best] [row=N] [overrides]`: talk to an agent."""
+    from agenttrain.commands import play
+
+    options, overrides = play.parse(arguments)
+    composed = _compose_single(parse(["play", *overrides]), "play -m: talks to one agent")
+    admit_engine(composed)
+    return play.play(composed.config, options)
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    """Run `serve [run=<folder>] [step=N|best] [host=…] [port=…] [name=…] [overrides]`: answer
+    chat requests."""
+    from agenttrain.commands import serve
+
+    options, overrides = serve.parse(arguments)
+    composed = _compose_single(parse(["serve", *overrides]), "serve -m: serves one agent")
+    admit_engine(composed)
+    return serve.serve(composed.config, options)
 
 
 def _tools(arguments: Sequence[str]) -> int:

@@ -102,10 +102,12 @@ def test_an_export_that_cannot_be_says_why(tmp_path: Path) -> None:
     (tmp_path / "checkpoint" / "manifest.json").write_text("{}")
     for arguments, problem in (
         (["nowhere", "to=out"], "neither a run with a checkpoint nor a checkpoint"),
-        (["checkpoint"], "give export <run or checkpoint folder> to="),
+        (["checkpoint"], "give export run=<run or checkpoint folder> to="),
         (["checkpoint", "to=full"], "to=full: holds something already"),
         (["checkpoint", "to=out", "dtype=int8"], "expected one of auto, float32"),
         (["checkpoint", "to=out", "merge=1"], "merge=…: not an option of export"),
+        (["run=checkpoint", "to=out", "format=adapter"], "has no adapters, its weights are"),
+        (["checkpoint", "to=out", "public=true"], "public=true: goes with to=hub:org/name"),
     ):
         done = agenttrain("export", *arguments, cwd=tmp_path)
         assert done.returncode == 2

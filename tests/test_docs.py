@@ -24,7 +24,7 @@ from code_blocks import PAGES, ROOT, Block, blocks, file_on
 
 from agenttrain import cli
 from agenttrain.algorithms.objectives import config as objectives
-from agenttrain.commands import data, tools
+from agenttrain.commands import data, play, serve, tools
 from agenttrain.commands.plan import command as plan
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.settings.checks import validate
@@ -96,7 +96,10 @@ def words(command: str) -> list[str]:
 def settings_of(arguments: list[str]) -> list[str]:
     """The arguments without the options of a verb that shows or plans."""
     verb, others = split_verb(arguments)
-    parsers = {"data": data.parse, "tools": tools.parse, "plan": plan.parse}
+    parsers = {
+        **{"data": data.parse, "tools": tools.parse, "plan": plan.parse},
+        **{"play": play.parse, "serve": serve.parse},
+    }
     if verb in parsers:
         return [verb, *parsers[verb](others)[1]]
     if verb == "submit":

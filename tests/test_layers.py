@@ -15,7 +15,7 @@ LAYERS = (
     ("config",),
     ("algorithms", "chat", "tools", "data", "engines", "tracking"),
     ("rewards", "environments"),
-    ("rollout", "training"),
+    ("rollout", "training", "serving"),
     ("health", "settings"),
     ("evaluation",),
     ("trainer",),

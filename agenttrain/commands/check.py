@@ -76,7 +76,7 @@ def certify(runs: Sequence[Composed]) -> bool:
     check_files(runs)
     # These import tokenizers and torch.
     from agenttrain.runs.fingerprints import check_resumed
-    from agenttrain.runs.loading import verify_model
+    from agenttrain.runs.sampling import verify_model
     from agenttrain.runs.setup import Components, complete, overlong_notes
     from agenttrain.types import AgenttrainError
 

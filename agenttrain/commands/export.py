@@ -1,70 +1,198 @@
-"""`agenttrain export`: a checkpoint as a plain model folder: weights, configuration, tokenizer."""
+"""`agenttrain export`: a checkpoint as a model folder or a model of the hub, with its card."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from agenttrain.commands.play import checkpoint_of
+from agenttrain.settings.command_line import first_value
+from agenttrain.settings.saved import run_of
+from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.names import did_you_mean
 
-USAGE = "export <run or checkpoint folder> to=<new folder> [dtype=auto|float32|bfloat16|float16]"
+USAGE = (
+    "export run=<run or checkpoint folder> to=<new folder or hub:org/name> [step=N|best] "
+    "[format=transformers|adapter|merged] [dtype=auto|float32|bfloat16|float16] [public=true]"
+)
+OPTIONS = ("run", "to", "step", "format", "dtype", "public")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+FORMATS = ("transformers", "adapter", "merged")
 LATEST = Path("checkpoints", "latest")
+HUB = "hub:"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+READABLE, ENTERABLE = 0o644, 0o755
+"""Modes of files and folders: a server of another user has to read them."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `export`; return the exit code. Raises ConfigError."""
-    options = dict(word.split("=", 1) for word in arguments if "=" in word)
-    folders = [word for word in arguments if "=" not in word]
-    unknown = [name for name in options if name not in ("to", "dtype")]
-    if len(folders) != 1 or unknown or "to" not in options:
-        problem = f"{unknown[0]}=…: not an option of export; " if unknown else ""
-        raise ConfigError(f"{problem}give {USAGE}")
-    dtype = options.get("dtype", "auto")
-    if dtype not in DTYPES:
-        hint = did_you_mean(dtype, DTYPES)
-        raise ConfigError(f"dtype={dtype}: expected one of {', '.join(DTYPES)}{hint}")
-    source, folder = Path(folders[0]), Path(options["to"])
-    checkpoint = source / LATEST if (source / LATEST).is_dir() else source
-    if not (checkpoint / "manifest.json").is_file():
+    words, options = list(arguments), {}
+    for name in OPTIONS:
+        words, value = first_value(words, name)
+        if value is not None:
+            options[name] = value
+    if "run" in options:
+        words.append(options["run"])
+    if unknown := [word.partition("=")[0] for word in words if "=" in word]:
+        hint = did_you_mean(unknown[0], OPTIONS)
+        raise ConfigError(f"{unknown[0]}=…: not an option of export{hint}; give {USAGE}")
+    if len(words) != 1 or "to" not in options:
+        raise ConfigError(f"give {USAGE}")
+    for name, known in (("dtype", DTYPES), ("format", FORMATS), ("public", ("true", "false"))):
+        if (value := options.get(name, known[0])) not in known:
+            hint = did_you_mean(value, known)
+            raise ConfigError(f"{name}={value}: expected one of {', '.join(known)}{hint}")
+    to, source = options["to"], Path(words[0])
+    if "public" in options and not to.startswith(HUB):
+        raise ConfigError(f"public={options['public']}: goes with to={HUB}org/name; leave it out")
+    checkpoint = _checkpoint(source, options.get("step"))
+    form, dtype = options.get("format", "transformers"), options.get("dtype", "auto")
+    adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
+    if form != "transformers" and not adapted:
         raise ConfigError(
-            f"export {source}: neither a run with a checkpoint nor a checkpoint; name a folder as "
-            "outputs/<experiment>/<run> or <run>/checkpoints/step-000010"
+            f"format={form}: {checkpoint} has no adapters, its weights are complete; leave format "
+            "out"
         )
-    checkpoint = checkpoint.resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"to={folder}: holds something already; name a new folder")
+    if form == "adapter" and dtype != "auto":
+        raise ConfigError(f"dtype={dtype}: adapters are copied as they are; leave it out")
     try:
-        export(checkpoint, folder, dtype)
+        if to.startswith(HUB):
+            public = options.get("public") == "true"
+            url = publish(checkpoint, to.removeprefix(HUB), dtype, form, public=public)
+            print(f"{checkpoint} -> {url}")
+            return 0
+        folder = Path(to)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"to={folder}: holds something already; name a new folder")
+        export(checkpoint, folder, dtype, form)
+    except ConfigError:
+        raise
     except (AgenttrainError, OSError) as error:
         raise ConfigError(f"export {checkpoint}: {error}") from error
     print(f"{checkpoint} -> {folder}")
     return 0
 
 
-def export(checkpoint: Path, folder: Path, dtype: str = "auto") -> None:
+def _checkpoint(source: Path, step: str | None) -> Path:
+    """Return the checkpoint that was named; raises ConfigError if it is none."""
+    if step is not None:
+        return checkpoint_of(source, step).resolve()
+    checkpoint = source / LATEST if (source / LATEST).is_dir() else source
+    if not (checkpoint / "manifest.json").is_file():
+        raise ConfigError(
+            f"export {source}: neither a run with a checkpoint nor a checkpoint; name a folder as "
+            "outputs/<experiment>/<run> or <run>/checkpoints/step-000010"
+        )
+    return checkpoint.resolve()
+
+
+def export(
+    checkpoint: Path,
+    folder: Path,
+    dtype: str = "auto",
+    form: str = "transformers",
+    *,
+    name: str | None = None,
+) -> None:
     """Write the model of `checkpoint` to `folder`, for transformers, vLLM and others to load.
 
-    Adapters are merged into their base model. The tokenizer has the chat template that the run
-    was trained with. `dtype`: `auto` (as saved), `float32`, `bfloat16` or `float16`. Raises
-    CheckpointError for an incomplete checkpoint.
+    `form`: `adapter` copies the adapters, the others merge them into their base model. The
+    tokenizer has the chat template that the run was trained with. `dtype`: `auto` (as saved),
+    `float32`, `bfloat16` or `float16`. The folder appears once it is complete. `name` is the
+    model's in its card. Raises CheckpointError for an incomplete checkpoint.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from agenttrain.training.checkpoint_files import copy_mode, only_tensors, verify
-    from agenttrain.training.lora import CONFIG_FILE, merged
+    from agenttrain.training.checkpoint_files import only_tensors, verify
+    from agenttrain.training.lora import merged
 
     logging.disable_progress_bar()
     verify(checkpoint)
-    wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
-    with only_tensors(checkpoint):
-        if (checkpoint / CONFIG_FILE).is_file():
-            model = merged(checkpoint, wanted)
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
+    part.mkdir(parents=True)
+    try:
+        if form == "adapter":
+            for file in ADAPTER_FILES:
+                shutil.copyfile(checkpoint / file, part / file)
         else:
-            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=wanted)
-    model.save_pretrained(folder)
-    copy_mode(folder / "config.json", folder.glob("*.safetensors"))
-    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+            wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
+            with only_tensors(checkpoint):
+                if (checkpoint / ADAPTER_FILES[0]).is_file():
+                    model = merged(checkpoint, wanted)
+                else:
+                    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=wanted)
+            model.save_pretrained(part)
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)
+        _describe(checkpoint, part, name or folder.name, adapter=form == "adapter")
+        for path in (part, *part.rglob("*")):
+            path.chmod(ENTERABLE if path.is_dir() else READABLE)
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _describe(checkpoint: Path, folder: Path, name: str, *, adapter: bool) -> None:
+    """Write the card and the run's settings; a checkpoint without its run gets none."""
+    from agenttrain.commands.model_card import SETTINGS, model_card, published_settings
+
+    run = run_of(checkpoint)
+    if not (run / "config.yaml").is_file():
+        return
+    config: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    step = int(state.get("step", checkpoint.name.removeprefix("step-")))
+    card = model_card(name, config, read_summary(run), step=step, adapter=adapter)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / SETTINGS).write_text(published_settings(config), encoding="utf-8")
+
+
+def publish(checkpoint: Path, repo: str, dtype: str, form: str, *, public: bool) -> str:
+    """Export to a model of the hub, made if there is none, and return its address.
+
+    huggingface_hub reads `HF_TOKEN` and `HF_ENDPOINT`. A new model is private unless `public`; an
+    existing one stays what it is. Raises ConfigError.
+    """
+    from tempfile import TemporaryDirectory
+
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        with TemporaryDirectory(prefix="agenttrain-export-") as temporary:
+            folder = Path(temporary) / "model"
+            export(checkpoint, folder, dtype, form, name=repo.rpartition("/")[2])
+            url = api.create_repo(repo, private=not public, exist_ok=True)
+            api.upload_folder(
+                repo_id=repo, folder_path=folder, commit_message=f"agenttrain {checkpoint.name}"
+            )
+        return str(url)
+    except HFValidationError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"to={HUB}{repo}: {reason}; write org/name") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        remedy = "try again"
+        if status == 401:
+            remedy = "set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
+        elif status == 403:
+            remedy = f"the token of HF_TOKEN may not write to {repo.partition('/')[0]}"
+        elif status == 404:
+            remedy = "check the name of the organisation"
+        raise ConfigError(f"to={HUB}{repo}: the hub answered {status}; {remedy}") from error
+    except HTTPError as error:
+        raise ConfigError(
+            f"to={HUB}{repo}: {api.endpoint} cannot be reached: {error}; try again"
+        ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agenttrain.types import AgenttrainError, Completion, Sampling
@@ -113,6 +113,19 @@ class Forgetful(Protocol):
 
     lacks_base: bool
     """True: the next update has to bring the weights under the adapters too, before them."""
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """An engine that reports tokens while it samples them."""
+
+    def watch(self, session: str, listener: Callable[[int], None]) -> None:
+        """Call `listener` with every token that is sampled for a session, until its release.
+
+        The calls are made on the event loop of `generate`, in order; those of a completion come
+        before `generate` returns it.
+        """
+        ...
 
 
 @runtime_checkable

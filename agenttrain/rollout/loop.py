@@ -13,7 +13,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -82,6 +82,12 @@ class RolloutContext:
     parsed_turns: ParsedTurns | None = None
     """Record of parsed completions, so that `ledger.verify` need not parse them again; None: it
     parses every one."""
+    user: Callable[[Message], Awaitable[str | None]] | None = None
+    """Gives the user's next message after an answer, in place of the task's later turns and of the
+    environment's; None ends the rollout."""
+    on_messages: Callable[[Rollout, Sequence[Message]], None] | None = None
+    """Called with the messages that a rollout has just gained: a turn of the model before its
+    calls run, then the replies."""
 
 
 async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollout:
@@ -161,6 +167,7 @@ class _Loop:
         self.engine, self.chat, self.limits = context.engine, context.chat, context.limits
         self.throttle = context.throttle or Throttle()
         self.parsed_turns = context.parsed_turns
+        self.user, self.on_messages = context.user, context.on_messages
         self.trajectory = rollout.trajectories[0]
         self._prompt_length = self.trajectory.prompt_length
         self._calls_made: list[ToolCall] = []
@@ -198,7 +205,7 @@ class _Loop:
             message = turn.message()
             if self.parsed_turns is not None:
                 self.parsed_turns.record(trajectory, ids, message, turn=turn_index, after=after)
-            trajectory.messages.append(message)
+            self._add(message)
 
             if completion.finish is Finish.length:
                 rollout.stop_reason = StopReason.max_tokens
@@ -206,6 +213,11 @@ class _Loop:
                 rollout.stop_reason = StopReason.aborted
             else:
                 rollout.stop_reason = await self._reply_to(turn, completion)
+
+    def _add(self, *messages: Message) -> None:
+        self.trajectory.messages.extend(messages)
+        if self.on_messages is not None:
+            self.on_messages(self.rollout, messages)
 
     def _room(self) -> int:
         """Return the number of tokens that may still follow, sampled or not."""
@@ -254,7 +266,7 @@ class _Loop:
         )
         for origin, token_ids in suffix:
             self.trajectory.append_context(token_ids, origin)
-        self.trajectory.messages.extend(replies)
+        self._add(*replies)
         return reason
 
     async def _append_user_turn(
@@ -262,12 +274,15 @@ class _Loop:
     ) -> StopReason | None:
         """Append the user's next message after an answer; `completed` if there is none.
 
-        The task's scripted user turns come first, then those of the environment.
+        The task's scripted user turns come first, then those of the environment. A context with
+        a `user` of its own has those alone.
         """
         scripted = self.rollout.task.user_turns
         asked = sum(message["role"] == "user" for message in self.trajectory.added_messages)
         text: str | None = None
-        if asked < len(scripted):
+        if self.user is not None:
+            text = await self.user(self.trajectory.messages[-1])
+        elif asked < len(scripted):
             text = scripted[asked]
         elif self.episode is not None:
             text = await self.episode.user(self.trajectory.messages[-1])
@@ -288,7 +303,7 @@ class _Loop:
         if sum(len(ids) for _, ids in suffix) + int(not episode_done) <= self._room():
             for origin, token_ids in suffix:
                 self.trajectory.append_context(token_ids, origin)
-            self.trajectory.messages.append(question)
+            self._add(question)
         elif not episode_done:
             return self._reason_without_room()
         return StopReason.environment_done if episode_done else None

@@ -8,17 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.engines.base import Engine, Separate
 from agenttrain.engines.registry import spec_of
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName
+from agenttrain.runs.sampling import load_model
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
-from agenttrain.training.checkpoint_files import MANIFEST, only_tensors, verify
 from agenttrain.training.config import Init
 from agenttrain.training.logprobs import checkpoint_layers
 from agenttrain.training.lora import add_lora, base_of, is_adapted
@@ -29,13 +28,6 @@ from agenttrain.training.world import World
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.seeds import derive_seed
-
-
-def verify_model(config: RunConfig) -> None:
-    """Raise CheckpointError for a model that is a torn checkpoint of ours."""
-    folder = model_folder(config.model.path)
-    if (folder / MANIFEST).is_file():
-        verify(folder)
 
 
 def check_model(config: RunConfig, *, sampled: bool = True) -> None:
@@ -86,20 +78,9 @@ def make_policy(
     sampled: bool = True,
 ) -> Policy:
     """Build model and optimizer; seed every generator, in each process of `world` differently."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
     world = world or World()
     seed_random(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
-    logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
-    source, dtype = model_folder(config.model.path), getattr(torch, config.model.dtype)
-    if config.model.init is Init.random:
-        architecture = AutoConfig.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
-    else:
-        with only_tensors(source):
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    model = load_model(config)
     if config.model.lora.rank or is_adapted(model):
         add_lora(model, config.model.lora)
     sharding = None

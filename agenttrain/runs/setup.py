@@ -35,6 +35,7 @@ from agenttrain.rollout.row_tools import (
     row_tool_sets,
     tool_sets,
 )
+from agenttrain.runs.sampling import verify_model
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
@@ -269,7 +270,7 @@ def prepare(config: RunConfig, verb: str = "train") -> Components:
 
     A model that is one of our checkpoints is verified: CheckpointError if it is torn.
     """
-    from agenttrain.runs.loading import check_model, verify_model  # torch comes with it
+    from agenttrain.runs.loading import check_model  # torch comes with it
 
     components = Components(config, verb)
     verify_model(config)

@@ -222,6 +222,8 @@ def check_own_objective(verb: str, config: RunConfig) -> None:
     try_objective(config.algorithm)
 
 
+UNTRAINED = ("eval", "sft", "plan", "play", "serve")
+"""Verbs that do not train on sampled tokens."""
 SUPERVISED = ("Training", "Time", "Supervised")
 """Sections of METRICS that supervised learning writes."""
 
@@ -229,7 +231,7 @@ SUPERVISED = ("Training", "Time", "Supervised")
 def check_stop_when(verb: str, config: RunConfig) -> None:
     """Raise ConfigError if `stop_when` names a metric that the verb does not write."""
     name, objective = config.stop_when.metric, config.algorithm.objective
-    if not config.stop_when.enabled or verb in ("eval", "plan"):
+    if not config.stop_when.enabled or (verb in UNTRAINED and verb != "sft"):
         return
     sections = SUPERVISED if verb == "sft" else tuple(METRICS)
     rows = [row for section in sections for row in METRICS[section]]
@@ -244,8 +246,6 @@ def check_stop_when(verb: str, config: RunConfig) -> None:
 
 
 KEY = "rollout.structured_calls=true"
-UNTRAINED = ("eval", "sft", "plan")
-"""Verbs that do not train on sampled tokens."""
 
 
 def check_structured(verb: str, config: RunConfig) -> None:
@@ -297,10 +297,14 @@ RL_ONLY = (
 """Sections and settings that supervised learning does not read."""
 READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")
 """Settings of those sections that it reads."""
+UNPLAYED = ("sft", "slurm", "algorithm", "optimizer", "training", "reward", "stop_when")
+"""Sections without effect where an agent is only used."""
 UNREAD = {
     "sft": (*RL_ONLY, "slurm"),
     "train": ("sft", "slurm"),
     "eval": ("sft", "slurm", "data.curriculum", "stop_when"),
+    "play": (*UNPLAYED, "data.curriculum"),
+    "serve": (*UNPLAYED, "data", "tools"),
 }
 """Verb -> settings without effect in it."""
 
@@ -321,7 +325,7 @@ def check_verb(verb: str, overrides: Sequence[str]) -> None:
 
 def check_init(verb: str, config: RunConfig) -> None:
     """Raise ConfigError if a new run would sample from a model that has learned nothing."""
-    if verb in ("train", "eval") and config.model.init is Init.random:
+    if verb in ("train", "eval", "play", "serve") and config.model.init is Init.random:
         raise ConfigError(
             "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
             "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"

@@ -29,6 +29,8 @@ EVAL_FOLDERS = (
 )
 """Folders of `agenttrain eval`; an override of the user's comes later and wins."""
 
+OF_A_RUN = ("eval", "play", "serve")
+"""Verbs that take a saved run by `run=`; the others take it by `resume=`."""
 WITH_VALUE = (
     *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c"),
     *("--package", "-p", "--info", "-i", "--experimental-rerun"),
@@ -46,7 +48,7 @@ class Command:
     overrides: list[str]
     """Overrides without that of `saved`."""
     saved: Path | None
-    """The folder of `resume=` (train, sft, check) or `run=` (eval)."""
+    """The folder of `resume=` (train, sft, check) or `run=` (`OF_A_RUN`)."""
     trust: bool
     """True for `trust=true`: the code that `saved` names may run."""
     auto: bool
@@ -92,7 +94,7 @@ def parse(arguments: Sequence[str]) -> Command:
     if trust and saved is None:
         raise ConfigError(
             f"{TRUSTED}: lets the code run that a saved run names; it goes with "
-            f"{'run=' if verb == 'eval' else 'resume='}, leave it out"
+            f"{'run=' if verb in OF_A_RUN else 'resume='}, leave it out"
         )
     if misplaced := [word for word in overrides if word in VERBS]:
         raise ConfigError(f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …")
@@ -101,7 +103,7 @@ def parse(arguments: Sequence[str]) -> Command:
         raise ConfigError("--cfg: shows one run; leave -m out")
     if sweep and saved and verb in ("eval", "check"):
         raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
-    auto = saved == Path(AUTO) and verb != "eval"
+    auto = saved == Path(AUTO) and verb not in OF_A_RUN
     if auto:
         folder = named_folder(overrides)
         if folder is None:
@@ -175,15 +177,27 @@ def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
     return [word for word in words if word not in typed], TRUSTED in typed
 
 
+def first_value(words: Sequence[str], name: str) -> tuple[list[str], str | None]:
+    """Return the words without ``<name>=<value>``, and the value of a verb's own word, or None.
+
+    Raises ConfigError for a word without a value, and for two of them.
+    """
+    typed = [word for word in words if word.startswith(f"{name}=")]
+    values = [word.partition("=")[2] for word in typed]
+    if len(typed) > 1 or not all(values):
+        raise ConfigError(f"{typed[-1]}: give {name}= one value")
+    return [word for word in words if word not in typed], values[0] if values else None
+
+
 def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
-    """Return the overrides without `resume=` (train, check) or `run=` (eval), and its folder."""
-    own, other = ("run", "resume") if verb == "eval" else ("resume", "run")
+    """Return the overrides without `resume=` or, for a verb in `OF_A_RUN`, `run=`; its folder."""
+    own, other = ("run", "resume") if verb in OF_A_RUN else ("resume", "run")
     left, saved = [], None
     for text in overrides:
         key, _, value = text.partition("=")
         if key == other:
             named = f"run={quote(value)}"
-            remedy = f"agenttrain eval {named}" if verb != "eval" else named
+            remedy = named if verb in OF_A_RUN else f"agenttrain eval {named}"
             raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
         if key != own:
             left.append(text)

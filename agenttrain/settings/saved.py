@@ -27,7 +27,7 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.messages import check_values, explained
 from agenttrain.settings.run_config import CHOICES, RunConfig
-from agenttrain.settings.trust import SECTIONS, check_trusted, is_own, named_code
+from agenttrain.settings.trust import ENGINE, SECTIONS, check_trusted, is_own, named_code
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import OBJECTIVES, in_this_layout
@@ -47,6 +47,12 @@ EVALUABLE = (
 """Sections that an evaluation of a run may change: the others are the agent itself."""
 EVALUATED = tuple(name for name in SECTIONS if name != "algorithm")
 """Sections whose code an evaluation runs."""
+USED = {
+    "play": tuple(name for name in EVALUATED if name != "reward"),
+    "serve": (ENGINE,),
+}
+"""Sections whose code a verb runs that uses an agent: nothing is scored, and a server's clients run
+the tools."""
 
 
 def check_new(config: RunConfig) -> None:
@@ -149,21 +155,29 @@ def rescored(
 
 
 def evaluated(
-    folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
+    folder: Path,
+    overrides: Sequence[str],
+    source: Source,
+    *,
+    trust: bool = False,
+    runs: Sequence[str] = EVALUATED,
 ) -> Composed:
     """Return the settings of `eval run=<folder>`, with the checkpoint as the model.
 
-    `folder` is a run's, for its newest checkpoint, or a checkpoint's. Raises ConfigError. Needs a
-    `hydra_session`.
+    `folder` is a run's, for its newest checkpoint, or a checkpoint's. `runs` as for `resumed`.
+    Raises ConfigError. Needs a `hydra_session`.
     """
     run = run_of(folder)
-    composed = _changed(
-        f"run={run}", run, overrides, EVALUABLE, source, runs=EVALUATED, trust=trust
-    )
+    composed = _changed(f"run={run}", run, overrides, EVALUABLE, source, runs=runs, trust=trust)
     checkpoint = run / "checkpoints" / "latest" if run == folder else folder
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
-    if _summary(run).get("verb") == "sft" and not any(re.match(r"data\b", o) for o in overrides):
+    scores = "reward" in runs
+    if (
+        scores
+        and _summary(run).get("verb") == "sft"
+        and not any(re.match(r"data\b", o) for o in overrides)
+    ):
         raise ConfigError(
             f"run={folder}: its data are demonstrations, which hold the answers; name the tasks to "
             "evaluate on, e.g. data=shop"
@@ -173,6 +187,12 @@ def evaluated(
     composed.config.model.init = Init.pretrained
     composed.plain["model"]["init"] = str(Init.pretrained)
     return composed
+
+
+def first_model(folder: Path) -> tuple[str, Init]:
+    """Return model.path and model.init of a run: the model that its training began with."""
+    node, _ = _read(f"run={folder}", folder)
+    return str(node.model.path), Init(node.model.init)
 
 
 def run_of(folder: Path) -> Path:

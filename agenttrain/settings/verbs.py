@@ -244,19 +244,55 @@ VERBS: dict[str, Verb] = {
         settings=False,
         page="guides/sweeps.md",
     ),
-    "export": Verb(
-        does="a checkpoint as a plain model folder",
-        usage="<run or checkpoint folder> to=<new folder> [dtype=bfloat16]",
+    "play": Verb(
+        does="talk to an agent in the terminal, with its tools",
+        usage="run=<run or checkpoint folder> [step=N|0|best] [row=N] [key=value …]",
         options={
-            "to=FOLDER": "a folder that does not exist yet",
-            "dtype=NAME": "auto (as saved), float32, bfloat16 or float16",
+            "run=FOLDER": "the agent of a run, or of one of its checkpoints; or model.path=…",
+            "step=N": "a checkpoint's step, or best; 0: the model before training answers too",
+            "row=N": "the row of data.test that the conversation is about (0)",
+            "trust=true": SAVED["trust=true"],
         },
         examples={
-            "export outputs/shop/<run> to=my_agent": "for transformers, vLLM and others",
-            "export outputs/shop/<run>/checkpoints/step-000010 to=early": "an earlier one",
+            "play run=outputs/shop/<run> step=0": "the agent beside the model before training",
+            "play model=shop eval.temperature=0": "a model without a run, greedily",
+        },
+        page="guides/use.md",
+    ),
+    "serve": Verb(
+        does="an agent behind OpenAI's chat API, its tools with the client",
+        usage="run=<run or checkpoint folder> [step=N|best] [host=…] [port=8000] [name=…]",
+        options={
+            "run=FOLDER": "the agent of a run, or of one of its checkpoints; or model.path=…",
+            "step=N": "a checkpoint's step, or best",
+            "host=ADDRESS": "the address to listen on (127.0.0.1); nothing is authenticated",
+            "port=N": "the port (8000); 0 takes a free one",
+            "name=NAME": "the model's name for clients (the run folder's)",
+            "trust=true": SAVED["trust=true"],
+        },
+        examples={
+            "serve run=outputs/shop/<run>": "the newest checkpoint",
+            "serve run=outputs/shop/<run> step=best port=8080 name=shop": "the best one",
+        },
+        page="guides/use.md",
+    ),
+    "export": Verb(
+        does="a checkpoint as a model folder with a card, or on the hub",
+        usage="run=<run or checkpoint folder> to=<new folder|hub:org/name> [format=…] [dtype=…]",
+        options={
+            "run=FOLDER": "a run, or one of its checkpoints",
+            "to=PLACE": "a folder that does not exist yet, or hub:org/name",
+            "step=N": "a checkpoint's step, or best (the newest)",
+            "format=NAME": "transformers, merged (adapters into the weights) or adapter",
+            "dtype=NAME": "auto (as saved), float32, bfloat16 or float16",
+            "public=true": "a new model of the hub is public",
+        },
+        examples={
+            "export run=outputs/shop/<run> to=my_agent": "for transformers, vLLM and others",
+            "export run=outputs/shop/<run> to=small dtype=bfloat16": "in half the bytes",
         },
         settings=False,
-        page="guides/evaluation.md",
+        page="guides/use.md",
     ),
     "completion": Verb(
         does="completion of verbs, groups, settings and files for bash and zsh",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TransformersEngine:
-    """An `Engine` and `Lockstep` over a transformers causal language model, e.g.::
+    """An `Engine`, `Lockstep` and `Streaming` over a transformers causal language model, e.g.::
 
         engine = TransformersEngine(model, TransformersSettings(max_context=1024))
         completion = await engine.generate(
@@ -55,6 +55,7 @@ class TransformersEngine:
         self.stats: EngineStats = self._worker.stats
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._listeners: dict[str, Callable[[int], None]] = {}
 
     async def generate(
         self,
@@ -76,10 +77,13 @@ class TransformersEngine:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         request = self._request(token_ids, sampling, session, partial(_deliver, loop, future))
+        if (listener := self._listeners.get(session)) is not None:
+            request.report = partial(_report, loop, listener)
         self._post(partial(self._worker.add, request))
         try:
             return await future
         except asyncio.CancelledError:
+            self._listeners.pop(session, None)
             with suppress(EngineError):
                 self._post(partial(self._worker.scheduler.release, session))
             raise
@@ -140,8 +144,13 @@ class TransformersEngine:
         """
         self._post(partial(self._worker.scheduler.expect, tuple(sessions)))
 
+    def watch(self, session: str, listener: Callable[[int], None]) -> None:
+        """Implement `Streaming.watch`."""
+        self._listeners[session] = listener
+
     async def release(self, session: str) -> None:
         """Implement `Engine.release`; an unknown session is ignored."""
+        self._listeners.pop(session, None)
         if self._thread is not None and not self._closed:
             self._post(partial(self._worker.release, session))
 
@@ -208,6 +217,13 @@ class TransformersEngine:
 def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: object) -> None:
     with suppress(RuntimeError):  # the loop was closed: nobody waits
         loop.call_soon_threadsafe(settle, future, result)
+
+
+def _report(
+    loop: asyncio.AbstractEventLoop, listener: Callable[[int], None], token_id: int
+) -> None:
+    with suppress(RuntimeError):  # the loop was closed: nobody listens
+        loop.call_soon_threadsafe(listener, token_id)
 
 
 def max_context(model: PreTrainedModel, config: TransformersSettings) -> int:

@@ -32,6 +32,8 @@ class Generation:
     noise: list[float]
     """[budget] Uniforms in [0, 1)."""
     deliver: Callable[[Completion | EngineError], None]
+    report: Callable[[int], None] | None = None
+    """Called with each token as it is sampled."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -39,6 +41,8 @@ class Generation:
     def append(self, token: int, logprob: float, version: int) -> Finish | None:
         """Take one sampled token; return the finish of a completion that ends with it."""
         self.sampled.append(token)
+        if self.report is not None:
+            self.report(token)
         self.logprobs.append(logprob)
         same = bool(self.versions) and self.versions[-1][0] == version
         count = self.versions.pop()[1] if same else 0

@@ -1,0 +1,37 @@
+"""Text of tokens that arrive one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+class TextStream:
+    """Decodes tokens as they arrive; a character that is spread over several waits for its last.
+
+    Example: ``stream = TextStream(chat.decode)``, then ``stream.push(token)`` for each token.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._shown = 0
+        """Tokens whose text was returned."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes, perhaps empty."""
+        self._ids.append(token_id)
+        # Some tokenizers drop the blank before the first token: decode behind one that is known.
+        before = self._decode(self._ids[: self._shown])
+        text = self._decode(self._ids)[len(before) :]
+        if text.endswith("\ufffd"):
+            return ""
+        self._ids = self._ids[self._shown :]
+        self._shown = len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """Return the text of tokens that wait for a character's end, as it is."""
+        before = self._decode(self._ids[: self._shown])
+        text = self._decode(self._ids)[len(before) :]
+        self._shown = len(self._ids)
+        return text

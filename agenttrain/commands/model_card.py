@@ -1,0 +1,175 @@
+"""The README.md of an exported model: base model, data, rewards, results, and how to repeat it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agenttrain.data.config import HUB_ROWS
+from agenttrain.evaluation import from_json
+from agenttrain.tools.config import without_password
+from agenttrain.utils.model_path import BUNDLED
+
+SETTINGS = "agenttrain.yaml"
+"""The run's settings, beside the card."""
+HIDDEN = "***"
+PRIVATE = ("env", "headers")
+"""Keys of a tool whose values may be secrets, unless they are names of variables."""
+LICENSE = re.compile(r"^license: *(\S+)", re.MULTILINE)
+
+
+def model_card(
+    name: str, config: Mapping[str, Any], summary: Mapping[str, Any], *, step: int, adapter: bool
+) -> str:
+    """Return the card of a run's model after `step` steps.
+
+    `config` is the run's config.yaml, `summary` its summary.json; both may lack anything.
+    """
+    model = dict(config.get("model", {}))
+    provenance = dict(config.get("provenance", {}))
+    sft = summary.get("verb") == "sft"
+    algorithm = "sft" if sft else str(config.get("algorithm", {}).get("name", "grpo"))
+    base, revision = str(model.get("path")), model.get("revision")
+    data = config.get("data", {})
+    train = dict(data.get("train", {}))
+    front: dict[str, Any] = {
+        # An id of the hub, which turns it into a link; a folder means nothing to others.
+        **({"base_model": base} if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else {}),
+        "license": _license(base),
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["agenttrain", "tool-use", *([] if sft else ["reinforcement-learning"]), algorithm],
+    }
+    if train.get("_target_") == HUB_ROWS:
+        front["datasets"] = [str(train["path"])]
+    source = train.pop("_target_", "unknown")
+    arguments = ", ".join(f"{key}={value}" for key, value in train.items() if value is not None)
+    rewards = [
+        f"`{name}` (weight {section.get('weight', 1)})"
+        for name, section in dict(config.get("reward", {})).items()
+        if isinstance(section, Mapping)
+    ]
+    facts = {
+        "base model": f"`{base}`" + (f" at revision `{revision}`" if revision else ""),
+        "weights": "adapters (LoRA) alone: load them on the base model" if adapter else "complete",
+        "training": f"{algorithm}, {step} steps, seed {config.get('seed')}",
+        "data": f"`{source}`" + (f" ({arguments})" if arguments else ""),
+        **({} if sft else {"rewards": ", ".join(rewards) or "none"}),
+        "tools": ", ".join(f"`{tool}`" for tool in config.get("tools", {})) or "none",
+        "chat template": f"`{config.get('chat_template', {}).get('name')}`, certificate "
+        f"`{str(provenance.get('template_certificate'))[:12]}`",
+        "versions": ", ".join(
+            f"{package} {version}"
+            for package, version in dict(provenance.get("versions", {})).items()
+            if version
+        ),
+        "code": f"revision `{provenance.get('git_revision')}`",
+    }
+    lines = [
+        "---",
+        yaml.safe_dump(front, sort_keys=False).rstrip(),
+        "---",
+        f"# {name}",
+        "",
+        "A tool-calling agent, trained with agenttrain.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {_cell(value)} |" for key, value in facts.items()),
+        "",
+        *_results(summary, step),
+        "## Use",
+        "",
+        "The chat template in this folder is the one of the training, with the same treatment of "
+        "tools, replies and past reasoning. Another template, or the base model's own, gives "
+        "contexts that this model was not trained in.",
+        "",
+        "```bash",
+        f"agenttrain serve model.path={name}   # OpenAI's chat API",
+        "```",
+        "",
+        "## Reproduce",
+        "",
+        f"`{SETTINGS}` holds every setting of the run. Paths in it are those of the machine where "
+        "it was written.",
+        "",
+        "```bash",
+        f"agenttrain {'sft ' * sft}--config-dir {name} --config-name "
+        f"{SETTINGS.removesuffix('.yaml')}",
+        "```",
+        "",
+    ]
+    return without_password("\n".join(lines))
+
+
+def published_settings(config: Mapping[str, Any]) -> str:
+    """Return a run's config.yaml as a file for `--config-name`, without signature and secrets."""
+    plain = {key: value for key, value in config.items() if key != "provenance"}
+    tools = {}
+    for name, section in dict(plain.get("tools", {})).items():
+        hidden = dict(section) if isinstance(section, Mapping) else section
+        for key in PRIVATE:
+            if isinstance(section, Mapping) and isinstance(section.get(key), Mapping):
+                hidden[key] = {
+                    variable: value if "$" in str(value) else HIDDEN
+                    for variable, value in section[key].items()
+                }
+        tools[name] = hidden
+    plain["tools"] = tools
+    text = yaml.safe_dump(
+        {
+            "defaults": ["run_config", "_self_"],
+            **plain,
+            "hydra": {"job": {"name": "reproduced"}, "output_subdir": None},
+        },
+        sort_keys=False,
+        allow_unicode=True,
+    )
+    return without_password(text)
+
+
+def _results(summary: Mapping[str, Any], step: int) -> list[str]:
+    """Return the table of evaluations before and after training; empty without one."""
+    evaluations = dict(summary.get("eval", {}))
+    after = evaluations.get("after") if summary.get("steps") == step else None
+    sides = [
+        {scores.label: scores for scores in from_json(side or {})}
+        for side in (evaluations.get("before"), after)
+    ]
+    labels = list(dict.fromkeys([*sides[0], *sides[1]]))
+    if not labels:
+        return []
+    lines = [
+        "## Evaluation",
+        "",
+        "Mean reward on held-out questions with its 95 % interval.",
+        "",
+        "| decoding | questions | before training | after |",
+        "|---|---|---|---|",
+    ]
+    for label in labels:
+        scores = [side.get(label) for side in sides]
+        questions = next(score.questions for score in scores if score is not None)
+        cells = ["–" if score is None else str(score.reward) for score in scores]
+        lines.append(f"| {label} | {questions} | {cells[0]} | {cells[1]} |")
+    return [*lines, ""]
+
+
+def _license(base: str) -> str:
+    """Return the licence that the base model's own card names, else `unknown`."""
+    card = Path(base).expanduser() / "README.md"
+    if base.startswith(BUNDLED):
+        return "apache-2.0"  # this package's
+    head: Sequence[str] = ()
+    if card.is_file():
+        head = card.read_text(encoding="utf-8", errors="replace").split("---", 2)
+    match = LICENSE.search(head[1]) if len(head) == 3 else None
+    return match[1] if match else "unknown"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,394 @@
+"""`agenttrain play`: a conversation with an agent, in its training's loop, template and limits.
+
+A line that is typed, or read from a pipe, is a message of the user. The agent works on a row of
+the run's data, because tools and environments read the row's columns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from agenttrain.engines.registry import spec_of
+from agenttrain.settings.command_line import first_value
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.settings.saved import first_model, run_of
+from agenttrain.tracking.console import one_line, printable
+from agenttrain.types import (
+    AgenttrainError,
+    ConfigError,
+    Message,
+    Origin,
+    Rollout,
+    Sampling,
+    StopReason,
+    Task,
+)
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from agenttrain.engines.base import Engine
+    from agenttrain.rollout.conversation import Conversation
+    from agenttrain.runs.setup import Components
+
+BEST = "best"
+STYLES = {
+    Origin.prompt: "dim",
+    Origin.sampled: "green",
+    Origin.template: "yellow",
+    Origin.tool: "cyan",
+}
+COMMANDS = {
+    "/ask": "send the row's own question",
+    "/row": "N: another row of the data, whose columns the tools read",
+    "/reset": "begin a new conversation",
+    "/tokens": "every token of the conversation, coloured by its origin",
+    "/help": "these commands",
+    "/quit": "end (Ctrl-D too)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayOptions:
+    """Words of the command beside the overrides."""
+
+    folder: Path | None
+    """The run of `run=`; None: a model without a run."""
+    before: bool
+    """`step=0`: the model before training answers too."""
+    row: int
+    """Row of data.test, or of data.train where there is none."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[PlayOptions, list[str]]:
+    """Take `step=` and `row=` out of the arguments; `run=` then names the step's checkpoint.
+
+    Raises ConfigError.
+    """
+    words, step = first_value(arguments, "step")
+    words, row = first_value(words, "row")
+    if row is not None and not row.isdecimal():
+        raise ConfigError(f"row={row}: give the number of a row, from 0: row=3")
+    folder = next((Path(text[4:]) for text in words if text.startswith("run=")), None)
+    if step is not None and folder is None:
+        raise ConfigError(f"step={step}: is a step of a run; add run=<run folder>")
+    if folder is not None and step not in (None, "0"):
+        words = [text for text in words if not text.startswith("run=")]
+        words.append(f"run={checkpoint_of(folder, str(step))}")
+    return PlayOptions(folder=folder, before=step == "0", row=int(row or 0)), words
+
+
+def checkpoint_of(folder: Path, step: str) -> Path:
+    """Return the checkpoint of `step=N` or `step=best`; raises ConfigError if there is none."""
+    checkpoints = folder / "checkpoints"
+    if step != BEST and not step.isdecimal():
+        hint = did_you_mean(step, (BEST,))
+        raise ConfigError(f"step={step}: expected a step's number or {BEST}{hint}")
+    path = checkpoints / (BEST if step == BEST else f"step-{int(step):06d}")
+    if not path.is_dir():
+        names = sorted(file.name for file in checkpoints.glob("step-*"))
+        numbers = [str(int(name[5:])) for name in names if name[5:].isdecimal()]
+        kept = f"those of the steps {', '.join(numbers)}" if numbers else "none"
+        raise ConfigError(f"step={step}: {folder} has no such checkpoint; it has {kept}")
+    return path
+
+
+def play(config: RunConfig, options: PlayOptions) -> int:
+    """Talk to the agent until the input ends; return the exit code. Raises ConfigError."""
+    if spec_of(config.engine).own_weights and config.rollout.structured_calls:
+        # Set for an engine with grammars, in whose place engine=transformers samples here.
+        config = replace(config, rollout=replace(config.rollout, structured_calls=False))
+    console = Console(highlight=False, soft_wrap=True)
+    with asyncio.Runner() as runner:
+        table = Table(console, config, options)
+        try:
+            runner.run(table.open())
+            for line in _lines(console):
+                try:
+                    if not runner.run(table.take(line)):
+                        break
+                except KeyboardInterrupt:
+                    table.print("interrupted; the next message begins a new conversation", "yellow")
+        except (AgenttrainError, OSError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        finally:
+            runner.run(table.close())
+    return 0
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """Yield the lines of the input; a prompt is shown if a person types them."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            console.print(Text.assemble(("you> ", "bold"), line.rstrip("\n")))
+            yield line
+        return
+    import readline  # noqa: F401  # input() then edits lines and has a history
+
+    while True:
+        try:
+            yield input("you> ")
+        except EOFError:
+            console.print()
+            return
+
+
+class Player:
+    """One model at the table, with its conversation."""
+
+    def __init__(self, name: str, components: Components, engine: Engine, console: Console) -> None:
+        from agenttrain.chat.streaming import TextStream
+        from agenttrain.rollout.loop import RolloutContext
+
+        self.name = name
+        self.components = components
+        self.engine = engine
+        self.console = console
+        self.conversation: Conversation | None = None
+        self.context = RolloutContext(
+            engine=engine,
+            chat=components.chat,
+            toolbox=components.toolbox,
+            environments=components.environments,
+            limits=components.config.rollout,
+            on_messages=self._show,
+        )
+        self._stream = partial(TextStream, components.chat.decode)
+        self._text = self._stream()
+        self._fresh = True
+        """The cursor is at the beginning of a line."""
+
+    async def ask(self, task: Task, text: str | None, number: int) -> None:
+        """Let the model answer; `task` begins conversation `number`, `text` continues one."""
+        from agenttrain.engines.base import Streaming
+        from agenttrain.rollout.conversation import Conversation
+        from agenttrain.rollout.loop import RolloutRequest
+
+        config = self.components.config
+        if self.conversation is None:
+            session = f"play-{number}"
+            seed = derive_seed(config.seed, "play", number)
+            sampling = Sampling(
+                temperature=config.eval.temperature,
+                top_p=config.eval.top_p,
+                top_k=config.eval.top_k,
+                min_p=config.eval.min_p,
+                seed=seed,
+            )
+            if isinstance(self.engine, Streaming):
+                self.engine.watch(session, self._show_token)
+            request = RolloutRequest(
+                task=task, sampling=sampling, rollout_id=session, group_seed=seed
+            )
+            self.conversation = Conversation(self.context, request)
+            text = None
+        try:
+            await self.conversation.send(text)
+        except asyncio.CancelledError:
+            self._end_line()
+            self.conversation = None
+            raise
+        self._end_line()
+
+    @property
+    def over(self) -> StopReason | None:
+        """Reason why the conversation has ended; None: it goes on, or there is none."""
+        return None if self.conversation is None else self.conversation.stop_reason
+
+    async def reset(self) -> None:
+        """Drop the conversation."""
+        if self.conversation is not None:
+            await self.conversation.aclose()
+        self.conversation = None
+
+    def tokens(self) -> Text:
+        """Return every token of the conversation in the colour of its origin."""
+        text = Text()
+        rollout = None if self.conversation is None else self.conversation.rollout
+        for trajectory in rollout.trajectories if rollout is not None else ():
+            for span in trajectory.spans:
+                piece = printable(self.components.chat.decode(span.token_ids))
+                text.append(piece, STYLES[span.origin])
+            counts = {
+                origin: sum(len(s.token_ids) for s in trajectory.spans if s.origin is origin)
+                for origin in STYLES
+            }
+            text.append("\n" * (not text.plain.endswith("\n")))
+            for origin, count in counts.items():
+                text.append(f"{origin} {count}  ", f"bold {STYLES[origin]}")
+        return text if text.plain else Text("nothing has been said yet", "dim")
+
+    def _show_token(self, token_id: int) -> None:
+        if token_id not in self.components.chat.stop_token_ids:
+            self._write(self._text.push(token_id), STYLES[Origin.sampled])
+
+    def _show(self, rollout: Rollout, messages: Sequence[Message]) -> None:
+        """Print the messages that the rollout has just gained."""
+        from agenttrain.engines.base import Streaming
+
+        for message in messages:
+            if message["role"] == "assistant":
+                if not isinstance(self.engine, Streaming):
+                    *_, last = rollout.trajectories[0].sampled_spans()
+                    for token_id in last.token_ids:
+                        self._show_token(token_id)
+                self._write(self._text.flush(), STYLES[Origin.sampled])
+                self._text = self._stream()
+                for call in message.get("tool_calls", ()):
+                    if problem := call["function"].get("malformed"):
+                        self._line("✗ ", problem, "red")
+            elif message["role"] == "tool":
+                self._line(f"{message['name'] or '(no name)'} → ", message["content"], "cyan")
+
+    def _line(self, label: str, text: str, style: str) -> None:
+        self._end_line()
+        self.console.print(Text.assemble((label, f"bold {style}"), (printable(text), style)))
+
+    def _write(self, text: str, style: str) -> None:
+        if text:
+            self.console.print(Text(printable(text), style), end="")
+            self._fresh = text.endswith("\n")
+
+    def _end_line(self) -> None:
+        if not self._fresh:
+            self.console.print()
+        self._fresh = True
+
+
+class Table:
+    """Everybody who takes part: the person, and one agent or, with `step=0`, two."""
+
+    def __init__(self, console: Console, config: RunConfig, options: PlayOptions) -> None:
+        self.console = console
+        self.config = config
+        self.options = options
+        self.row = options.row
+        self.players: list[Player] = []
+        self._components: Components | None = None
+        self._conversations = 0
+
+    def print(self, text: str, style: str = "dim") -> None:
+        """Print a line of the program's own."""
+        self.console.print(Text(text, style))
+
+    async def open(self) -> None:
+        """Load tools, data and models, and print what there is to talk to."""
+        from agenttrain.runs.sampling import sampling_engine, verify_model
+        from agenttrain.runs.setup import Components
+
+        config = self.config
+        verify_model(config)
+        components = self._components = Components(config, "play")
+        if self.options.folder is None:
+            components.certificate.raise_if_refused()
+        self.players.append(Player("agent", components, sampling_engine(config), self.console))
+        if self.options.before:
+            assert self.options.folder is not None
+            path, init = first_model(run_of(self.options.folder))
+            first = replace(config, model=replace(config.model, path=path, init=init))
+            shared = (components.toolbox, components.environments)
+            others = Components(first, "play", tools=shared)
+            self.players[0].name = "after training"
+            self.players.append(
+                Player("before training", others, sampling_engine(first), self.console)
+            )
+        tools = [*components.toolbox.names, *components.environments.tool_names]
+        self.print(f"model  {config.model.path}")
+        self.print(f"tools  {', '.join(tools) or 'none'}")
+        self._print_row()
+        self.print("a line is a message; " + "  ".join(COMMANDS))
+
+    async def take(self, line: str) -> bool:
+        """Do what a line says; return False if it ends the program."""
+        command, _, argument = line.strip().partition(" ")
+        if not command:
+            return True
+        if not command.startswith("/"):
+            await self._say(line.strip())
+        elif command == "/quit":
+            return False
+        elif command == "/help":
+            for name, meaning in COMMANDS.items():
+                self.print(f"{name:<8} {meaning}")
+        elif command == "/tokens":
+            for player in self.players:
+                self._head(player)
+                self.console.print(player.tokens())
+        elif command == "/ask":
+            await self._reset()
+            await self._say(None)
+        elif command == "/reset":
+            await self._reset()
+            self.print("a new conversation")
+        elif command == "/row" and argument.isdecimal():
+            self.row = int(argument)
+            await self._reset()
+            self._print_row()
+        else:
+            hint = did_you_mean(command, COMMANDS)
+            self.print(f"{line.strip()}: no such command{hint}; /help lists them", "yellow")
+        return True
+
+    async def close(self) -> None:
+        """End the conversations, and close tools and engines."""
+        await self._reset()
+        for player in self.players:
+            await player.engine.aclose()
+        if self._components is not None:
+            await self._components.aclose()
+
+    async def _reset(self) -> None:
+        for player in self.players:
+            await player.reset()
+
+    async def _say(self, text: str | None) -> None:
+        """Send a message, None for the row's own, to every player in turn."""
+        task = self._task()
+        if text is not None:
+            first = [m for m in task.messages[:1] if m["role"] == "system"]
+            task = replace(task, messages=(*first, {"role": "user", "content": text}))
+        self._conversations += 1
+        for player in self.players:
+            if player.over is not None:
+                await player.reset()
+            self._head(player)
+            await player.ask(task, text, self._conversations)
+            if (reason := player.over) is not None:
+                assert player.conversation is not None
+                rollout = player.conversation.rollout
+                error = f": {rollout.error}" if rollout is not None and rollout.error else ""
+                self.print(f"({reason}{error}; the next message begins a new conversation)")
+
+    def _head(self, player: Player) -> None:
+        if len(self.players) > 1:
+            self.console.print(Text(f"── {player.name}", "bold magenta"))
+
+    def _task(self) -> Task:
+        """Return the task of the row, without what a demonstration answers."""
+        assert self._components is not None
+        splits = self._components.tasks
+        key, source = list(splits.by_key.items())[-1]
+        if self.row >= len(source):
+            raise ConfigError(f"row={self.row}: {key} has {len(source)} rows, from 0")
+        task = source.row(self.row)
+        roles = [message["role"] for message in task.messages]
+        if roles and roles[-1] != "user" and "assistant" in roles:
+            task = replace(task, messages=task.messages[: roles.index("assistant")])
+        return replace(task, user_turns=())
+
+    def _print_row(self) -> None:
+        task = self._task()
+        question = next((m["content"] for m in reversed(task.messages) if m["role"] == "user"), "")
+        columns = json.dumps(task.columns, ensure_ascii=False, default=str)
+        self.print(f"row    {self.row}: {one_line(str(question), 300)}")
+        self.print(f"       {one_line(columns, 300)}")

@@ -1,0 +1,96 @@
+"""A conversation with an agent: one rollout whose later user turns come from outside.
+
+Everything else is the rollout's: template, tools, limits, and a history that is never tokenised
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.types import Message, Rollout, StopReason
+
+
+class Conversation:
+    """One conversation, from its first message to the rollout's stop reason.
+
+    Example, where the model answers the first message and waits for the second::
+
+        conversation = Conversation(context, request)
+        await conversation.send()              # the task's own messages
+        assert conversation.stop_reason is None
+        await conversation.send("And in euros?")
+        print(conversation.rollout.trajectories[0].messages[-1]["content"])
+        await conversation.aclose()
+    """
+
+    def __init__(self, context: RolloutContext, request: RolloutRequest) -> None:
+        """`request.task` has the messages that the conversation begins with.
+
+        The limit `timeout_s` holds for each message, for people think between them.
+        """
+        self.rollout: Rollout | None = None
+        """The rollout so far; None before its first turn."""
+        self._limit_s = context.limits.timeout_s
+        self._pass_on = context.on_messages
+        self._context = replace(
+            context,
+            limits=replace(context.limits, timeout_s=None),
+            user=self._next,
+            on_messages=self._record,
+        )
+        self._request = request
+        self._texts: asyncio.Queue[str | None] = asyncio.Queue()
+        self._waiting = asyncio.Event()
+        self._task: asyncio.Task[Rollout] | None = None
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Reason why the conversation is over; None while it goes on."""
+        return None if self.rollout is None else self.rollout.stop_reason
+
+    async def send(self, text: str | None = None) -> None:
+        """Send the user's message; return once the agent waits for the next or has ended.
+
+        The first call takes no text: the task holds the first messages. Cancelling it ends the
+        conversation. Raises what `run_rollout` raises.
+        """
+        self._waiting.clear()
+        if self._task is None:
+            self._task = asyncio.create_task(run_rollout(self._request, self._context))
+        else:
+            self._texts.put_nowait(text)
+        waiting = asyncio.create_task(self._waiting.wait())
+        try:
+            done, _ = await asyncio.wait(
+                (self._task, waiting), return_when="FIRST_COMPLETED", timeout=self._limit_s
+            )
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        finally:
+            waiting.cancel()
+        if not done:
+            await self.aclose()
+            if self.rollout is not None:
+                self.rollout.stop_reason = StopReason.timeout
+        elif self._task in done:
+            self.rollout = self._task.result()
+
+    async def aclose(self) -> None:
+        """End the conversation, and release its tools and its place in the engine."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    async def _next(self, _: Message) -> str | None:
+        self._waiting.set()
+        return await self._texts.get()
+
+    def _record(self, rollout: Rollout, messages: Sequence[Message]) -> None:
+        self.rollout = rollout
+        if self._pass_on is not None:
+            self._pass_on(rollout, messages)

@@ -1,0 +1,71 @@
+"""A run's model with an engine and nothing else: to be talked to, not trained.
+
+Importing torch and transformers takes most of the start, so this imports little besides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agenttrain.engines.base import Engine
+from agenttrain.engines.registry import spec_of
+from agenttrain.engines.spec import EngineInputs
+from agenttrain.engines.transformers.config import TransformersSettings
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.checkpoint_files import MANIFEST, only_tensors, verify
+from agenttrain.training.config import Init
+from agenttrain.utils.model_path import model_folder
+
+
+def verify_model(config: RunConfig) -> None:
+    """Raise CheckpointError for a model that is a torn checkpoint of ours."""
+    folder = model_folder(config.model.path)
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+
+
+def load_model(config: RunConfig) -> Any:
+    """Load the model of `model.path`, or build it with random weights for model.init=random."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
+    source, dtype = model_folder(config.model.path), getattr(torch, config.model.dtype)
+    if config.model.init is Init.random:
+        architecture = AutoConfig.from_pretrained(source)
+        return AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+    with only_tensors(source):
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+
+
+def sampling_engine(config: RunConfig) -> Engine:
+    """Load the model and build an engine on it, on the GPU if there is one.
+
+    An engine with weights of its own takes long to start; in its place comes
+    engine=transformers with the same context.
+    """
+    import torch
+
+    model = load_model(config).eval().requires_grad_(False)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        model = model.cuda()
+    settings: Any = config.engine
+    if spec_of(settings).own_weights:
+        settings = TransformersSettings(max_context=config.engine.max_context)
+    spec = spec_of(settings)
+    spec.check_model(settings, model)
+    inputs = EngineInputs(
+        policy=model,
+        model=model_folder(config.model.path),
+        dtype=config.model.dtype,
+        adapters=None,
+        tokenizer=None,
+        sync_mode=config.weight_sync.mode,
+        seed=config.seed,
+        on_gpu=on_gpu,
+        rank=0,
+        run_folder=None,
+    )
+    return spec.build(settings, inputs)

@@ -1,0 +1,265 @@
+"""Answers to chat requests: sampled by an engine, all at once or as a stream of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.encoding import ChatError
+from agenttrain.engines.base import Engine, EngineError, Streaming
+from agenttrain.serving.conversations import Conversations, Prompt
+from agenttrain.serving.protocol import (
+    ChatRequest,
+    RequestError,
+    answer_message,
+    finish_reason,
+    read_messages,
+    well_formed,
+)
+from agenttrain.types import AssistantTurn, Completion, Finish, Message, Sampling
+
+KEPT_ALIVE_S = 10.0
+"""Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
+PARSED_S = 0.05
+"""Least seconds between two looks at an answer that is being streamed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Answering:
+    """A request that is being answered."""
+
+    request: ChatRequest
+    messages: list[Message]
+    schemas: list[dict[str, Any]]
+    prompt: Prompt
+    sampling: Sampling
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    sampled: list[int] = field(default_factory=list)
+    """Tokens so far, where the engine reports them."""
+
+    @property
+    def after(self) -> str:
+        """Role of the message before the answer."""
+        return str(self.messages[-1]["role"])
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatServer:
+    """Chat completions over an engine, token-exact from turn to turn of a conversation.
+
+    Example: ``await server.answer(parse_request(b'{"messages": […]}'))`` is a `chat.completion`.
+    """
+
+    engine: Engine
+    chat: Chat
+    model: str
+    """Name under which clients ask for the model."""
+    temperature: float = 1.0
+    """Temperature of requests that name none."""
+    conversations: Conversations = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.conversations = Conversations(self.chat)
+
+    async def answer(self, request: ChatRequest) -> dict[str, Any]:
+        """Return the `chat.completion`; raises RequestError. Cancelling it aborts the sampling."""
+        answering = self.begin(request)
+        completion, turn = await self._sample(answering)
+        message = await self._remember(answering, completion, turn)
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": finish_reason(completion.finish, message),
+        }
+        body: dict[str, Any] = {
+            "id": answering.id,
+            "object": "chat.completion",
+            "created": answering.created,
+            "model": self.model,
+            "choices": [choice],
+            "usage": _usage(answering.prompt, completion),
+        }
+        if request.return_token_ids:
+            choice["token_ids"] = list(completion.token_ids)
+            body["prompt_token_ids"] = list(answering.prompt.token_ids)
+        return body
+
+    async def stream(self, answering: Answering) -> AsyncGenerator[dict[str, Any] | None]:
+        """Yield `chat.completion.chunk` objects; None is a sign of life.
+
+        The content is streamed as it is sampled if the engine reports tokens and the request has no
+        tools: with tools, only the complete text shows which part of it is a call.
+        """
+        request = answering.request
+        live = isinstance(self.engine, Streaming) and not answering.schemas and not request.stops
+        first: dict[str, Any] = {"role": "assistant", "content": ""}
+        sent = {"content": "", "reasoning_content": ""}
+        sampling = asyncio.create_task(self._sample(answering))
+        try:
+            yield self._chunk(answering, first)
+            silent_since, parsed = time.monotonic(), 0
+            while not sampling.done():
+                await asyncio.wait((sampling,), timeout=PARSED_S if live else KEPT_ALIVE_S)
+                if live and len(answering.sampled) > parsed and not sampling.done():
+                    parsed = len(answering.sampled)
+                    delta = _delta(self._parse(answering, answering.sampled), sent)
+                    if delta:
+                        silent_since = time.monotonic()
+                        yield self._chunk(answering, delta)
+                if time.monotonic() - silent_since >= KEPT_ALIVE_S:
+                    silent_since = time.monotonic()
+                    yield None
+            completion, turn = sampling.result()
+        finally:
+            sampling.cancel()
+        message = await self._remember(answering, completion, turn)
+        final: dict[str, Any] = {}
+        for key, before in sent.items():
+            text = message.get(key) or ""
+            if text.startswith(before) and len(text) > len(before):
+                final[key] = text[len(before) :]
+        if calls := message.get("tool_calls"):
+            final["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        if final:
+            yield self._chunk(answering, final)
+        end = self._chunk(answering, {}, finish_reason(completion.finish, message))
+        if request.return_token_ids:
+            end["prompt_token_ids"] = list(answering.prompt.token_ids)
+            end["choices"][0]["token_ids"] = list(completion.token_ids)
+        yield end
+        if (request.stream_options or {}).get("include_usage"):
+            usage = _usage(answering.prompt, completion)
+            yield {**self._chunk(answering, {}), "choices": [], "usage": usage}
+
+    def begin(self, request: ChatRequest) -> Answering:
+        """Render or continue the request's conversation; raises RequestError."""
+        if request.model not in (None, self.model):
+            raise RequestError(
+                f"model={request.model}: is not served here; the model is {self.model}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+        messages, schemas = read_messages(request), request.schemas
+        try:
+            prompt = self.conversations.prompt(messages, schemas)
+        except ChatError as error:
+            raise RequestError(f"messages: {error}", param="messages") from error
+        room = self.engine.max_context - len(prompt.token_ids)
+        if room < 1:
+            raise RequestError(
+                f"messages: {len(prompt.token_ids)} tokens fill the context of "
+                f"{self.engine.max_context}; shorten them",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        most = request.max_completion_tokens or request.max_tokens or room
+        temperature = self.temperature if request.temperature is None else request.temperature
+        sampling = Sampling(
+            max_tokens=min(most, room),
+            temperature=temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(request.top_k or 0, 0),
+            min_p=request.min_p or 0.0,
+            stop_token_ids=self.chat.stop_token_ids,
+            seed=secrets.randbits(62) if request.seed is None else abs(request.seed),
+        )
+        return Answering(
+            request=request, messages=messages, schemas=schemas, prompt=prompt, sampling=sampling
+        )
+
+    async def _sample(self, answering: Answering) -> tuple[Completion, AssistantTurn]:
+        """Sample and parse an answer, up to the first text of `stop`."""
+        session = answering.prompt.session
+        if isinstance(self.engine, Streaming):
+            self.engine.watch(session, answering.sampled.append)
+        try:
+            completion = await self.engine.generate(
+                answering.prompt.token_ids, answering.sampling, session=session
+            )
+        except BaseException as error:
+            await self.engine.release(session)
+            if isinstance(error, EngineError):
+                raise RequestError(str(error), status=500) from error
+            raise
+        stops = answering.request.stops
+
+        def stopped(end: int) -> bool:
+            text = self.chat.decode(completion.token_ids[:end])
+            return any(stop in text for stop in stops)
+
+        count = len(completion.token_ids)
+        if not stops or not stopped(count):
+            return completion, self._parse(answering, completion.token_ids)
+        end = bisect_left(range(count), True, key=stopped)
+        turn = self._parse(answering, completion.token_ids[:end])
+        for stop in stops:
+            turn = replace(turn, content=turn.content.partition(stop)[0])
+        # What follows was sampled and is no part of the answer: nothing continues from there.
+        return replace(completion, finish=Finish.abort), turn
+
+    def _parse(self, answering: Answering, token_ids: Sequence[int]) -> AssistantTurn:
+        turns = sum(message["role"] == "assistant" for message in answering.messages)
+        return self.chat.parse(token_ids, answering.schemas, turn=turns, after=answering.after)
+
+    async def _remember(
+        self, answering: Answering, completion: Completion, turn: AssistantTurn
+    ) -> dict[str, Any]:
+        """Return the answer's message, and remember it for the request that continues it."""
+        call_ids = [f"call_{secrets.token_hex(12)}" for _ in well_formed(turn)]
+        message = answer_message(turn, call_ids)
+        if completion.finish is not Finish.abort:  # its end is not the model's
+            forgotten = self.conversations.record(
+                answering.messages,
+                answering.schemas,
+                answering.prompt,
+                completion,
+                turn,
+                message,
+                call_ids,
+            )
+        else:
+            forgotten = [answering.prompt.session]
+        for session in forgotten:
+            await self.engine.release(session)
+        return message
+
+    def _chunk(
+        self, answering: Answering, delta: dict[str, Any], finish: str | None = None
+    ) -> dict[str, Any]:
+        return {
+            "id": answering.id,
+            "object": "chat.completion.chunk",
+            "created": answering.created,
+            "model": self.model,
+            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}],
+        }
+
+
+def _usage(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    count, sampled = len(prompt.token_ids), len(completion.token_ids)
+    return {
+        "prompt_tokens": count,
+        "completion_tokens": sampled,
+        "total_tokens": count + sampled,
+        "prompt_tokens_details": {"cached_tokens": prompt.known},
+    }
+
+
+def _delta(turn: AssistantTurn, sent: dict[str, str]) -> dict[str, str]:
+    """Return the text that an unfinished answer has gained, and add it to `sent`."""
+    delta = {}
+    for key, text in (("reasoning_content", turn.reasoning or ""), ("content", turn.content)):
+        text = text.rstrip("\ufffd")  # the first bytes of a character
+        if text.startswith(sent[key]) and len(text) > len(sent[key]):
+            delta[key] = text[len(sent[key]) :]
+            sent[key] = text
+    return delta

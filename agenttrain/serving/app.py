@@ -1,0 +1,163 @@
+"""The HTTP front: OpenAI's routes over a `ChatServer`, as an ASGI application, and its server.
+
+Nothing is authenticated: it binds to 127.0.0.1 unless it is told otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from agenttrain.serving.answers import ChatServer
+from agenttrain.serving.protocol import RequestError, parse_request
+
+T = TypeVar("T")
+GRACE_S = 30
+"""Seconds that answers in flight have left once the server is asked to end."""
+
+
+class Disconnected(Exception):
+    """The client has gone before its answer was complete."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` for a client; cancel it and raise Disconnected when the client goes."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        for other in (task, leaving):
+            other.cancel()
+        await asyncio.wait((task, leaving))
+
+
+class EventStream(Response):
+    """Server-sent events, one for each object; the client's disconnect ends their source."""
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any] | None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, then ``[DONE]``."""
+
+        async def send_all() -> None:
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            try:
+                async for event in self.events:
+                    text = ": keep-alive" if event is None else f"data: {_json(event)}"
+                    await _send_text(send, text)
+            except RequestError as error:  # the status was sent already
+                await _send_text(send, f"data: {_json(error.body())}")
+            finally:
+                await self.events.aclose()
+            await _send_text(send, "data: [DONE]")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        with suppress(Disconnected):
+            await while_connected(receive, send_all())
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+async def _send_text(send: Send, text: str) -> None:
+    body = f"{text}\n\n".encode()
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def build_app(
+    server: ChatServer, *, on_end: Callable[[], Awaitable[None]] | None = None
+) -> Starlette:
+    """Return the application; `on_end` is awaited after its last answer."""
+
+    async def models(_: Request) -> Response:
+        model = {"id": server.model, "object": "model", "created": 0, "owned_by": "agenttrain"}
+        model["max_model_len"] = server.engine.max_context
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def complete(request: Request) -> Response:
+        parsed = parse_request(await request.body())
+        if parsed.stream:
+            return EventStream(server.stream(server.begin(parsed)))
+        try:
+            return JSONResponse(await while_connected(request.receive, server.answer(parsed)))
+        except Disconnected:
+            return Response(status_code=499)  # nobody reads it
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = RequestError(f"{error.detail}", status=error.status_code)
+        elif not isinstance(error, RequestError):
+            error = RequestError(f"{type(error).__name__}: {error}", status=500)
+        return JSONResponse(error.body(), status_code=error.status)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        if on_end is not None:
+            await on_end()
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/v1/chat/completions", complete, methods=["POST"]),
+            Route("/health", health),
+        ],
+        exception_handlers={RequestError: refuse, HTTPException: refuse, Exception: refuse},
+        lifespan=lifespan,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 takes a free one. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=128)
+
+
+def run(app: Starlette, listener: socket.socket) -> None:
+    """Serve until SIGTERM or Ctrl-C: answers in flight are completed first, for `GRACE_S` at most.
+
+    A second signal ends them at once.
+    """
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S
+    )
+    # uvicorn handles both signals and, once it has ended, raises them again for these handlers.
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, lambda *_: None)
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        sys.stdout.flush()

@@ -1,0 +1,253 @@
+"""OpenAI's chat completions: requests as this package's messages, answers in OpenAI's shape.
+
+Fields that would change an answer and are not supported are refused; all others are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+"""OpenAI's roles, mapped to those of chat templates."""
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "functions": ([],),
+    "function_call": (),
+}
+"""Fields that are refused, mapped to values that change nothing; null is always one."""
+
+
+class RequestError(Exception):
+    """A request that is answered with an error in OpenAI's shape."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+    def body(self) -> dict[str, Any]:
+        """Return the answer's body."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class ChatRequest(BaseModel):
+    """The supported fields of a request."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool = False
+    """As in vLLM: the answer holds `prompt_token_ids`, and its choice `token_ids`."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer, which does not hold them."""
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return tuple(text for text in texts if text)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that may be called; none with `tool_choice="none"`."""
+        if self.tool_choice == "none":
+            return []
+        schemas = []
+        for index, tool in enumerate(self.tools or ()):
+            function = tool.get("function")
+            if tool.get("type") != "function" or not isinstance(function, Mapping):
+                raise RequestError(
+                    f"tools[{index}]: only tools of the type function are supported",
+                    param=f"tools[{index}].type",
+                )
+            parameters = function.get("parameters") or {"type": "object", "properties": {}}
+            if not isinstance(function.get("name"), str) or not isinstance(parameters, Mapping):
+                raise RequestError(
+                    f"tools[{index}].function: needs a name, and a JSON schema as parameters",
+                    param=f"tools[{index}].function",
+                )
+            # `strict` is the API's, and no part of what the model was trained with.
+            kept = {k: v for k, v in function.items() if k != "strict" and v is not None}
+            schemas.append({"type": "function", "function": {**kept, "parameters": parameters}})
+        return schemas
+
+
+def parse_request(body: bytes) -> ChatRequest:
+    """Parse a request's body; raises RequestError that names the first field at fault."""
+    try:
+        data = json.loads(body)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise RequestError("the body is no JSON object")
+    for name, harmless in UNSUPPORTED.items():
+        value = data.get(name)
+        if value is not None and value not in harmless:
+            raise RequestError(
+                f"{name}={json.dumps(value)}: is not supported here; leave it out",
+                param=name,
+                code="unsupported_value",
+            )
+    if data.get("tool_choice") not in (None, "auto", "none"):
+        choice = json.dumps(data["tool_choice"])
+        raise RequestError(
+            f"tool_choice={choice}: only auto and none are supported, because calls are not "
+            "forced; leave it out",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    try:
+        return ChatRequest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"])
+        raise RequestError(f"{param}: {first['msg']}", param=param) from error
+
+
+def read_messages(request: ChatRequest) -> list[Message]:
+    """Return the messages as chat templates take them.
+
+    Text parts are joined, arguments are decoded, and a tool's message gets the name of its call.
+    Raises RequestError.
+    """
+    messages: list[Message] = []
+    names: dict[str, str] = {}
+    for index, given in enumerate(request.messages):
+        where = f"messages[{index}]"
+        role = ROLES.get(str(given.get("role")))
+        if role is None:
+            raise RequestError(
+                f"{where}.role={given.get('role')}: expected one of {', '.join(ROLES)}",
+                param=f"{where}.role",
+            )
+        message: Message = {"role": role, "content": _text(given.get("content"), where)}
+        if role == "assistant":
+            reasoning = given.get("reasoning_content", given.get("reasoning"))
+            if isinstance(reasoning, str) and reasoning:
+                message["reasoning_content"] = reasoning
+            if given.get("tool_calls"):
+                message["tool_calls"] = [_call(call, where) for call in given["tool_calls"]]
+                names |= {c["id"]: c["function"]["name"] for c in message["tool_calls"]}
+        elif role == "tool":
+            call_id = given.get("tool_call_id")
+            if call_id not in names:
+                raise RequestError(
+                    f"{where}.tool_call_id={call_id}: no assistant message before it has that call",
+                    param=f"{where}.tool_call_id",
+                )
+            message |= {"tool_call_id": call_id, "name": names[call_id]}
+        messages.append(message)
+    if messages[-1]["role"] == "assistant":
+        raise RequestError(
+            "messages: the last one is the assistant's, and answers are not continued; end with a "
+            "message of the user or a tool",
+            param="messages",
+        )
+    return messages
+
+
+def _text(content: Any, where: str) -> str:
+    """Return a content's text; a list's text parts are joined."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(
+                f"{where}.content: holds a part of type {kind}; only text is supported",
+                param=f"{where}.content",
+            )
+    return "".join(part["text"] for part in parts)
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    """Return a call of an assistant message with its arguments decoded."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f"{where}.tool_calls: each needs an id and a function with a name",
+            param=f"{where}.tool_calls",
+        )
+    arguments = function.get("arguments") or "{}"
+    try:
+        decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(decoded, dict):
+            raise ValueError("it is no object")
+    except ValueError as error:
+        raise RequestError(
+            f"{where}.tool_calls: the arguments of {function['name']} are no JSON object: {error}",
+            param=f"{where}.tool_calls",
+        ) from error
+    named = {"name": function["name"], "arguments": decoded}
+    return {"id": str(given.get("id")), "type": "function", "function": named}
+
+
+def answer_message(turn: AssistantTurn, ids: Sequence[str]) -> dict[str, Any]:
+    """Return a turn as OpenAI's assistant message, its well-formed calls under `ids`.
+
+    A malformed call is part of the content, as the model wrote it: OpenAI's shape has no place for
+    a call without a name or an object of arguments.
+    """
+    broken = [call.text for call in turn.calls if call.malformed is not None]
+    content = "\n".join(text for text in (turn.content, *broken) if text)
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if turn.reasoning is not None:
+        message["reasoning_content"] = turn.reasoning
+    calls = [
+        {
+            "id": call_id,
+            "type": "function",
+            "function": {
+                "name": call.name,
+                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            },
+        }
+        for call_id, call in zip(ids, well_formed(turn), strict=True)
+    ]
+    if calls:
+        message["tool_calls"] = calls
+        message["content"] = content or None
+    return message
+
+
+def well_formed(turn: AssistantTurn) -> list[ToolCall]:
+    """Return the calls of a turn that a client can run."""
+    return [call for call in turn.calls if call.malformed is None]
+
+
+def finish_reason(finish: Finish, message: Mapping[str, Any]) -> str:
+    """Return OpenAI's reason for the end of an answer."""
+    if finish is Finish.length:
+        return "length"
+    return "tool_calls" if message.get("tool_calls") else "stop"

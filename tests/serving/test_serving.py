@@ -1,0 +1,313 @@
+"""The HTTP front over scripted engines: shapes, exact ids, errors, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import httpx
+import openai
+import parts
+import pytest
+import tiny
+import uvicorn
+
+from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.serving.answers import ChatServer
+from agenttrain.serving.app import build_app, listen
+from agenttrain.types import Completion, Sampling
+
+TOOLS = parts.toolbox().schemas()
+ASK = [{"role": "user", "content": "what is 3 + 4?"}]
+
+
+class Served:
+    """A server in a thread, its engine and clients."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self.server = ChatServer(engine=engine, chat=parts.chat(), model="agent")
+        listener = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        config = uvicorn.Config(build_app(self.server), log_level="warning")
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [listener]})
+        self.thread.start()
+        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0)
+
+    def ask(self, messages: Sequence[Any], **fields: Any) -> Any:
+        create = self.client.chat.completions.create
+        return create(model="agent", messages=list(messages), **fields)
+
+    def post(self, **fields: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/chat/completions", json=fields, timeout=30)
+
+    def close(self) -> None:
+        self.uvicorn.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+Script = Callable[[Sequence[int], str, int], Any]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    servers = []
+
+    def start(*answers: str, engine: ScriptedEngine | None = None) -> Served:
+        count = iter(answers)
+        script: Script = lambda ids, session, turn: parts.ids(next(count))  # noqa: E731
+        servers.append(Served(engine or ScriptedEngine(script, max_context=400)))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def test_an_answer_in_openais_shape(serve) -> None:
+    served = serve("It is 7.<|im_end|>")
+    answer = served.ask(ASK, extra_body={"return_token_ids": True})
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "It is 7.")
+    assert choice.finish_reason == "stop"
+    prompt = parts.chat().prompt_ids(ASK, [])
+    assert answer.prompt_token_ids == prompt
+    assert tuple(choice.token_ids) == parts.ids("It is 7.<|im_end|>")
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == len(choice.token_ids)
+    assert [model.id for model in served.client.models.list()] == ["agent"]
+
+
+def test_a_conversation_with_calls_continues_the_sampled_ids(serve) -> None:
+    # Spacing and key order of the call are the model's: rendered again, they would differ.
+    first = '<tool_call>\n{"arguments":   {"b": 4, "a": 3}, "name": "add"}\n</tool_call><|im_end|>'
+    served = serve(first, "It is 7.<|im_end|>", "Yes.<|im_end|>")
+    answer = served.ask(ASK, tools=TOOLS).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 3, "b": 4})
+    history = [*ASK, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+    second = served.ask(history, tools=TOOLS)
+    history += [second.choices[0].message, {"role": "user", "content": "sure?"}]
+    served.ask(history, tools=TOOLS)
+    sent = [request.token_ids for request in served.engine.sent]
+    decode = tiny.tokenizer().decode
+    assert sent[1][: len(sent[0])] == sent[0]
+    assert decode(sent[1][len(sent[0]) :]) == (
+        f"{first}\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert decode(sent[2][len(sent[1]) :]) == (
+        "It is 7.<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert second.usage.prompt_tokens_details.cached_tokens == len(sent[0]) + len(parts.ids(first))
+    assert len({request.session for request in served.engine.sent}) == 1
+
+
+def test_two_branches_of_one_answer_get_sessions_of_their_own(serve) -> None:
+    served = serve(*(f"{word}.<|im_end|>" for word in ("one", "two", "three")))
+    answer = served.ask(ASK).choices[0].message
+    for text in ("why?", "how?"):
+        served.ask([*ASK, answer, {"role": "user", "content": text}])
+    first, second, third = served.engine.sent
+    assert (first.session == second.session, first.session == third.session) == (True, False)
+    history = len(first.token_ids) + len(parts.ids("one.<|im_end|>"))
+    assert third.token_ids[:history] == second.token_ids[:history]
+
+
+def test_an_edited_history_is_rendered_anew(serve) -> None:
+    served = serve("It is 8.<|im_end|>", "Yes.<|im_end|>")
+    served.ask(ASK)
+    edited = [*ASK, {"role": "assistant", "content": "It is 7."}, {"role": "user", "content": "?"}]
+    assert served.ask(edited).usage.prompt_tokens_details.cached_tokens == 0
+    assert list(served.engine.sent[1].token_ids) == parts.chat().prompt_ids(edited, [])
+
+
+def test_a_malformed_call_is_text_and_the_model_reads_what_was_wrong(serve) -> None:
+    broken = "<tool_call>\n{oops\n</tool_call><|im_end|>"
+    served = serve(broken, "Sorry.<|im_end|>")
+    answer = served.ask(ASK, tools=TOOLS).choices[0]
+    assert (answer.finish_reason, answer.message.tool_calls) == ("stop", None)
+    assert "{oops" in answer.message.content
+    served.ask([*ASK, answer.message, {"role": "user", "content": "again"}], tools=TOOLS)
+    text = tiny.tokenizer().decode(served.engine.sent[1].token_ids)
+    assert f"{broken}\n<|im_start|>user\n<tool_response>\nError: " in text
+
+
+def test_parallel_replies_may_come_in_any_order(serve) -> None:
+    two = parts.call("add", '{"a": 3, "b": 4}').removesuffix("<|im_end|>")
+    two += "\n" + parts.call("add", '{"a": 5, "b": 6}')
+    served = serve(two, "7 and 11.<|im_end|>")
+    message = served.ask(ASK, tools=TOOLS).choices[0].message
+    replies = [
+        {"role": "tool", "tool_call_id": call.id, "content": text}
+        for call, text in zip(message.tool_calls, ("7", "11"), strict=True)
+    ]
+    served.ask([*ASK, message, *reversed(replies)], tools=TOOLS)
+    text = tiny.tokenizer().decode(served.engine.sent[1].token_ids)
+    assert text.index("<tool_response>\n7") < text.index("<tool_response>\n11")
+
+
+def test_a_stream_has_the_answers_chunks(serve) -> None:
+    served = serve(parts.call("add", '{"a": 3, "b": 4}'))
+    chunks = list(served.ask(ASK, tools=TOOLS, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    (call,) = [c for chunk in chunks[:-1] for c in chunk.choices[0].delta.tool_calls or ()]
+    assert (call.index, call.function.name) == (0, "add")
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage.completion_tokens == len(served.engine.sent) * len(
+        parts.ids(parts.call("add", '{"a": 3, "b": 4}'))
+    )
+
+
+class Dripping(ScriptedEngine):
+    """Reports one token of its answer every 80 ms."""
+
+    listener: Callable[[int], None] = print
+    aborted = 0
+
+    def watch(self, session: str, listener: Callable[[int], None]) -> None:
+        self.listener = listener
+
+    async def generate(self, token_ids: Any, sampling: Sampling, **words: Any) -> Completion:
+        completion = await super().generate(token_ids, sampling, **words)
+        try:
+            for token_id in completion.token_ids:
+                await asyncio.sleep(0.08)
+                self.listener(token_id)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        return completion
+
+
+def test_content_is_streamed_as_it_is_sampled(serve) -> None:
+    text = "The answer is 7."
+    served = serve(engine=Dripping([f"{text}<|im_end|>"], encode=parts.ids))
+    deltas = [
+        chunk.choices[0].delta.content
+        for chunk in served.ask(ASK, stream=True)
+        if chunk.choices[0].delta.content
+    ]
+    assert "".join(deltas) == text
+    assert len(deltas) > 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_its_answer(serve, stream) -> None:
+    engine = Dripping(["x " * 200 + "<|im_end|>"], encode=parts.ids, max_context=2000)
+    served = serve(engine=engine)
+    with pytest.raises(httpx.TimeoutException), httpx.Client(timeout=0.5) as client:
+        body = {"messages": ASK, "stream": stream, "tools": TOOLS}
+        with client.stream("POST", f"{served.url}/chat/completions", json=body) as response:
+            response.read()
+    deadline = time.monotonic() + 5
+    while not engine.aborted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engine.aborted == 1
+    assert len(engine.released) == 1
+
+
+def test_several_conversations_at_once(serve) -> None:
+    barrier = asyncio.Barrier(8)
+
+    class Together(ScriptedEngine):
+        """Answers once all eight are there."""
+
+        async def generate(self, *arguments: Any, **words: Any) -> Completion:
+            await barrier.wait()
+            return await super().generate(*arguments, **words)
+
+    engine = Together(lambda ids, session, turn: parts.ids("ok<|im_end|>"))
+    served = serve(engine=engine)
+
+    async def ask_all() -> None:
+        async with openai.AsyncOpenAI(base_url=served.url, api_key="none") as client:
+            await asyncio.gather(
+                *(client.chat.completions.create(model="agent", messages=ASK) for _ in range(8))
+            )
+
+    asyncio.run(ask_all())
+    assert len({request.session for request in engine.sent}) == 8
+
+
+def test_stop_texts_seed_and_limits(serve) -> None:
+    served = serve("one two three<|im_end|>", "one two three<|im_end|>")
+    answer = served.ask(ASK, stop=[" two"], seed=5, temperature=0.5, top_p=0.9).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("one", "stop")
+    cut = served.ask(ASK, max_tokens=1).choices[0]
+    assert cut.finish_reason == "length"
+    sampling = served.engine.sent[0].sampling
+    assert (sampling.seed, sampling.temperature, sampling.top_p) == (5, 0.5, 0.9)
+
+
+def calls(*messages: Any) -> dict[str, Any]:
+    return {"messages": list(messages), "tools": TOOLS}
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "[1]"}}
+BAD = [
+    ({"messages": []}, "messages: List should have at least 1 item"),
+    ({"messages": ASK, "n": 2}, "n=2: is not supported here; leave it out"),
+    ({"messages": ASK, "response_format": {"type": "json_object"}}, "response_format="),
+    ({"messages": ASK, "tool_choice": "required"}, 'tool_choice="required": only auto and none'),
+    ({"messages": ASK, "temperature": 3}, "temperature: Input should be less than"),
+    ({"messages": ASK, "model": "gpt"}, "model=gpt: is not served here; the model is agent"),
+    ({"messages": ASK, "tools": [{"type": "web"}]}, "tools[0]: only tools of the type function"),
+    ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role=bot: expected one of"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content: holds a part of type image_url; only text is supported",
+    ),
+    (calls(*ASK, {"role": "assistant", "content": "It"}), "messages: the last one is the"),
+    (
+        calls(*ASK, {"role": "tool", "tool_call_id": "x", "content": "7"}),
+        "messages[1].tool_call_id=x: no assistant message before it has that call",
+    ),
+    (
+        calls(*ASK, {"role": "assistant", "tool_calls": [CALL]}, *ASK),
+        "messages[1].tool_calls: the arguments of add are no JSON object",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "7 " * 1000}]},
+        "tokens fill the context of 400; shorten them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "problem"), BAD, ids=[problem[:30] for _, problem in BAD])
+def test_bad_requests_get_openais_errors(serve, body, problem) -> None:
+    response = serve("never").post(**body)
+    error = response.json()["error"]
+    assert problem in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert response.status_code == (404 if "model" in body else 400)
+
+
+def test_a_missing_reply_is_refused(serve) -> None:
+    served = serve(parts.call("add", '{"a": 3, "b": 4}'))
+    message = served.ask(ASK, tools=TOOLS).choices[0].message
+    with pytest.raises(openai.BadRequestError, match="each needs exactly one tool message"):
+        served.ask([*ASK, message, {"role": "user", "content": "well?"}], tools=TOOLS)
+
+
+def test_an_engines_failure_is_a_server_error(serve) -> None:
+    served = serve(engine=ScriptedEngine([]))
+    with pytest.raises(openai.InternalServerError, match="the script has no answer"):
+        served.ask(ASK)
+
+
+def test_forgotten_conversations_are_rendered_and_their_sessions_released(serve) -> None:
+    served = serve("one.<|im_end|>", "two.<|im_end|>", "three.<|im_end|>")
+    served.server.conversations.most_tokens = 30
+    first = served.ask(ASK).choices[0].message
+    served.ask([{"role": "user", "content": "and 5 + 6?"}])
+    assert served.engine.released == [served.engine.sent[0].session]
+    again = served.ask([*ASK, first, {"role": "user", "content": "why?"}])
+    assert again.usage.prompt_tokens_details.cached_tokens == 0
