@@ -1,6 +1,7 @@
 """`agenttrain doctor`: what this machine can do, and what is missing, with the remedy.
 
-torch and vLLM are imported in processes of their own: an import that crashes is an answer too.
+torch and the packages of engines are imported in processes of their own: an import that crashes is
+an answer too.
 """
 
 from __future__ import annotations
@@ -11,25 +12,27 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 from rich.console import Console
 from rich.text import Text
 
+from agenttrain.engines.registry import specs
 from agenttrain.settings.verbs import VERBS
 from agenttrain.types import ConfigError
 
 GIB = 2**30
 IMPORT_S = 180
-"""Longest import of torch or vLLM: from a network file system it takes minutes."""
+"""Longest import of torch or another engine: from a network file system it takes minutes."""
 HUB_S = 4.0
 LOW_GIB = 5.0
 """Free disk below which a warning stands: checkpoints and downloads need gigabytes."""
@@ -46,7 +49,6 @@ print(json.dumps({
     "threads": torch.get_num_threads(),
 }))
 """
-VLLM = "import vllm; from vllm import LLM; print(vllm.__version__)"
 UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Units of a processor that torch uses, as /proc/cpuinfo names them."""
 SLURM = ("sbatch", "srun", "squeue", "sacct")
@@ -111,24 +113,31 @@ def doctor(arguments: Sequence[str]) -> int:
 
 def examine() -> Iterator[Finding]:
     """Yield the findings, those that the default command needs first."""
+    packages = {name: spec.package for name, spec in specs().items()}
     with ThreadPoolExecutor(2) as pool:
         torch = pool.submit(_python, TORCH)
-        vllm = pool.submit(_python, VLLM) if find_spec("vllm") else None
+        imports = {
+            name: pool.submit(_python, f"import {package}")
+            for name, package in packages.items()
+            if package is not None and find_spec(package)
+        }
         yield from _versions()
-        yield from _torch(*torch.result())
+        printed, problem = torch.result()
+        facts = json.loads(printed) if not problem else {"gpus": []}
+        yield from _torch(facts, problem)
         yield _processor()
         yield from _disks()
-        if vllm is None:
-            remedy = "pip install 'agenttrain[vllm]' on a machine with a GPU; docs/guides/vllm.md"
-            yield Finding(part="vLLM", state=State.missing, detail="not installed", remedy=remedy)
-        else:
-            printed, problem = vllm.result()
-            yield Finding(
-                part="vLLM",
-                state=State.warn if problem else State.ok,
-                detail=problem or f"{printed} can be imported",
-                remedy="install it again, or leave engine=transformers" if problem else "",
+        for name, spec in specs().items():
+            problems = list(
+                spec.check_machine(spec.settings(name=name), lambda: len(facts["gpus"]))
             )
+            state = State.missing if problems else State.ok
+            if not problems and name in imports and (problem := imports[name].result()[1]):
+                state = State.warn
+                problems = [f"{packages[name]} {problem}; install it again"]
+            engine = f"engine={name}"
+            detail = "; ".join(text.removeprefix(f"{engine}: ") for text in problems)
+            yield Finding(part=engine, state=state, detail=detail or "can sample on this machine")
     yield _sandbox()
     programs = [name for name in SLURM if shutil.which(name)]
     yield Finding(
@@ -185,7 +194,7 @@ def _versions() -> Iterator[Finding]:
     for extra in extras:
         own = [one for one in needed if extra in _extras(one)]
         absent = [one.name for one in own if _installed(one.name) is None]
-        if extra == "vllm" and absent:  # vLLM has a line of its own
+        if extra in specs() and absent:  # an engine has a line of its own
             continue
         problems = [problem for one in own if (problem := _misfit(one))]
         remedy = f"pip install 'agenttrain[{extra}]'"
@@ -197,7 +206,7 @@ def _versions() -> Iterator[Finding]:
             detail="; ".join(problems) or listed,
             remedy=remedy if problems else "",
         )
-    # Packages that set limits on each other, such as vLLM on torch.
+    # Packages that set limits on each other, as an engine does on torch.
     for name in dict.fromkeys([*(one.name for one in needed), "trl"]):
         if _installed(name) is None:
             continue
@@ -240,13 +249,12 @@ def _misfit(requirement: Requirement) -> str | None:
     return f"{requirement.name} {there} is outside {requirement.specifier}"
 
 
-def _torch(printed: str, problem: str) -> Iterator[Finding]:
-    """Yield torch and its GPUs, from what its own process has printed."""
+def _torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
+    """Yield torch and its GPUs: `facts` are what TORCH prints, `problem` why it has not."""
     if problem:
         remedy = "install torch again, for this machine: https://pytorch.org/get-started"
         yield Finding(part="torch", state=State.broken, detail=problem, remedy=remedy)
         return
-    facts = json.loads(printed)
     build = f"built for CUDA or ROCm {facts['build']}" if facts["build"] else "a build without GPUs"
     yield Finding(
         part="torch",

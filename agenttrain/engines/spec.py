@@ -92,6 +92,8 @@ class EngineSpec(Generic[S]):
     """Yield settings that are slow on a GPU, with a remedy."""
     memory: Callable[[S, EngineLoad, ModelSizes], EngineMemory] = _no_memory
     """Estimate the memory that the engine takes in each process."""
+    package: str | None = None
+    """Package of others that samples, beside agenttrain's own; `agenttrain doctor` imports it."""
     own_weights: bool = False
     """True: samples from weights of its own, which are sent to it; False: from the policy's."""
     deterministic: bool = False

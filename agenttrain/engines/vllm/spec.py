@@ -98,6 +98,7 @@ SPEC = EngineSpec(
     check_machine=check_machine,
     gpu_notes=gpu_notes,
     memory=memory,
+    package="vllm",
     own_weights=True,
     grammars=True,
     too_cold=f"vLLM would sample at {LEAST_TEMPERATURE:g} instead",
