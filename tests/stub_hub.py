@@ -24,6 +24,10 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+from huggingface_hub import constants
+
+from agenttrain.utils.hub import snapshot
 from agenttrain.utils.model_path import model_folder
 
 LARGE = (".safetensors", ".bin", ".gguf")
@@ -314,3 +318,18 @@ def _entry(path: str, content: bytes, key: str) -> dict[str, Any]:
         entry["lfs"] = {"size": len(content), "pointerSize": 134}
         entry["lfs"] |= {"oid": digest} if key == "path" else {"sha256": digest}
     return entry
+
+
+def use(hub: StubHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process use the hub and an empty cache, as `environment` does for another one.
+
+    huggingface_hub has read the environment when it was imported.
+    """
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(home / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    snapshot.cache_clear()

@@ -27,6 +27,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import Status
 from agenttrain.chat.fixes import Family, families
 from agenttrain.chat.loading import load_chat
+from agenttrain.utils.hub import is_hub_id, snapshot
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
 OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_tools")
@@ -41,7 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agenttrain templates", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("folder", nargs="?", type=Path, help="folder of a tokenizer to certify")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        help="folder of a tokenizer to certify, or org/name",
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of the hub")
     parser.add_argument("--chat-template", metavar="NAME", help="as in chat_template=… (auto)")
     parser.add_argument("--path", metavar="FILE", help="as in chat_template.path=…: a Jinja file")
     parser.add_argument("--response-schema", metavar="NAME", help="as in response_schema=… (auto)")
@@ -90,6 +97,8 @@ def _check_options(options: argparse.Namespace) -> None:
             f"{options.folder}: is a file; a template is certified with its tokenizer: "
             f"agenttrain templates <tokenizer folder> --path {options.folder}"
         )
+    if is_hub_id(str(options.folder)):
+        options.folder = snapshot(str(options.folder), options.revision, "templates")
     if not options.folder.is_dir():
         raise ChatError(f"{options.folder}: there is no such folder")
     if not any((options.folder / name).is_file() for name in TOKENIZER_FILES):

@@ -27,13 +27,14 @@ from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
-from agenttrain.utils.model_path import model_folder
+from agenttrain.utils.hub import is_hub_id
+from agenttrain.utils.model_path import model_folder, weights_folder
 from agenttrain.utils.seeds import derive_seed
 
 
 def verify_model(config: RunConfig) -> None:
     """Raise CheckpointError for a model that is a torn checkpoint of ours."""
-    folder = model_folder(config.model.path)
+    folder = model_folder(config.model.path, revision=config.model.revision)
     if (folder / MANIFEST).is_file():
         verify(folder)
 
@@ -47,7 +48,7 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = model_folder(config.model.path)
+    folder = model_folder(config.model.path, revision=config.model.revision)
     if (folder / "adapter_config.json").is_file():  # its base may be anywhere; adapters fit it
         return
     try:
@@ -57,9 +58,8 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
             model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
-    for index in folder.glob("*.safetensors.index.json"):
-        if config.model.init is Init.random:
-            continue
+    complete = config.model.init is Init.random or is_hub_id(config.model.path)
+    for index in () if complete else folder.glob("*.safetensors.index.json"):
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         missing = sorted(name for name in named if not (folder / name).is_file())
         if missing:
@@ -93,13 +93,15 @@ def make_policy(
     world = world or World()
     seed_random(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
-    source, dtype = model_folder(config.model.path), getattr(torch, config.model.dtype)
+    path, revision, dtype = config.model.path, config.model.revision, config.model.dtype
     if config.model.init is Init.random:
+        source = model_folder(path, revision=revision)
         architecture = AutoConfig.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, dtype))
     else:
+        source = weights_folder(path, revision=revision)
         with only_tensors(source):
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
     if config.model.lora.rank or is_adapted(model):
         add_lora(model, config.model.lora)
     sharding = None
@@ -130,12 +132,13 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
     Raises ConfigError for an engine that is to get weights and has no methods for them.
     """
     spec, lora = spec_of(config.engine), config.model.lora
+    folder_of_model = model_folder(config.model.path, revision=config.model.revision)
     inputs = EngineInputs(
         policy=None if spec.own_weights else policy.sampler,
-        model=base_of(model_folder(config.model.path)),
+        model=base_of(folder_of_model),
         dtype=config.model.dtype,
         adapters=lora if lora.rank else None,
-        tokenizer=model_folder(config.model.path) if config.rollout.structured_calls else None,
+        tokenizer=folder_of_model if config.rollout.structured_calls else None,
         sync_mode=config.weight_sync.mode,
         seed=config.seed,
         on_gpu=policy.accelerator.device.type == "cuda",

@@ -276,7 +276,8 @@ def _problem(error: Exception, name: str, revision: str | None) -> str | None:
         broken = next((c for c in reversed(causes) if isinstance(c, HTTPError)), causes[-1])
         return (
             f"is no folder, and {hub} cannot be reached, or the connection broke off "
-            f"({broken or type(broken)}); files that are complete stay in the cache. Try again, or {offline}"
+            f"({broken or type(broken)}); files that are complete stay in the cache. Try again, "
+            f"or {offline}"
         )
     if isinstance(error, OSError):  # a file of the wrong length, for one
         return f"the download failed: {' '.join(str(error).split())}; try again"
