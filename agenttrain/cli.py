@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -65,8 +66,8 @@ from agenttrain.settings.compose import (
     HYDRA_VERSION,
     Composed,
     check_writable,
+    compose_new,
     compose_raw,
-    compose_run,
     convert,
     hydra_session,
     open_keys,
@@ -74,6 +75,7 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
+from agenttrain.settings.pinning import fetch, pin
 from agenttrain.settings.saved import (
     USED,
     check_new,
@@ -197,6 +199,9 @@ def run(arguments: Sequence[str]) -> int:
         problems = machine_problems(command.verb, configs, Machine(count_gpus))
         if problems and command.verb != CHECK:
             raise ConfigError("\n".join(problems))
+        for run in runs:
+            if command.verb != CHECK:
+                fetch(run.config)
         if command.sweep and command.verb != CHECK:
             return cli_sweep.start(command, runs)
     if command.verb == CHECK:
@@ -235,6 +240,7 @@ def compose_all(command: Command) -> list[Composed]:
         # Only code that the verb runs is imported: the user has been asked to trust no other.
         code = () if command.verb == "plan" else USED.get(command.verb, SECTIONS)
         validate(composed.config, code=code)
+        pin(composed)
         check_verb(command.verb, overrides)
         check_test_rows(command.verb, composed.config)
         check_structured(command.verb, composed.config)
@@ -280,9 +286,10 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     """Compose and check one new run."""
     if not command.sweep:
         cli_sweep.check_outside_sweep(overrides)
-    composed = compose_run(overrides, command.source)
+    composed = compose_new(overrides, command.source, starts=command.verb in RUNNING_VERBS)
     check_new(composed.config)
     validate(composed.config, SIZES if command.verb == "plan" else tuple(PARTS))
+    pin(composed)
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
     check_test_rows(command.verb, composed.config)
@@ -345,6 +352,7 @@ def _hand_over(command: Command) -> int:
         begun.append(True)
         folder = Path(HydraConfig.get().runtime.output_dir)
         composed = convert(raw)
+        pin(composed)
         if _holds_run(folder) and command.auto:  # another node has begun it in the meantime
             composed.config.resume = str(folder)
         try:
@@ -395,7 +403,9 @@ def _data(arguments: Sequence[str]) -> int:
     from agenttrain.commands import data as show_data
 
     options, overrides = show_data.parse(arguments)
-    composed = _compose_single(parse(overrides), "data -m: shows the rows of one run")
+    composed = _compose_single(
+        replace(parse(overrides), verb="data"), "data -m: shows the rows of one run"
+    )
     return show_data.show(composed.config, options)
 
 
@@ -448,7 +458,9 @@ def _tools(arguments: Sequence[str]) -> int:
     from agenttrain.commands import tools as show_tools
 
     options, overrides = show_tools.parse(arguments)
-    composed = _compose_single(parse(overrides), "tools -m: shows the tools of one run")
+    composed = _compose_single(
+        replace(parse(overrides), verb="tools"), "tools -m: shows the tools of one run"
+    )
     return show_tools.show(composed.config, options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -241,22 +242,39 @@ def test_a_resume_in_a_yaml_is_refused(capsys: pytest.CaptureFixture[str], elsew
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "rate", "neutral"),
     [
-        (["model.path=own"], "(experiment=shop); add experiment=none"),
-        (["model.path=own", "experiment=calculator"], "(experiment=calculator); add experiment="),
-        (["model.path=own", "experiment=none"], None),
-        ([], None),
+        (["model.path=other"], "lr 1e-06", True),
+        (["model.path=other", "experiment=calculator"], "lr 0.0005", False),
+        (["model.path=other", "experiment=none"], "lr 1e-06", False),
+        (["model.path=own"], "lr 0.0008", False),
+        ([], "lr 0.0008", False),
     ],
 )
-def test_check_says_whose_settings_they_are(
-    overrides: list[str], said: str | None, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+def test_another_model_has_not_the_bundled_agents_settings(
+    overrides: list[str],
+    rate: str,
+    neutral: bool,
+    elsewhere: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (elsewhere / "own").symlink_to(model_folder("bundled:shop"))
+    bundled = model_folder("bundled:shop")
+    (elsewhere / "own").symlink_to(bundled)  # as a checkpoint of the bundled agent
+    shutil.copytree(bundled, elsewhere / "other")
+    sizes = json.loads((bundled / "config.json").read_text())
+    (elsewhere / "other/config.json").write_text(json.dumps({**sizes, "intermediate_size": 8}))
     assert cli.main(["check", *overrides]) == 0
     out = capsys.readouterr().out
-    assert ("note: steps" in out) == (said is not None)
-    assert said is None or said in out
+    assert f"optimizer   {rate}," in out
+    assert ("experiment     none: model.path is not the bundled agent" in out) == neutral
+    assert cli.main(["plan", *overrides]) == 0
+    capsys.readouterr()
+    if neutral:
+        for verb in ("train", "sft", "eval"):
+            text = errors(capsys, verb, *overrides)
+            assert "model.path=other: is not the bundled agent" in text
+            assert "optimizer.lr=0.0008" in text
+            assert "add experiment=none" in text
 
 
 def test_options_and_overrides_may_be_mixed(elsewhere: Path) -> None:

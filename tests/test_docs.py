@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 from code_blocks import PAGES, ROOT, Block, blocks, file_on
+from stub_hub import StubHub, use
 
 from agenttrain import cli
 from agenttrain.algorithms.objectives import config as objectives
@@ -59,8 +60,18 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def stub_hub() -> Iterator[StubHub]:
+    with StubHub() as hub:
+        yield hub
+
+
+@pytest.fixture
 def place(
-    block: Block, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    block: Block,
+    run_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Path]:
     """The folder of a block's page, with the page's files, `my_model` and `$RUN`."""
     for other in blocks(block.page):
@@ -69,6 +80,10 @@ def place(
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(other.text, encoding="utf-8")
     (tmp_path / "my_model").symlink_to(model_folder("bundled:shop"))
+    if "Qwen/" in block.text:
+        hub = request.getfixturevalue("stub_hub")
+        hub.publish("Qwen/Qwen3-0.6B")
+        use(hub, tmp_path / "hf", monkeypatch)
     run = tmp_path / "run"
     if "RUN" in block.text:
         shutil.copytree(run_folder, run)

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from agenttrain.utils.sections import SETTINGS, raise_problems
+from agenttrain.utils.sections import SETTINGS, Quoted, raise_problems
 
 
 @dataclass(config=SETTINGS)
@@ -19,7 +19,9 @@ class ChatTemplateConfig:
     name: str = "auto"
     """`auto`: the fix that the model's family needs, if any; `none`: the model's own; a family."""
     path: str | None = None
-    """A Jinja file of the user's, for name=file."""
+    """For name=file: a Jinja file, or a model with one: a folder, `bundled:<name>`, `org/name`."""
+    revision: Quoted = None
+    """Branch, tag or commit of a model of the hub in `path`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the template, e.g. {enable_thinking: false}."""
     family: dict[str, Any] = field(default_factory=dict)

@@ -44,8 +44,9 @@ from agenttrain.chat.parsers.marked import MarkedSpec
 from agenttrain.chat.parsers.response_schema import make_schema_spec
 from agenttrain.chat.parsers.response_template import TemplateSpec, make_template_spec
 from agenttrain.chat.probing import USER, probe_behaviour, render, syntax_problem
-from agenttrain.types import Message
+from agenttrain.types import ConfigError, Message
 from agenttrain.utils.files import conf_folder
+from agenttrain.utils.model_path import TOKENIZER_CONFIG, template_file
 
 PLAIN = "hermes"
 """Response schema for templates that render no calls."""
@@ -162,7 +163,7 @@ def _template_source(
             f"chat_template.name={config.name} is not known: it is one of {', '.join(names)}{hint}"
         )
     if config.path is not None:
-        return read_template(config.path), None
+        return read_template(config.path, config.revision, tools=tools), None
     return template_of_tokenizer(getattr(tokenizer, "chat_template", None), tools=tools)
 
 
@@ -257,14 +258,22 @@ def template_of_tokenizer(carried: Any, *, tools: bool) -> tuple[str, str | None
     )
 
 
-def read_template(path: str) -> str:
-    """Read the Jinja file of `chat_template.path`. Raises ChatError if it is none."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        raise ChatError(f"chat_template.path={path}: is a folder; name the file in it")
+def read_template(path: str, revision: str | None = None, *, tools: bool = True) -> str:
+    """Read the template of `chat_template.path`: a Jinja file, or the one that a model carries.
+
+    Raises ChatError if there is none.
+    """
     try:
+        file = template_file(path, revision)
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        if file.name == TOKENIZER_CONFIG:
+            carried = json.loads(text).get("chat_template")
+            if not carried:
+                raise ChatError(f"chat_template.path={path}: {file} has no chat template")
+            text, _ = template_of_tokenizer(carried, tools=tools)
+    except ConfigError as error:
+        raise ChatError(str(error)) from error
+    except (OSError, ValueError) as error:
         raise ChatError(f"chat_template.path={path} cannot be read: {error}") from error
     try:
         _ENVIRONMENT.parse(_GENERATION.sub("", text))

@@ -10,27 +10,16 @@ from agenttrain.settings.compose import Composed
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.sizes import describe
 from agenttrain.types import ConfigError
-from agenttrain.utils.model_path import BUNDLED
-
-BUNDLED_EXPERIMENTS = ("shop", "calculator")
-"""Experiments whose settings suit the tiny bundled models."""
-DEFAULT_EXPERIMENT = "shop"
-"""Default of train.yaml."""
 
 
 def check(command: Command, runs: Sequence[Composed]) -> int:
     """Print the runs and each template's certificate. Return exit code 1 if one did not pass."""
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
-    # Warn if the bundled agent's settings would train another model.
-    names = [t.partition("=")[2] for t in command.overrides if t.startswith("experiment=")]
-    experiment = names[-1] if names else DEFAULT_EXPERIMENT
-    bundled = all(run.config.model.path.startswith(BUNDLED) for run in runs)
-    other_source = command.source.name != "train" or command.saved is not None
-    if not (bundled or other_source) and experiment in BUNDLED_EXPERIMENTS:
+    if any(run.neutral for run in runs):
         print(
-            "\nnote: steps, optimizer.lr, rollout.max_turn_tokens and others are the bundled "
-            f"agent's settings\n      (experiment={experiment}); add experiment=none for a model "
-            "of your own",
+            "\nexperiment     none: model.path is not the bundled agent, whose settings "
+            "experiment=shop would be;\n               to train, add experiment=none and name "
+            "data, tools and rewards of your own",
             flush=True,
         )
     passed = certify(runs)
@@ -45,7 +34,8 @@ def check(command: Command, runs: Sequence[Composed]) -> int:
 
 def check_files(runs: Sequence[Composed]) -> None:
     """Raise ConfigError for a template or response schema of the user that cannot be read."""
-    templates = {run.config.chat_template.path for run in runs} - {None}
+    groups = (run.config.chat_template for run in runs)
+    templates = {(str(group.path), group.revision) for group in groups if group.path is not None}
     schemas = {run.config.response_schema.path for run in runs} - {None}
     if not templates and not schemas:
         return
@@ -53,8 +43,8 @@ def check_files(runs: Sequence[Composed]) -> None:
     from agenttrain.types import AgenttrainError
 
     try:
-        for path in templates:
-            read_template(str(path))
+        for template, revision in templates:
+            read_template(template, revision)
         for path in schemas:
             read_spec(Path(str(path)))
     except AgenttrainError as error:
@@ -77,7 +67,7 @@ def certify(runs: Sequence[Composed]) -> bool:
     # These import tokenizers and torch.
     from agenttrain.runs.fingerprints import check_resumed
     from agenttrain.runs.sampling import verify_model
-    from agenttrain.runs.setup import Components, complete, overlong_notes
+    from agenttrain.runs.setup import Components, complete, overlong_notes, sampling_note
     from agenttrain.types import AgenttrainError
 
     shown: dict[str, Components] = {}
@@ -105,8 +95,10 @@ def certify(runs: Sequence[Composed]) -> bool:
                     if sizes
                 )
                 print(f"prompts        {prompts or 'given by the environment'}")
-                for note in (*components.tasks.notes, *overlong_notes(components)):
-                    print(note)
+                notes = [*components.tasks.notes, *overlong_notes(components)]
+                for note in (*notes, sampling_note(config)):
+                    if note is not None:
+                        print(note)
             check_resumed(components)
         except (AgenttrainError, OSError, ValueError) as error:
             raise ConfigError(str(error)) from error

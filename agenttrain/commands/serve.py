@@ -70,7 +70,8 @@ def serve(config: RunConfig, options: ServeOptions) -> int:
     with listener:
         try:
             verify_model(config)
-            tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
+            folder = model_folder(config.model.path, revision=config.model.revision)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
             chat = chat_of(config, tokenizer, tools=bool(config.tools or config.environment))
             engine = sampling_engine(config)
         except (AgenttrainError, OSError, ValueError) as error:

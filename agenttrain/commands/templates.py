@@ -28,6 +28,7 @@ from agenttrain.chat.features import Status
 from agenttrain.chat.fixes import Family, families
 from agenttrain.chat.loading import load_chat
 from agenttrain.types import ConfigError
+from agenttrain.utils.hub import is_hub_id, snapshot
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
 OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_tools")
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="agenttrain templates", add_help=False)
     parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--revision")
     parser.add_argument("--chat-template")
     parser.add_argument("--path")
     parser.add_argument("--response-schema")
@@ -96,6 +98,8 @@ def _check_options(options: argparse.Namespace) -> None:
             f"{options.folder}: is a file; a template is certified with its tokenizer: "
             f"agenttrain templates <tokenizer folder> --path {options.folder}"
         )
+    if is_hub_id(str(options.folder)):
+        options.folder = snapshot(str(options.folder), options.revision, "templates")
     if not options.folder.is_dir():
         raise ChatError(f"{options.folder}: there is no such folder")
     if not any((options.folder / name).is_file() for name in TOKENIZER_FILES):

@@ -43,6 +43,7 @@ from agenttrain.launch.worker import SIGNAL_FILE
 from agenttrain.launch.workers import PASSED_ON, WorkerEnd, Workers
 from agenttrain.settings.command_line import Command, resuming
 from agenttrain.settings.compose import Composed
+from agenttrain.settings.pinning import pins
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.types import ConfigError
@@ -68,7 +69,10 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     processes, node = resolve(section), node_rank(section)
     shared = WorkerCommand(
         # The launcher has asked the user already whether a saved run's code may run.
-        arguments=[*command.arguments, *([TRUSTED] if command.saved is not None else [])],
+        arguments=[
+            *command.arguments,
+            *([TRUSTED] if command.saved is not None else pins(composed.config)),
+        ],
         program=program,
         verb=command.verb,
         folder=str(folder),

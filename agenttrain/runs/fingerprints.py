@@ -27,6 +27,7 @@ from agenttrain.settings.run_config import RunConfig, RunPart
 from agenttrain.settings.saved import done_steps
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import ConfigError
+from agenttrain.utils.hub import is_hub_id
 from agenttrain.utils.locate import locate
 from agenttrain.utils.model_path import model_folder
 
@@ -184,8 +185,13 @@ def _files(sections: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _model(config: RunConfig) -> dict[str, str]:
-    """Return the digest of the first weights, if a resumed run still reads them: for the reference
-    of the KL penalty, or as the model under adapters."""
+    """Return the commit of a model of the hub, or the digest of a folder's first weights.
+
+    The latter only if a resumed run still reads them: for the reference of the KL penalty, or as
+    the model under adapters.
+    """
+    if is_hub_id(config.model.path):
+        return {"revision of model.path": str(config.model.revision)}
     if not (config.algorithm.beta or config.model.lora.rank):
         return {}
     digests = []

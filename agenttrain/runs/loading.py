@@ -26,6 +26,7 @@ from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
+from agenttrain.utils.hub import is_hub_id
 from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.seeds import derive_seed
 
@@ -39,7 +40,7 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = model_folder(config.model.path)
+    folder = model_folder(config.model.path, revision=config.model.revision)
     if (folder / "adapter_config.json").is_file():  # its base may be anywhere; adapters fit it
         return
     try:
@@ -49,9 +50,8 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
             model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
-    for index in folder.glob("*.safetensors.index.json"):
-        if config.model.init is Init.random:
-            continue
+    complete = config.model.init is Init.random or is_hub_id(config.model.path)
+    for index in () if complete else folder.glob("*.safetensors.index.json"):
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         missing = sorted(name for name in named if not (folder / name).is_file())
         if missing:
@@ -111,12 +111,13 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
     Raises ConfigError for an engine that is to get weights and has no methods for them.
     """
     spec, lora = spec_of(config.engine), config.model.lora
+    folder_of_model = model_folder(config.model.path, revision=config.model.revision)
     inputs = EngineInputs(
         policy=None if spec.own_weights else policy.sampler,
-        model=base_of(model_folder(config.model.path)),
+        model=base_of(folder_of_model),
         dtype=config.model.dtype,
         adapters=lora if lora.rank else None,
-        tokenizer=model_folder(config.model.path) if config.rollout.structured_calls else None,
+        tokenizer=folder_of_model if config.rollout.structured_calls else None,
         sync_mode=config.weight_sync.mode,
         seed=config.seed,
         on_gpu=policy.accelerator.device.type == "cuda",

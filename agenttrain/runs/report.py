@@ -74,7 +74,9 @@ def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = Non
 
     # The checkpoint has the run's tokenizer; the folder model.path may have changed since.
     saved = folder / "checkpoints" / "latest"
-    source = saved if saved.exists() else model_folder(config.model.path)
+    source = (
+        saved if saved.exists() else model_folder(config.model.path, revision=config.model.revision)
+    )
     tokenizer = AutoTokenizer.from_pretrained(source)
     path = to or step_path(folder, step).with_suffix(".html")
     title = f"{folder.resolve().name}, step {step}"

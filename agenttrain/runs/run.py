@@ -42,7 +42,7 @@ from agenttrain.runs.fingerprints import write as write_fingerprints
 from agenttrain.runs.loading import make_engine, make_policy
 from agenttrain.runs.provenance import write_config
 from agenttrain.runs.report import print_losses, print_scores
-from agenttrain.runs.setup import Components, prepare
+from agenttrain.runs.setup import Components, prepare, sampling_note
 from agenttrain.settings.command_line import resuming
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
@@ -218,6 +218,8 @@ class Run:
             print(f"  {warning}")
         for note in components.tasks.notes:
             print(note, flush=True)
+        if self.verb == "train" and (limits := sampling_note(self.config)) is not None:
+            print(limits, flush=True)
         return components
 
     async def _train(self, components: Components) -> None:

@@ -14,12 +14,12 @@ from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint_files import MANIFEST, only_tensors, verify
 from agenttrain.training.config import Init
-from agenttrain.utils.model_path import model_folder
+from agenttrain.utils.model_path import model_folder, weights_folder
 
 
 def verify_model(config: RunConfig) -> None:
     """Raise CheckpointError for a model that is a torn checkpoint of ours."""
-    folder = model_folder(config.model.path)
+    folder = model_folder(config.model.path, revision=config.model.revision)
     if (folder / MANIFEST).is_file():
         verify(folder)
 
@@ -31,10 +31,12 @@ def load_model(config: RunConfig) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
-    source, dtype = model_folder(config.model.path), getattr(torch, config.model.dtype)
+    path, revision = config.model.path, config.model.revision
+    dtype = getattr(torch, config.model.dtype)
     if config.model.init is Init.random:
-        architecture = AutoConfig.from_pretrained(source)
+        architecture = AutoConfig.from_pretrained(model_folder(path, revision=revision))
         return AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+    source = weights_folder(path, revision=revision)
     with only_tensors(source):
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
 
@@ -58,7 +60,7 @@ def sampling_engine(config: RunConfig) -> Engine:
     spec.check_model(settings, model)
     inputs = EngineInputs(
         policy=model,
-        model=model_folder(config.model.path),
+        model=model_folder(config.model.path, revision=config.model.revision),
         dtype=config.model.dtype,
         adapters=None,
         tokenizer=None,

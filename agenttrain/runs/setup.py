@@ -116,7 +116,9 @@ class Components:
         """The model's tokenizer; after `prepare` with the chat template that training uses."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(model_folder(self.config.model.path))
+        return AutoTokenizer.from_pretrained(
+            model_folder(self.config.model.path, revision=self.config.model.revision)
+        )
 
     @cached_property
     def chat(self) -> Chat:
@@ -341,12 +343,35 @@ def context_of(config: RunConfig) -> int | None:
 
     if config.engine.max_context is not None:
         return config.engine.max_context
-    folder = model_folder(config.model.path)
+    folder = model_folder(config.model.path, revision=config.model.revision)
     if (adapters := folder / "adapter_config.json").is_file():  # the limit is their base model's
         base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
         folder = Path(base)
     text = AutoConfig.from_pretrained(folder).get_text_config()
     return getattr(text, "max_position_embeddings", None)
+
+
+def sampling_note(config: RunConfig) -> str | None:
+    """Return a note on limits of sampling that the model recommends, and that training ignores.
+
+    Training samples from the policy as it is: with top_p or top_k it would learn from a
+    distribution that is not the one whose gradient it computes.
+    """
+    folder = model_folder(config.model.path, revision=config.model.revision)
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return None
+    recommended = json.loads(file.read_text(encoding="utf-8"))
+    limits = {name: recommended.get(name) for name in ("top_p", "top_k", "min_p")}
+    if limits["top_p"] == 1:
+        limits["top_p"] = None
+    named = " ".join(f"{name}={value}" for name, value in limits.items() if value)
+    if not named:
+        return None
+    return (
+        f"sampling       {file.name} of the model has {named}, which training does not use; "
+        "evaluations take eval.top_p and eval.top_k"
+    )
 
 
 def check_rows(

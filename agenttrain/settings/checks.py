@@ -23,7 +23,7 @@ from agenttrain.tracking.names import METRICS, metric_row
 from agenttrain.training.config import Dtype, Init, MixedPrecision, Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
-from agenttrain.utils.model_path import PARTS, model_folder
+from agenttrain.utils.model_path import PARTS, model_folder, template_file
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import shown
@@ -48,7 +48,7 @@ def validate(
     """
     problems = [problem for check in CHECKS for problem in check(config)]
     try:
-        model_folder(config.model.path, model_parts)
+        model_folder(config.model.path, model_parts, revision=config.model.revision)
     except ConfigError as error:
         problems.append(str(error))
     if problems := problems or list(code_problems(config, code)):
@@ -103,12 +103,17 @@ def _texts_and_files(config: RunConfig) -> Iterator[str]:
             TextTemplate(config.data.prompt, "data.prompt")
         except ValueError as error:
             yield str(error)
-    for group in ("chat_template", "response_schema"):
-        path = getattr(config, group).path
-        if path is not None and Path(path).expanduser().is_dir():
-            yield f"{group}.path={path}: is a folder; name the file in it"
-        elif path is not None and not Path(path).expanduser().is_file():
-            yield f"{group}.path={path}: there is no such file"
+    template = config.chat_template
+    if template.path is not None:
+        try:
+            template_file(template.path, template.revision)
+        except ConfigError as error:
+            yield str(error)
+    path = config.response_schema.path
+    if path is not None and not Path(path).expanduser().is_file():
+        is_folder = Path(path).expanduser().is_dir()
+        problem = "is a folder; name the file in it" if is_folder else "there is no such file"
+        yield f"response_schema.path={path}: {problem}"
 
 
 def _updates(config: RunConfig) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from agenttrain.settings.messages import check_values, explained, with_files
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
+from agenttrain.utils.model_path import is_foreign
 from agenttrain.utils.overrides import as_typed
 from agenttrain.utils.sections import plain, validated
 
@@ -47,6 +48,8 @@ class Composed:
 
     config: RunConfig
     plain: dict[str, Any]
+    neutral: bool = False
+    """True if experiment=none took the place of the default, which is the bundled agent's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,28 @@ def compose_run(overrides: Sequence[str], source: Source) -> Composed:
             raise ConfigError(with_files(str(error), overrides, source.name)) from error
     _check_emptied(overrides, composed)
     return composed
+
+
+def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Composed:
+    """Return the settings of a new run, as `compose_run`.
+
+    Only the bundled agent takes the default experiment, whose learning rate and limits are made for
+    it. For another model a run that `starts` has to name one (ConfigError), and a command that
+    shows settings shows those of experiment=none.
+    """
+    composed = compose_run(overrides, source)
+    model, settings = composed.config.model, composed.config
+    named = source.name != "train" or any(text.startswith("experiment=") for text in overrides)
+    if named or not is_foreign(model.path):
+        return composed
+    if starts:
+        raise ConfigError(
+            f"model.path={model.path}: is not the bundled agent, whose settings and questions are "
+            f"the default (experiment=shop: optimizer.lr={settings.optimizer.lr:g}, steps="
+            f"{settings.steps}, …); add experiment=none, and data, tools and rewards of your own, "
+            "or experiment=shop to train it on these"
+        )
+    return replace(compose_run([*overrides, "experiment=none"], source), neutral=True)
 
 
 def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:

@@ -26,6 +26,7 @@ from agenttrain.settings.compose import (
     unchanged,
 )
 from agenttrain.settings.messages import check_values, explained
+from agenttrain.settings.pinning import adopt_pins
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.settings.trust import ENGINE, SECTIONS, check_trusted, is_own, named_code
 from agenttrain.training.config import Init
@@ -93,6 +94,7 @@ def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> 
     composed = compose_run(overrides, source)
     complete_objective(composed)
     started = convert(_read(argument, folder)[0])
+    adopt_pins(composed, started)
     problems = [
         f"{key}={shown(now)}: the run in {folder} was started with {key}={shown(before)}; leave it "
         "so, or name another folder"
@@ -184,6 +186,7 @@ def evaluated(
         )
     path = str(checkpoint.resolve())
     composed.config.model.path = composed.plain["model"]["path"] = path
+    composed.config.model.revision = composed.plain["model"]["revision"] = None
     composed.config.model.init = Init.pretrained
     composed.plain["model"]["init"] = str(Init.pretrained)
     return composed

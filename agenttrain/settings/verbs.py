@@ -106,7 +106,7 @@ VERBS: dict[str, Verb] = {
         },
         examples={
             "rehearse": "the bundled agent's tools and reward",
-            "rehearse experiment=calculator rollouts=16 tokens_per_s=2000": "and a step's cost",
+            "rehearse experiment=calculator tokens_per_s=2000": "and a step's cost",
         },
         page="start/rehearse.md",
     ),
@@ -154,8 +154,9 @@ VERBS: dict[str, Verb] = {
     ),
     "templates": Verb(
         does="the table of known chat templates, or the certificate of a tokenizer",
-        usage="[tokenizer folder] [--chat-template NAME] [--json FILE]",
+        usage="[tokenizer folder or org/name] [--chat-template NAME] [--json FILE]",
         options={
+            "--revision NAME": "branch, tag or commit of the hub",
             "--chat-template NAME": "as in chat_template=… (auto)",
             "--path FILE": "as in chat_template.path=…: a Jinja file",
             "--response-schema NAME": "as in response_schema=… (auto)",

@@ -16,6 +16,7 @@ from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import (
     SETTINGS,
     Number,
+    Quoted,
     Whole,
     choose,
     field_names,
@@ -297,10 +298,13 @@ class LoraSettings:
 
 @dataclass(config=SETTINGS)
 class ModelConfig:
-    """The policy. `path` is a folder that transformers can load, or `bundled:<name>`."""
+    """The policy: a folder that transformers can load, `bundled:<name>`, or a model of the hub."""
 
     path: str = MISSING
-    """Folder with config.json, weights and tokenizer; `bundled:shop` is the packaged model."""
+    """Folder with config.json, weights and tokenizer; `bundled:shop` is the packaged model;
+    `org/name` one of the Hugging Face hub, if there is no such folder."""
+    revision: Quoted = None
+    """Branch, tag or commit of a model of the hub; None: main. config.yaml has its commit."""
     dtype: Dtype = Dtype.float32
     """Number format of the weights; the optimizer keeps float32 copies of others."""
     init: Init = Init.pretrained

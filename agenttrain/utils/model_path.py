@@ -1,46 +1,124 @@
-"""The folder that `model.path` names."""
+"""The folder that `model.path` names: a local one, `bundled:<name>`, or a model of the hub."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import PACKAGE
+from agenttrain.utils.hub import fetch_weights, is_hub_id, snapshot
 from agenttrain.utils.names import did_you_mean
 
 BUNDLED = "bundled:"
+MODELS = PACKAGE / "data" / "models"
+WEIGHTS = "file of weights (*.safetensors, *.bin)"
 PARTS = {
     "config.json": ("config.json", "adapter_config.json"),
-    "file of weights (*.safetensors, *.bin)": ("*.safetensors", "*.bin"),
+    WEIGHTS: ("*.safetensors", "*.bin"),
     "tokenizer (tokenizer.json)": ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json"),
 }
 """Parts of a model folder: name -> files, of which one is enough."""
 SIZES = ("config.json",)
 """The part from which a model's size is computed."""
+SIZE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+FORMS = "a folder that transformers' from_pretrained can load, bundled:shop, or an id of the hub"
 
 
-def model_folder(path: str, parts: Collection[str] = tuple(PARTS)) -> Path:
-    """Return a folder that transformers can load: ``bundled:shop``, or one of the user's.
+def model_folder(
+    path: str,
+    parts: Collection[str] = tuple(PARTS),
+    *,
+    revision: str | None = None,
+    key: str = "model.path",
+) -> Path:
+    """Return a folder that transformers can load: `bundled:shop`, one of the user's, `org/name`.
 
-    Raises ConfigError when there is none, or when one of `parts` is missing.
+    A model of the hub is brought into its cache without the weights: see `weights_folder`. Raises
+    ConfigError when there is none, or when one of `parts` is missing.
     """
-    if not path.startswith(BUNDLED):
-        folder = Path(path).expanduser()
-        for part in parts:
-            patterns = PARTS[part]
-            if not any(file.is_file() for pattern in patterns for file in folder.glob(pattern)):
-                raise ConfigError(
-                    f"model.path={path}: there is no {part} in that folder; give a folder that "
-                    "transformers' from_pretrained can load, or bundled:shop"
-                )
-        return folder
-    models = PACKAGE / "data" / "models"
-    names = sorted(file.parent.name for file in models.glob("*/config.json"))
+    revision_key = f"{key.removesuffix('path')}revision"
+    if not isinstance(revision, str | None):
+        raise ConfigError(
+            f"""{revision_key}={revision}: expected a text; quote it: '"{revision}"'"""
+        )
+    if revision is not None and not is_hub_id(path):
+        raise ConfigError(
+            f"{revision_key}={revision}: {key}={path} is no model of the hub, and has no "
+            "revisions; leave it out"
+        )
+    if path.startswith(BUNDLED):
+        return _bundled(path, key)
+    folder = Path(path).expanduser()
+    place = "in that folder"
+    if is_hub_id(path):
+        folder = snapshot(path, revision, key)
+        parts = [part for part in parts if part != WEIGHTS]
+        place = "in that model of the hub"
+    for part in parts:
+        if not any(file.is_file() for pattern in PARTS[part] for file in folder.glob(pattern)):
+            raise ConfigError(f"{key}={path}: there is no {part} {place}; give {FORMS}")
+    return folder
+
+
+def weights_folder(path: str, *, revision: str | None = None, key: str = "model.path") -> Path:
+    """Return `model_folder`; the weights of a model of the hub are downloaded if need be."""
+    folder = model_folder(path, revision=revision, key=key)
+    return fetch_weights(path, revision, key) if is_hub_id(path) else folder
+
+
+def is_foreign(path: str) -> bool:
+    """Return True for a model that is no bundled one, nor a checkpoint of one: its sizes differ.
+
+    A folder of adapters is what its base model is. False where there is no model.
+    """
+    if path.startswith(BUNDLED):
+        return False
+    place = Path(path).expanduser()
+    if is_hub_id(path) or place.is_file():
+        return True
+    configs = [place / "config.json", *MODELS.glob("*/config.json")]
+    try:
+        if (adapters := place / "adapter_config.json").is_file():
+            saved = json.loads(adapters.read_text(encoding="utf-8"))
+            return is_foreign(str(saved["base_model_name_or_path"]))
+        if not configs[0].is_file():
+            return False
+        models = [json.loads(file.read_text(encoding="utf-8")) for file in configs]
+        sizes = [[model.get(key) for key in SIZE_KEYS] for model in models]
+    except (ValueError, KeyError, AttributeError):  # reported where the model is built
+        return True
+    return sizes[0] not in sizes[1:]
+
+
+def template_file(path: str, revision: str | None = None) -> Path:
+    """Return the file with the chat template that `chat_template.path` names.
+
+    It is a Jinja file, or one of a model's folder: chat_template.jinja, else tokenizer_config.json.
+    """
+    key, file = "chat_template.path", Path(path).expanduser()
+    if file.is_file():
+        return file
+    if not (file.is_dir() or path.startswith(BUNDLED) or is_hub_id(path)):
+        raise ConfigError(f"{key}={path}: there is no such file")
+    folder = model_folder(path, (), revision=revision, key=key)
+    for name in ("chat_template.jinja", TOKENIZER_CONFIG):
+        if (folder / name).is_file():
+            return folder / name
+    raise ConfigError(
+        f"{key}={path}: is a folder; name the file in it, or a model with chat_template.jinja or "
+        f"{TOKENIZER_CONFIG}"
+    )
+
+
+def _bundled(path: str, key: str) -> Path:
+    names = sorted(file.parent.name for file in MODELS.glob("*/config.json"))
     name = path.removeprefix(BUNDLED)
     if name not in names:
         hint = did_you_mean(name, names)
         raise ConfigError(
-            f"model.path={path}: no such bundled model{hint}; there are: {', '.join(names)}"
+            f"{key}={path}: no such bundled model{hint}; there are: {', '.join(names)}"
         )
-    return models / name
+    return MODELS / name

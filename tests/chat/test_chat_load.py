@@ -98,7 +98,11 @@ def test_a_response_schema_that_does_not_fit(tmp_path: Path, text: str, message:
         ({"name": "zzz"}, {}, r"is one of auto, chatml, cohere, .*, hermes, .*, none, .*qwen3"),
         ({}, {"name": "hermez"}, r"response_schema.name=hermez .*; did you mean hermes\?"),
         ({}, {"name": "file", "path": "/no/such.yaml"}, "/no/such.yaml cannot be read"),
-        ({"name": "file", "path": "/no/such.jinja"}, {}, "/no/such.jinja cannot be read"),
+        (
+            {"name": "file", "path": "/no/such.jinja"},
+            {},
+            r"path=/no/such.jinja: there is no such file",
+        ),
     ],
 )
 def test_errors_say_key_value_and_remedy(template: dict, response: dict, message: str) -> None:

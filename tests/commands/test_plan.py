@@ -392,7 +392,7 @@ def test_a_model_that_is_not_known(capsys, tmp_path):
 
 
 def test_a_run_still_needs_weights(capsys, folder):
-    assert cli.main(["model=folder", f"model.path={folder}"]) == 2
+    assert cli.main(["experiment=none", "model=folder", f"model.path={folder}"]) == 2
     assert "there is no file of weights" in capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,14 @@ from agenttrain.utils.files import conf_folder, list_groups
 GROUPS = list_groups(conf_folder())
 ROWS = "agenttrain/data/models/shop/recipe.json"
 """Some JSON; it is not read."""
+HUB_MODELS = [
+    file.stem
+    for file in (conf_folder() / "model").glob("*.yaml")
+    if re.search("^path: [^:?]+/", file.read_text(), re.MULTILINE)
+]
+"""Presets of models of the hub, which tests do not reach."""
 NEEDS_A_PATH = {
+    **{f"model={name}": ["model.path=bundled:shop"] for name in HUB_MODELS},
     "chat_template=file": ["chat_template.path=README.md"],
     "response_schema=file": ["response_schema.path=README.md"],
     "model=folder": ["model.path=agenttrain/data/models/shop"],

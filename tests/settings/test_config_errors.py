@@ -375,7 +375,7 @@ def test_a_model_folder_that_lacks_a_part(files: list[str], missing: str, tmp_pa
         (tmp_path / name).write_text("{}")
     assert refusal(f"model.path={tmp_path}") == (
         f"model.path={tmp_path}: there is no {missing} in that folder; give a folder that "
-        "transformers' from_pretrained can load, or bundled:shop"
+        "transformers' from_pretrained can load, bundled:shop, or an id of the hub"
     )
 
 

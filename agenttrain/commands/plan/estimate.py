@@ -342,7 +342,7 @@ class Sizes:
 
     def __init__(self, config: ModelConfig) -> None:
         self._path = config.path
-        folder = model_folder(config.path, SIZES)
+        folder = model_folder(config.path, SIZES, revision=config.revision)
         dtype = getattr(torch, config.dtype)
         self.model: PreTrainedModel = self._traced(
             lambda: empty_model(AutoConfig.from_pretrained(folder), dtype, config.lora)

@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
-from agenttrain.utils.model_path import BUNDLED
+from agenttrain.utils.model_path import BUNDLED, model_folder
 
 FOLDER = Path(__file__).parent
 NAME = "job.sbatch"
@@ -185,7 +185,8 @@ def unshared(script: JobScript, configs: Sequence[RunConfig]) -> Iterator[str]:
     }
     for config in configs:
         if not config.model.path.startswith(BUNDLED):
-            named[f"model.path={config.model.path}"] = Path(config.model.path)
+            folder = model_folder(config.model.path, (), revision=config.model.revision)
+            named[f"model.path={config.model.path}"] = folder
         for split in ("train", "test"):
             path = getattr(config.data, split).get("path")
             if path is not None and Path(str(path)).expanduser().exists():

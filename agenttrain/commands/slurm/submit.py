@@ -34,6 +34,7 @@ from agenttrain.settings.compose import (
     job_name,
     run_folder,
 )
+from agenttrain.settings.pinning import check_cached
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
 from agenttrain.utils.overrides import key_of
@@ -99,6 +100,8 @@ def submit(
     if not typed.dry:
         check_writable(folder, f"{folder}", f"name another folder: {RUN_DIR}…")
     text = render(plan.script, plan.settings)
+    if plan.settings.offline:
+        check_cached([run.config for run in plan.runs])
     # The output of a dry run is only the script, so that it can be redirected to a file.
     with _offline(plan.settings.offline), redirect_stdout(sys.stderr if typed.dry else sys.stdout):
         if typed.check and not certify(plan.runs):

@@ -9,7 +9,7 @@ from typing import Any
 
 from agenttrain.rewards.function import RewardUnavailable
 from agenttrain.types import ConfigError
-from agenttrain.utils.model_path import model_folder
+from agenttrain.utils.model_path import model_folder, weights_folder
 
 
 class RewardModel:
@@ -24,24 +24,27 @@ class RewardModel:
         self,
         *,
         path: str,
+        revision: str | None = None,
         label: int | None = None,
         device: str | None = None,
         dtype: str = "float32",
         batch_size: int = 8,
     ) -> None:
-        """Take the model's folder; `label` is the index of the good one of several labels.
+        """Take a model's folder, or an id of the hub and its `revision`.
 
-        `device` null: this process's GPU, if there is one.
+        `label` is the index of the good one of several labels. `device` null: this process's GPU,
+        if there is one.
 
         Raises ValueError when `path` is no model's folder.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1")
         try:
-            self._folder = model_folder(path)
+            model_folder(path, revision=revision, key="path")
         except ConfigError as error:
-            raise ValueError(str(error).removeprefix("model.")) from error
-        self._path, self._label, self._device_name = path, label, device
+            raise ValueError(str(error)) from error
+        self._path, self._revision = path, revision
+        self._label, self._device_name = label, device
         self._dtype, self._batch_size = dtype, batch_size
 
     def __call__(
@@ -93,13 +96,14 @@ class RewardModel:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(self._folder)
+        folder = weights_folder(self._path, revision=self._revision, key="path")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         if tokenizer.chat_template is None:
             raise ValueError(f"path={self._path}: its tokenizer has no chat template; add one")
         # A missing head is drawn at random, and is an error below.
         with torch.random.fork_rng(devices=[]):
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                self._folder, dtype=getattr(torch, self._dtype), output_loading_info=True
+                folder, dtype=getattr(torch, self._dtype), output_loading_info=True
             )
         if info["missing_keys"]:
             raise ValueError(

@@ -1,0 +1,284 @@
+"""Models of the Hugging Face hub: `org/name` and a revision -> a folder of the local cache.
+
+`snapshot` brings every file but the weights, `fetch_weights` the weights too. A snapshot's folder
+is named by its commit, so all files in it are of one revision. huggingface_hub reads
+`HF_HUB_OFFLINE`, `HF_HOME`, `HF_ENDPOINT` and `HF_TOKEN`; no token passes through this module.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from agenttrain.types import ConfigError
+from agenttrain.utils.names import did_you_mean
+
+LIGHT = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "vocab.*")
+"""Files of a model besides its weights: configuration, tokenizer, chat template, indexes."""
+WEIGHTS = (
+    ("model*.safetensors", "adapter_model*.safetensors"),
+    ("pytorch_model*.bin", "adapter_model*.bin"),
+)
+"""Files of weights; the second kind where a model has none of the first."""
+NESTED = "*/*"
+"""Files in a model's folders: its weights in formats of other libraries."""
+PAUSES_S = (0.5, 2.0)
+"""Seconds before each further try, after an answer 5xx or a broken connection."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+ID = re.compile(f"{PART}/{PART}")
+SERVER_ERROR = 500
+T = TypeVar("T")
+
+
+def is_hub_id(path: str) -> bool:
+    """Return True for `org/name`, unless there is a local folder or file of that name."""
+    return bool(ID.fullmatch(path)) and not Path(path).exists()
+
+
+@cache
+def snapshot(name: str, revision: str | None, key: str) -> Path:
+    """Return the folder of a model's snapshot, with all files but the weights.
+
+    A commit that is in the cache needs no network. A branch or tag (None: main) is resolved by the
+    hub, or by the cache where the hub cannot be reached. Raises ConfigError that begins with `key`.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    def download() -> str:
+        return snapshot_download(
+            name, revision=revision, allow_patterns=list(LIGHT), ignore_patterns=[NESTED]
+        )
+
+    shows_bars = not are_progress_bars_disabled()
+    disable_progress_bars()  # small files, and a bar would stand between the lines of `check`
+    try:
+        with _explained(name, revision, key):
+            return Path(_retried(download))
+    finally:
+        if shows_bars:
+            enable_progress_bars()
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if a snapshot has every file of its weights."""
+    for patterns in WEIGHTS:
+        files = {file.name for pattern in patterns for file in folder.glob(pattern)}
+        index = next(folder.glob(f"*{Path(patterns[0]).suffix}.index.json"), None)
+        if files:
+            named = {} if index is None else json.loads(index.read_text(encoding="utf-8"))
+            return set(named.get("weight_map", {}).values()) <= files
+    return False
+
+
+def fetch_weights(name: str, revision: str | None, key: str) -> Path:
+    """Return the folder of a model's snapshot with its weights; the first process downloads them.
+
+    Other processes of this machine wait for it. Files that an earlier try has completed are not
+    downloaded again. Raises ConfigError that begins with `key`.
+    """
+    folder = snapshot(name, revision, key)
+    if has_weights(folder):
+        return folder
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import WeakFileLock
+
+    repository = folder.parents[1]
+    lock = repository.parent / ".locks" / repository.name / f"{folder.name}.lock"
+    with _explained(name, folder.name, key):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            if has_weights(folder):
+                return folder
+            information = _retried(
+                lambda: HfApi().model_info(name, revision=folder.name, files_metadata=True)
+            )
+            sizes = {file.rfilename: file.size or 0 for file in information.siblings or ()}
+            for patterns in WEIGHTS:
+                files = [
+                    file
+                    for file in sizes
+                    if "/" not in file and any(fnmatch(file, pattern) for pattern in patterns)
+                ]
+                if files:
+                    break
+            else:
+                raise ConfigError(
+                    f"{key}={name}: has no weights that transformers reads (*.safetensors, *.bin); "
+                    "name the repository that it was converted from"
+                )
+            needed = sum(sizes[file] for file in files if not (folder / file).exists())
+            free = shutil.disk_usage(repository).free
+            print(
+                f"{key}={name}: downloading {_size(needed)} of weights to {repository.parent}, "
+                f"where {_size(free)} are free",
+                flush=True,
+            )
+            if needed > free:
+                raise OSError(errno.ENOSPC, f"{_size(needed)} are needed")
+            _retried(
+                lambda: snapshot_download(name, revision=folder.name, allow_patterns=list(files))
+            )
+    return folder
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def download_command(name: str, revision: str | None) -> str:
+    """Return the command that brings a whole model into the cache."""
+    return f"hf download {name}" + ("" if revision is None else f" --revision {revision}")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised for."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status of the answer that caused an error; None: there was no answer."""
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        if response is not None:
+            return int(response.status_code)
+    return None
+
+
+def _retried(download: Callable[[], T]) -> T:
+    """Call `download` again after an answer 5xx or a broken connection.
+
+    huggingface_hub itself repeats some requests only.
+    """
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+
+    for pause in PAUSES_S:
+        try:
+            return download()
+        except Exception as error:
+            causes = list(_causes(error))
+            status = _status(error)
+            broken = status is None and any(isinstance(cause, HTTPError) for cause in causes)
+            if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
+                raise
+            if not broken and (status is None or status < SERVER_ERROR):
+                raise
+        time.sleep(pause)
+    return download()
+
+
+@contextmanager
+def _explained(name: str, revision: str | None, key: str) -> Iterator[None]:
+    """Turn errors of huggingface_hub, the network and the disk into one ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        problem = _problem(error, name, revision)
+        if problem is None:
+            raise
+        raise ConfigError(f"{key}={name}: {problem}") from error
+
+
+def _problem(error: Exception, name: str, revision: str | None) -> str | None:
+    """Return the problem and its remedy; None for an error that is not about the hub."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    causes, status, hub = list(_causes(error)), _status(error), constants.ENDPOINT
+
+    def is_a(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(cause, kinds) for cause in causes)
+
+    store = Path(constants.HF_HUB_CACHE)
+    offline = (
+        f"run `{download_command(name, revision)}` where there is a network, and bring the cache "
+        f"({store})"
+    )
+    if is_a(GatedRepoError):
+        return (
+            f"the model is gated; accept its terms at {hub}/{name}, and set HF_TOKEN to a token of "
+            "the account that did"
+        )
+    if is_a(RevisionNotFoundError):
+        return f"the hub has no revision {revision} of it; set model.revision to one that it has"
+    if is_a(RepositoryNotFoundError):
+        cached = [
+            folder.parent.name.removeprefix("models--").replace("--", "/")
+            for folder in store.glob("models--*/snapshots")
+        ]
+        return (
+            f"there is no such folder, and {hub} has no such model{did_you_mean(name, cached)}; if "
+            "it is private, set HF_TOKEN to a token that may read it"
+        )
+    if is_a(HFValidationError):
+        return f"is no id of a model: {str(error).splitlines()[0]}"
+    if status == 401:
+        return f"{hub} does not know the token (401); set HF_TOKEN to a valid one, or unset it"
+    if status == 403:
+        return (
+            f"the token may not read it (403); accept the model's terms at {hub}/{name} if it has "
+            "any, or give the token the right to read it"
+        )
+    if status is not None:
+        return (
+            f"{hub} answers with status {status}, {len(PAUSES_S) + 1} times in a row; try again "
+            f"later, or {offline}"
+        )
+    if is_a(OfflineModeIsEnabled) or (constants.HF_HUB_OFFLINE and is_a(LocalEntryNotFoundError)):
+        snapshots = (store / f"models--{name.replace('/', '--')}" / "snapshots").glob("*")
+        complete = [folder.name for folder in snapshots if has_weights(folder)]
+        if complete:  # weights of one revision and a tokenizer of another are no model
+            return (
+                f"the cache has no weights of revision {revision or 'main'}, and HF_HUB_OFFLINE is "
+                f"set; it has those of {', '.join(complete)}: set model.revision to that, or "
+                f"{offline}"
+            )
+        return (
+            "there is no such folder, it is not in the cache of the hub, and HF_HUB_OFFLINE is "
+            f"set; unset it, or {offline}"
+        )
+    full = [c for c in causes if isinstance(c, OSError) and c.errno in (errno.ENOSPC, errno.EDQUOT)]
+    if full:
+        free = shutil.disk_usage(next(p for p in (store, *store.parents) if p.exists())).free
+        return (
+            f"the disk of the cache ({store}) is full: {full[0].strerror}, {_size(free)} are free; "
+            "make room, or set HF_HOME to a folder on another disk"
+        )
+    if is_a(PermissionError):
+        return f"the cache ({store}) may not be written; set HF_HOME to a folder that may"
+    if is_a(HTTPError, LocalEntryNotFoundError, ConnectionError):
+        broken = next((c for c in reversed(causes) if isinstance(c, HTTPError)), causes[-1])
+        return (
+            f"is no folder, and {hub} cannot be reached, or the connection broke off "
+            f"({broken or type(broken)}); files that are complete stay in the cache. Try again, "
+            f"or {offline}"
+        )
+    if isinstance(error, OSError):  # a file of the wrong length, for one
+        return f"the download failed: {' '.join(str(error).split())}; try again"
+    return None

@@ -1,0 +1,156 @@
+"""Commands with models of the hub: what they fetch, pin and refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from stub_hub import StubHub, bundled_files, use
+
+from agenttrain import cli
+from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.settings.pinning import pin, pins
+from agenttrain.settings.saved import resumed_as_begun
+from agenttrain.utils import hub as hub_module
+from agenttrain.utils.hub import snapshot
+
+NAME = "Qwen/Qwen3-0.6B"
+TOKEN = "hf_a_secret_token"
+SHORT = ("experiment=shop", "debug=tiny", "tracker=none", "eval.questions=1", "steps=1")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub_module, "PAUSES_S", (0.0, 0.0))
+    with StubHub() as server:
+        use(server, tmp_path / "hf", monkeypatch)
+        yield server
+
+
+def with_limits() -> dict[str, bytes]:
+    files = bundled_files()
+    generation = json.loads(files["generation_config.json"])
+    generation |= {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    return {**files, "generation_config.json": json.dumps(generation).encode()}
+
+
+def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert cli.main(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+def test_check_in_a_process_of_its_own_fetches_no_weights(hub: StubHub, tmp_path: Path) -> None:
+    hub.publish(NAME)
+    done = subprocess.run(
+        [sys.executable, "-m", "agenttrain.cli", "check", f"model.path={NAME}"],
+        env={**os.environ, **hub.environment(tmp_path / "hf")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"model       {NAME} (float32)" in done.stdout
+    assert "certificate passed" in done.stdout
+    assert not any("safetensors" in request for request in hub.requests)
+    assert hub.sent < 20e6
+    assert done.stderr == ""
+
+
+def test_a_run_is_pinned_to_a_commit(
+    hub: StubHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = hub.publish(NAME, with_limits(), token=TOKEN)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    run = (f"model.path={NAME}", *SHORT, "hydra.run.dir=out")
+    assert cli.main(list(run)) == 0
+    out = capsys.readouterr().out
+    assert out.index("downloading 1.3 MB of weights") < out.index("train in out")
+    assert out.count("has top_p=0.95 top_k=20, which training does not use") == 1
+    saved = yaml.safe_load(Path("out/config.yaml").read_text())["model"]
+    assert (saved["path"], saved["revision"]) == (NAME, commit)
+    prints = json.loads(Path("out/fingerprints.json").read_text())["model"]
+    assert prints["revision of model.path"] == commit
+    files = [file for file in Path("out").rglob("*") if file.is_file()]
+    assert not [file for file in files if TOKEN.encode() in file.read_bytes()]
+    # The branch moves on: the run stays with its commit, and asks the hub for nothing.
+    hub.publish(NAME, bundled_files(), token=TOKEN)
+    snapshot.cache_clear()
+    hub.requests.clear()
+    assert cli.main(["resume=out", "steps=2"]) == 0
+    assert hub.requests == []
+    with hydra_session(Source()):
+        again = resumed_as_begun(Path("out"), [*run, "steps=3", "resume=auto"], Source())
+    assert again.config.model.revision == commit
+
+
+def test_other_processes_compose_the_same_commit(hub: StubHub) -> None:
+    commit = hub.publish(NAME)
+    with hydra_session(Source()):
+        composed = compose_run([f"model.path={NAME}"], Source())
+        pin(composed)
+        assert pins(composed.config) == [f'++model.revision="{commit}"']
+        again = compose_run([f"model.path={NAME}", *pins(composed.config)], Source())
+    assert composed.plain["model"]["revision"] == commit
+    assert again.plain == composed.plain
+
+
+def test_rewards_and_templates_are_pinned_too(hub: StubHub) -> None:
+    reward, template = hub.publish("me/judge"), hub.publish("me/template")
+    words = [
+        *("reward=[reward_model]", "reward.reward_model.path=me/judge"),
+        *("chat_template=file", "chat_template.path=me/template"),
+    ]
+    with hydra_session(Source()):
+        composed = compose_run(words, Source())
+    pin(composed)
+    assert composed.config.reward["reward_model"]["revision"] == reward
+    assert composed.plain["reward"]["reward_model"]["revision"] == reward
+    assert composed.plain["chat_template"]["revision"] == template
+    assert composed.plain["model"]["revision"] is None
+
+
+def test_data_and_tools_take_an_id(hub: StubHub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.publish(NAME)
+    assert cli.main(["data", "--rows", "1", f"model.path={NAME}"]) == 0
+    assert cli.main(["tools", f"model.path={NAME}"]) == 0
+    assert cli.main(["templates", NAME]) == 0
+    capsys.readouterr()
+    assert cli.main(["plan", "--json", f"model.path={NAME}"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == 1
+    assert not any("safetensors" in request for request in hub.requests)
+
+
+def test_a_foreign_model_asks_for_an_experiment(
+    hub: StubHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.publish(NAME)
+    text = errors(capsys, f"model.path={NAME}")
+    assert f"model.path={NAME}: is not the bundled agent" in text
+    assert "add experiment=none" in text
+    assert hub.requests == []
+    assert not Path("outputs").exists()
+
+
+def test_a_revision_is_a_text(hub: StubHub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.publish(NAME)
+    text = errors(capsys, "check", f"model.path={NAME}", "model.revision=1234567")
+    assert "model.revision=1234567: expected a text; quote it" in text
+    text = errors(capsys, "check", f"model.path={NAME}", "model.revision=v7")
+    assert f"model.path={NAME}: the hub has no revision v7 of it" in text
+
+
+def test_submit_refuses_weights_that_nodes_cannot_fetch(
+    hub: StubHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = hub.publish(NAME)
+    job = ("submit", "--dry-run", "--no-check", f"model.path={NAME}", *SHORT)
+    text = errors(capsys, *job)
+    assert f"model.path={NAME}: its weights are not in the cache" in text
+    assert f"run `hf download {NAME} --revision {commit}` here first" in text
+    assert cli.main([*job, "slurm.offline=false"]) == 0

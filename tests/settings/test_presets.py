@@ -1,0 +1,132 @@
+"""Presets of models and of hardware: each with each, and what `agenttrain plan` says of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from agenttrain.commands.plan.command import parse
+from agenttrain.commands.plan.remedies import Planner
+from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session
+from agenttrain.utils.files import conf_folder, list_groups
+from agenttrain.utils.hub import is_hub_id
+
+GROUPS = list_groups(conf_folder())
+MODELS = [name for name in GROUPS["model"] if name != "folder"]
+REAL = (
+    *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b"),
+    *("llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "gemma3-1b", "smollm3", "lfm2-1.2b"),
+    "gpt-oss-20b",
+)
+ADAPTERS_ON_ATTENTION = ("qwen3-30b-a3b", "gpt-oss-20b")
+MACHINES = {
+    "laptop": ["--cpu", "--host-memory-gb", "16"],
+    "gpu24": ["--gpu-memory-gb", "24"],
+    "gpu80": ["--gpu-memory-gb", "80"],
+    "node8x80": ["--gpu-memory-gb", "80", "--devices", "8"],
+}
+
+
+def compose(*overrides: str) -> Composed:
+    with hydra_session(Source()):
+        return compose_run(["experiment=none", *overrides], Source())
+
+
+@pytest.mark.parametrize("hardware", MACHINES)
+def test_every_model_composes_on_every_machine(hardware: str) -> None:
+    for model in MODELS:
+        alone = compose(f"model={model}").config
+        config = compose(f"model={model}", f"hardware={hardware}").config
+        assert config.model.path == alone.model.path
+        assert config.model.lora.targets == alone.model.lora.targets
+        assert config.chat_template == alone.chat_template
+        if hardware in ("laptop", "gpu24"):
+            assert (config.model.lora.rank, config.optimizer.lr) == (32, 1e-5)
+        else:
+            assert (config.model.dtype, config.optimizer.lr) == ("bfloat16", alone.optimizer.lr)
+
+
+@pytest.mark.parametrize("model", REAL)
+def test_a_preset_names_a_model_of_the_hub(model: str) -> None:
+    config = compose(f"model={model}").config
+    assert is_hub_id(config.model.path)
+    assert config.model.dtype == "bfloat16"
+    adapted = config.model.lora.rank > 0
+    assert config.optimizer.lr == (1e-5 if adapted else 1e-6)
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    targets = attention if model in ADAPTERS_ON_ATTENTION else ["all-linear"]
+    assert config.model.lora.targets == targets
+    assert config.chat_template.name == ("hermes" if model == "gemma3-1b" else "auto")
+
+
+QWEN3: dict[str, Any] = {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128}
+SHAPES: dict[str, PreTrainedConfig] = {
+    "qwen3-0.6b": Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+        **QWEN3,
+    ),
+    "qwen3-1.7b": Qwen3Config(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+        **QWEN3,
+    ),
+    "qwen3-8b": Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        **QWEN3,
+    ),
+    "qwen3-32b": Qwen3Config(
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        **QWEN3,
+    ),
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        **QWEN3,
+    ),
+    "llama3.1-8b": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+    ),
+}
+"""Sizes of the models' published config.json."""
+
+
+def fits(hardware: str, model: str, folder: Path) -> bool:
+    SHAPES[model].save_pretrained(folder)
+    config = compose(f"model={model}", f"hardware={hardware}", f"model.path={folder}").config
+    options, _ = parse(MACHINES[hardware])
+    return not Planner(config, options.machine, 1024).estimate().excess
+
+
+@pytest.mark.parametrize(("hardware", "model"), [("laptop", "qwen3-0.6b"), ("gpu24", "qwen3-0.6b")])
+def test_the_plan_says_that_it_fits(hardware: str, model: str, tmp_path: Path) -> None:
+    assert fits(hardware, model, tmp_path)
