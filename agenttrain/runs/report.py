@@ -15,7 +15,7 @@ from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts import read_step, rollout_record, step_path
 from agenttrain.tracking.run_folder import write_atomically
-from agenttrain.utils.model_path import model_folder
+from agenttrain.utils.model_path import is_foreign, model_folder
 
 SHOWN = 3
 """Rollouts printed at the end of a run."""
@@ -61,7 +61,8 @@ def print_losses(folder: Path, before: Mapping[str, Any], after: Mapping[str, An
             f"held-out loss  {before['loss']:.4f} -> {after['loss']:.4f} nats per token, "
             f"{after['conversations']:.0f} conversations"
         )
-    model = shlex.quote(str(folder / "checkpoints" / "latest"))
+    path = str(folder / "checkpoints" / "latest")
+    model = shlex.quote(path) + (" experiment=none" if is_foreign(path) else "")
     print(f"run            {folder}")
     print(f"tokens         agenttrain view {shlex.quote(str(folder))}")
     print(f"next           agenttrain eval model.path={model}   how good is it at its tasks?")

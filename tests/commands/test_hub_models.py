@@ -70,7 +70,7 @@ def test_a_run_is_pinned_to_a_commit(
     run = (f"model.path={NAME}", *SHORT, "hydra.run.dir=out")
     assert cli.main(list(run)) == 0
     out = capsys.readouterr().out
-    assert out.index("downloading 1.3 MB of weights") < out.index("train in out")
+    assert out.index("downloading 1.3 MB of weights") < out.index("train in ")
     assert out.count("has top_p=0.95 top_k=20, which training does not use") == 1
     saved = yaml.safe_load(Path("out/config.yaml").read_text())["model"]
     assert (saved["path"], saved["revision"]) == (NAME, commit)
