@@ -438,6 +438,7 @@ def _play(arguments: Sequence[str]) -> int:
     options, overrides = play.parse(arguments)
     composed = _compose_single(parse(["play", *overrides]), "play -m: talks to one agent")
     admit_engine(composed)
+    play.check_engine("play", composed.config, overrides)
     return play.play(composed.config, options)
 
 
@@ -445,10 +446,12 @@ def _serve(arguments: Sequence[str]) -> int:
     """Run `serve [run=<folder>] [step=N|best] [host=…] [port=…] [name=…] [overrides]`: answer
     chat requests."""
     from agenttrain.commands import serve
+    from agenttrain.commands.play import check_engine
 
     options, overrides = serve.parse(arguments)
     composed = _compose_single(parse(["serve", *overrides]), "serve -m: serves one agent")
     admit_engine(composed)
+    check_engine("serve", composed.config, overrides)
     return serve.serve(composed.config, options)
 
 

@@ -103,6 +103,16 @@ def checkpoint_of(folder: Path, step: str) -> Path:
     return path
 
 
+def check_engine(verb: str, config: RunConfig, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a typed engine with weights of its own; a run's own is replaced."""
+    typed = next((text for text in overrides if text.startswith("engine=")), None)
+    if typed is not None and spec_of(config.engine).own_weights:
+        raise ConfigError(
+            f"{typed}: agenttrain {verb} samples from the model in its own process; leave it out, "
+            "or export the model and serve the folder with vLLM: agenttrain export run=… to=agent"
+        )
+
+
 def play(config: RunConfig, options: PlayOptions) -> int:
     """Talk to the agent until the input ends; return the exit code. Raises ConfigError."""
     if spec_of(config.engine).own_weights and config.rollout.structured_calls:

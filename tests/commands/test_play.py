@@ -88,6 +88,7 @@ def test_commands(play, run) -> None:
         (["row=x"], "row=x: give the number of a row, from 0: row=3"),
         (["run={run}/none"], "run={run}/none: is no run folder"),
         (["resume={run}"], "resume={run}: not with `agenttrain play`; did you mean run={run}?"),
+        (["run={run}", "engine=vllm"], "engine=vllm: agenttrain play samples from the model in"),
         (["algorithm=rloo"], "algorithm=rloo: has no effect in agenttrain play; leave it out"),
     ],
 )
