@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import harness
@@ -39,13 +40,13 @@ print(json.dumps({"code": code, **seconds}))
 
 def measure(quick: bool) -> dict[str, float]:
     """Run the pairs."""
-    steps = 8 if quick else 40
+    settings = ("steps=6", "algorithm.group_size=4") if quick else ("steps=40",)
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), "all", steps=6)  # warms caches of files
+        run(Path(folder), "all", settings)  # warms caches of files
         pairs = []
         for number in range(PAIRS):
             order = ("none", "all") if number % 2 else ("all", "none")
-            pairs.append({name: run(Path(folder) / str(number), name, steps) for name in order})
+            pairs.append({name: run(Path(folder) / str(number), name, settings) for name in order})
     ratios = sorted(pair["all"]["cpu_s"] / pair["none"]["cpu_s"] for pair in pairs)
     children = [pair["all"]["children_s"] - pair["none"]["children_s"] for pair in pairs]
     return {
@@ -60,10 +61,10 @@ def measure(quick: bool) -> dict[str, float]:
     }
 
 
-def run(folder: Path, name: str, steps: int) -> dict[str, float]:
+def run(folder: Path, name: str, settings: Sequence[str]) -> dict[str, float]:
     """Run the bundled agent with `all` or `none` of the trackers, in a process of its own."""
     trackers = {"none": "none", "all": "[trackio,wandb,tensorboard,mlflow]"}[name]
-    arguments = (f"tracker={trackers}", f"steps={steps}", "eval.questions=20")
+    arguments = (f"tracker={trackers}", *settings, "eval.questions=10")
     environment = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
     for variable in ("TRACKIO_DIR", "MLFLOW_TRACKING_URI"):
         environment.pop(variable, None)

@@ -251,6 +251,7 @@ def page(command: str, port: int, **environment: str) -> Iterator[str]:
         process.wait(10)
 
 
+@pytest.mark.slow
 def test_a_run_is_sent_to_a_server_that_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
     monkeypatch.setenv("TRACKIO_WRITE_TOKEN", "secret")
