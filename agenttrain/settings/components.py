@@ -34,7 +34,7 @@ from agenttrain.tools.config import (
     check_mcp_server,
 )
 from agenttrain.tools.sandbox.config import INTERPRETER
-from agenttrain.tracking.config import OwnTrackerSettings
+from agenttrain.tracking.config import OwnTrackerSettings, missing_libraries
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import about_argument, call_parameters, locate, parameter_names
 from agenttrain.utils.names import did_you_mean
@@ -145,6 +145,8 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
                 )
             continue
         yield from CODE_CHECKS[kind](config, key, section, target)
+    if "tracker" in sections:
+        yield from missing_libraries(config.tracker)
     if {"tools", "environment"} <= set(sections):
         yield from _named_tools(config)
 

@@ -177,8 +177,8 @@ class TrackerConfig:
         return sections
 
 
-def tracker_problems(config: TrackerConfig) -> Iterator[str]:
-    """Yield trackers whose library is missing, and settings of trackers that are not used."""
+def missing_libraries(config: TrackerConfig) -> Iterator[str]:
+    """Yield the trackers of the run whose library is not installed."""
     for name, bundled in BUNDLED.items():
         settings: TrackerSettings = getattr(config, name)
         spec = find_spec(bundled.module)
@@ -189,6 +189,12 @@ def tracker_problems(config: TrackerConfig) -> Iterator[str]:
                 f"tracker={name}: needs {bundled.module}, which is not installed; "
                 f"pip install '{package}', or leave {name} out"
             )
+
+
+def tracker_problems(config: TrackerConfig) -> Iterator[str]:
+    """Yield settings of trackers that are not used, and addresses that do not go together."""
+    for name in BUNDLED:
+        settings: TrackerSettings = getattr(config, name)
         for part in fields(settings):
             value = getattr(settings, part.name)
             if not settings.enabled and value != getattr(type(settings)(), part.name):
