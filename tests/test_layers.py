@@ -28,7 +28,8 @@ LAYERS = (
 
 `config` is every `<capability>/config.py`: settings know nouns, utils and each other.
 """
-HEAVY = {"torch", "transformers", "accelerate", "datasets", "trackio"}
+HEAVY = {"torch", "transformers", "accelerate", "datasets"}
+HEAVY |= {"trackio", "wandb", "tensorboard", "mlflow"}
 """What a configuration error must not wait for."""
 
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}

@@ -27,7 +27,7 @@ def print_scores(
     after: Sequence[Evaluation],
     decode: Callable[[Sequence[int]], str],
     run_folder: Path,
-    dashboard: str | None,
+    dashboards: Sequence[str],
     best: Mapping[str, Any] | None,
 ) -> None:
     """Print the scores before and after, the best one, and some sampled rollouts.
@@ -49,12 +49,17 @@ def print_scores(
         rollouts=[rollout_record(rollout) for rollout in chosen],
         decode=decode,
         run_folder=run_folder,
-        dashboard=dashboard,
+        dashboards=dashboards,
         best=best,
     )
 
 
-def print_losses(folder: Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def print_losses(
+    folder: Path,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    dashboards: Sequence[str],
+) -> None:
     """Print the held-out losses of supervised learning, and the commands to run next."""
     if before and after:
         print(
@@ -65,6 +70,8 @@ def print_losses(folder: Path, before: Mapping[str, Any], after: Mapping[str, An
     model = shlex.quote(path) + (" experiment=none" if is_foreign(path) else "")
     print(f"run            {folder}")
     print(f"tokens         agenttrain view {shlex.quote(str(folder))}")
+    for dashboard in dashboards:
+        print(f"dashboard      {dashboard}")
     print(f"next           agenttrain eval model.path={model}   how good is it at its tasks?")
     print(f"               agenttrain model.path={model}        reinforcement learning from here")
 

@@ -47,7 +47,6 @@ from agenttrain.settings.command_line import resuming
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
 from agenttrain.tools.config import without_password
-from agenttrain.tracking.dashboard import dashboard_command
 from agenttrain.tracking.rollouts import rollout_limit, write_step
 from agenttrain.tracking.run_folder import FolderInUse, lock_folder, read_summary, update_summary
 from agenttrain.tracking.tracker import SilentTracker, Tracker
@@ -253,7 +252,7 @@ class Run:
                 f"({stopped['mean']:.4g})"
             )
         if self.verb == "sft":
-            print_losses(self.folder, before, after)
+            print_losses(self.folder, before, after, self.tracker.views)
         else:
             self._print_scores(components, before, evaluations, trainer)
 
@@ -283,13 +282,12 @@ class Run:
         trainer: Trainer | None = None,
     ) -> None:
         best = None if trainer is None else trainer.best
-        command = dashboard_command(self.folder, self.project, trackio_folder=self.trackio_folder)
         print_scores(
             before=from_json(before),
             after=[e for e in evaluations if isinstance(e, Evaluation)],
             decode=components.chat.decode,
             run_folder=self.folder,
-            dashboard=command if self.tracker.has_dashboard else None,
+            dashboards=self.tracker.views,
             # Only the best of an earlier step: the table has the scores after the last one.
             best=best.record if trainer and best and best.step != trainer.done else None,
         )
@@ -352,9 +350,10 @@ class Run:
         return parent.parent.name if self.sweep else parent.name
 
     @property
-    def trackio_folder(self) -> Path:
-        """The folder of the dashboard's data, which a sweep's runs share."""
-        return (self.folder.parent if self.sweep else self.folder) / "trackio"
+    def name(self) -> str:
+        """The run's name at its trackers; a sweep's runs are numbered in each sweep."""
+        folder = self.folder.resolve()
+        return f"{folder.parent.name}-{folder.name}" if self.sweep else folder.name
 
     def checkpoints(self, tokenizer: Any) -> Checkpoints:
         """Return the run's checkpoints."""
@@ -393,10 +392,10 @@ class Run:
             self.folder,
             self.config.tracker,
             project=self.project,
-            name=self.folder.resolve().name,
+            name=self.name,
             total_steps=self.config.steps,
             resume_step=None if self.config.resume is None else done,
-            trackio_folder=self.trackio_folder,
+            shared=self.folder.parent.parent if self.sweep else self.folder.parent,
             group=self.folder.resolve().parent.name if self.sweep else None,
             run_config=self.plain,
         )

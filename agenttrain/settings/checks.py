@@ -19,6 +19,7 @@ from agenttrain.launch.config import DistributedName
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.tracking.config import tracker_problems
 from agenttrain.tracking.names import METRICS, metric_row
 from agenttrain.training.config import Dtype, Init, MixedPrecision, Schedule
 from agenttrain.types import ConfigError
@@ -195,9 +196,13 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _trackers(config: RunConfig) -> Iterator[str]:
+    yield from tracker_problems(config.tracker)
+
+
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_sizes, _reference, section_problems, _texts_and_files),
-    *(_updates, engine_problems, _evaluation, _guards, shared_problems),
+    *(_updates, engine_problems, _evaluation, _guards, shared_problems, _trackers),
 )
 
 

@@ -34,18 +34,21 @@ from agenttrain.tools.config import (
     check_mcp_server,
 )
 from agenttrain.tools.sandbox.config import INTERPRETER
+from agenttrain.tracking.config import OwnTrackerSettings, missing_libraries
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import about_argument, call_parameters, locate, parameter_names
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import beside, field_names, shown
 
-SECTIONS = ("tools", "environment", "reward", "data")
+SECTIONS = ("tools", "environment", "reward", "data", "tracker")
 """Sections that name code."""
 SETTINGS_BESIDE: Mapping[str, type[Any]] = {
     "tools": ToolSettings,
     "environment": EnvironmentSettings,
     "reward": RewardSettings,
 }
+BESIDE: Mapping[str, type[Any]] = {**SETTINGS_BESIDE, "tracker": OwnTrackerSettings}
+"""The same, with sections that are not at the top."""
 REWARD = "environment"
 """Name of the reward function that environments share."""
 REWARD_TARGET = "agenttrain.rewards.builtin.tools.environment"
@@ -56,6 +59,7 @@ TOOL_CHECKS: Mapping[str, Callable[..., object]] = {
     SEARCH: check_corpus,
 }
 """Checks of bundled tools' arguments that need no connection and no index."""
+TRACKER_METHODS = ("start", "log", "rollouts", "flush", "finish", "describe")
 TOTAL_LIMITS = {"max_calls": "max_tool_calls", "max_result_tokens": "max_completion_tokens"}
 """Limit of a tool or environment -> the limit of `rollout` above which it has no effect."""
 
@@ -77,9 +81,9 @@ def section_problems(config: RunConfig) -> Iterator[str]:
                 f"{key}={shown(section)}: has no _target_{hint}; add one: "
                 f"{key}._target_=my_module.{name}"
             )
-        elif kind in SETTINGS_BESIDE:
+        elif kind in BESIDE:
             try:
-                settings, _ = beside(SETTINGS_BESIDE[kind], section, key)
+                settings, _ = beside(BESIDE[kind], section, key)
             except ConfigError as error:
                 yield from str(error).splitlines()
             else:
@@ -109,6 +113,8 @@ def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]
         sections = reward_sections(config) if kind == "reward" else others
         for name, section in sections.items():
             yield f"{kind}.{name}", section, others
+    for name, section in config.tracker.own.items():
+        yield f"tracker.own.{name}", section, config.tracker.own
     for split in ("train", "test") if names_test_rows(config.data) else ("train",):
         yield f"data.{split}", getattr(config.data, split), {}
 
@@ -127,7 +133,7 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
         except ValueError as error:
             yield str(error)
             continue
-        ours = field_names(SETTINGS_BESIDE[kind]) if kind in SETTINGS_BESIDE else ()
+        ours = field_names(BESIDE[kind]) if kind in BESIDE else ()
         parameters = parameter_names(target)
         known = (*(parameters or ()), *ours)
         unknown = [n for n in section if n not in (*known, "_target_")]
@@ -139,6 +145,8 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
                 )
             continue
         yield from CODE_CHECKS[kind](config, key, section, target)
+    if "tracker" in sections:
+        yield from missing_libraries(config.tracker)
     if {"tools", "environment"} <= set(sections):
         yield from _named_tools(config)
 
@@ -237,11 +245,23 @@ def _rows(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
         yield about_argument(error, key, bound)
 
 
+def _own_tracker(
+    config: RunConfig, key: str, section: Mapping[str, Any], target: Any
+) -> Iterator[str]:
+    missing = [name for name in TRACKER_METHODS if not callable(getattr(target, name, None))]
+    if missing:
+        yield (
+            f"{key}._target_={section['_target_']}: has no {', '.join(missing)}; derive it from "
+            "agenttrain.tracking.backends.base.ExperimentTracker"
+        )
+
+
 CODE_CHECKS: Mapping[str, Callable[..., Iterator[str]]] = {
     "tools": _tool,
     "environment": _environment,
     "reward": _reward,
     "data": _rows,
+    "tracker": _own_tracker,
 }
 
 

@@ -39,7 +39,7 @@ from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import field_names, shown
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-SEVERAL = ("tools", "reward", "environment")
+SEVERAL = ("tools", "reward", "environment", "tracker")
 """Groups whose options are combined; the other groups of a section take one option."""
 
 REPLACED = {
@@ -80,7 +80,7 @@ ELSEWHERE = {
     "eval_steps": "eval.every",
     "gradient_accumulation_steps": "algorithm.minibatches",
     "learning_rate": "optimizer.lr",
-    "logging_steps": "tracker.name",
+    "logging_steps": "tracker",
     "lora_alpha": "model.lora.alpha",
     "lora_r": "model.lora.rank",
     "loss_type": "algorithm.aggregation",
@@ -95,14 +95,14 @@ ELSEWHERE = {
     "num_train_epochs": "steps",
     "output_dir": "hydra.run.dir",
     "per_device_train_batch_size": "training.token_budget",
-    "report_to": "tracker.name",
+    "report_to": "tracker",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": "algorithm.scale",
     "temperature": "rollout.temperature",
     "trainer.default_local_dir": "hydra.run.dir",
     "trainer.experiment_name": "hydra.job.name",
-    "trainer.logger": "tracker.name",
+    "trainer.logger": "tracker",
     "trainer.n_gpus_per_node": "distributed.processes",
     "trainer.nnodes": "distributed.nodes",
     "trainer.save_freq": "checkpoint.every",

@@ -30,11 +30,13 @@ from agenttrain.utils.files import PACKAGE, conf_folder
 from agenttrain.utils.moved import MOVED
 from agenttrain.utils.names import did_you_mean
 
-ENGINE = "engine"
+ENGINE, TRACKER = "engine", "tracker"
 SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE)
 """Sections that name code."""
 SIGNATURE = "signature"
 """Key of `provenance` in config.yaml."""
+DESTINATIONS = (("trackio", "space"), ("trackio", "server_url"), ("mlflow", "uri"))
+"""Settings of trackers that send data to other machines."""
 KEY_FILE = "AGENTTRAIN_KEY"
 """Environment variable with the file of the user's key, if it is not in the home folder."""
 JUDGE = "agenttrain.rewards.builtin.judge.Judge"
@@ -56,6 +58,13 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
             if path is not None:
                 code.append(f"{ENGINE}._target_={path}")
             continue
+        if section == TRACKER and isinstance(components, Mapping):
+            for name, key in DESTINATIONS:
+                value = (components.get(name) or {}).get(key)
+                if value is not None:
+                    place = f"{TRACKER}.{name}.{key}={without_password(str(value))}"
+                    code.append(f"{place} (the run's data are sent there)")
+            section, components = f"{TRACKER}.own", components.get("own")
         for name, component in components.items() if isinstance(components, Mapping) else ():
             if name not in COMPONENTS.get(section, (name,)):
                 continue
@@ -158,11 +167,13 @@ def is_own(plain: Mapping[str, Any]) -> bool:
 
 def _signed(plain: Mapping[str, Any]) -> Any:
     signed = {name: plain.get(name) for name in ("tools", "environment", "reward", "data")}
-    # Only if they name code: signatures of earlier versions lack both sections.
+    # Only if they name code: signatures of earlier versions lack these sections.
     if named_code(plain, ("algorithm",)):
         signed["algorithm.objective"] = plain["algorithm"]["objective"]
     if named_code(plain, (ENGINE,)):
         signed[ENGINE] = plain.get(ENGINE)
+    if named_code(plain, (TRACKER,)):
+        signed[TRACKER] = plain.get(TRACKER)
     return signed
 
 

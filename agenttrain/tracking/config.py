@@ -1,34 +1,140 @@
-"""Settings of the tracker: the dashboard, the rollouts on disk, the console."""
+"""Settings of the outputs of a run: its trackers, the rollouts on disk, the console."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field, fields
 from enum import StrEnum
+from importlib.util import find_spec
+from typing import Any
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import SETTINGS
+from agenttrain.utils.sections import SETTINGS, Number, beside, field_names, plain, shown
 
 
-class TrackerName(StrEnum):
-    """Dashboard that the metrics of a run go to."""
+@dataclass(config=SETTINGS)
+class OwnTrackerSettings:
+    """Settings of every tracker; in a section of the user's they stand beside its `_target_`."""
 
-    trackio = "trackio"
-    """The local dashboard."""
-    none = "none"
+    system: bool = True
+    """Send the load of the machine too: CPU, memory and GPUs, under `system/`."""
+    finish_s: Number = Field(default=15.0, gt=0)
+    """Longest wait at the end of the run, in seconds; trackers are waited for together."""
+
+
+@dataclass(config=SETTINGS)
+class TrackerSettings(OwnTrackerSettings):
+    """Settings of every bundled tracker."""
+
+    enabled: bool = False
+    """True sends the run to this tracker; `tracker=[trackio,wandb]` sets it for both."""
+
+
+@dataclass(config=SETTINGS)
+class TrackioSettings(TrackerSettings):
+    """The dashboard trackio, in a database of the experiment's or in $TRACKIO_DIR."""
+
+    space: str | None = None
+    """Space of the Hugging Face hub that the run is sent to, `org/name`; None: it stays here."""
+    server_url: str | None = None
+    """Address of a trackio server that the run is sent to; $TRACKIO_WRITE_TOKEN is its token."""
+
+
+class WandBMode(StrEnum):
+    """Ways to write a run to wandb."""
+
+    auto = "auto"
+    """$WANDB_MODE; without it `online` if there is an API key, else `offline`."""
+    online = "online"
+    offline = "offline"
+    """Files in the run folder, which `wandb sync` sends."""
+
+
+@dataclass(config=SETTINGS)
+class WandBSettings(TrackerSettings):
+    """Weights & Biases."""
+
+    project: str | None = None
+    """None: the name of the experiment."""
+    entity: str | None = None
+    """User or team; None: the default of the API key."""
+    mode: WandBMode = WandBMode.auto
+    """Where the run is written."""
+
+
+@dataclass(config=SETTINGS)
+class TensorBoardSettings(TrackerSettings):
+    """TensorBoard's event files, in the run folder."""
+
+
+@dataclass(config=SETTINGS)
+class MLflowSettings(TrackerSettings):
+    """MLflow."""
+
+    uri: str | None = None
+    """Address of a tracking server or store; None: $MLFLOW_TRACKING_URI, or files in the folder of
+    the experiment."""
+
+
+@plain_dataclass(frozen=True, slots=True, kw_only=True)
+class Bundled:
+    """A bundled tracker: its class, the module that it needs, and the extra that installs it."""
+
+    target: str
+    module: str
+    extra: str | None = None
+
+
+BUNDLED = {
+    "trackio": Bundled(target="agenttrain.tracking.backends.trackio.Trackio", module="trackio"),
+    "wandb": Bundled(
+        target="agenttrain.tracking.backends.wandb.WandB", module="wandb", extra="wandb"
+    ),
+    "tensorboard": Bundled(
+        target="agenttrain.tracking.backends.tensorboard.TensorBoard",
+        module="tensorboard",
+        extra="tensorboard",
+    ),
+    "mlflow": Bundled(
+        target="agenttrain.tracking.backends.mlflow.MLflow", module="mlflow", extra="mlflow"
+    ),
+}
+"""Section of `TrackerConfig` -> the tracker."""
+
+
+@plain_dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerSection:
+    """One tracker of a run, ready to be built."""
+
+    name: str
+    key: str
+    """Key of its section: ``tracker.wandb``, ``tracker.own.mine``."""
+    target: str
+    settings: dict[str, Any]
+    """Arguments of its constructor."""
+    system: bool
+    finish_s: float
 
 
 @dataclass(config=SETTINGS)
 class TrackerConfig:
-    """Settings of the outputs besides metrics.jsonl."""
+    """Settings of the outputs besides metrics.jsonl and evaluations.jsonl."""
 
-    name: TrackerName = TrackerName.trackio
-    """`trackio` (local dashboard) or `none`."""
     rollouts: str = "all"
     """Rollouts written per step: all, none, or a number."""
     console: bool = True
     """Live progress in the terminal."""
+    trackio: TrackioSettings = field(default_factory=TrackioSettings)
+    wandb: WandBSettings = field(default_factory=WandBSettings)
+    tensorboard: TensorBoardSettings = field(default_factory=TensorBoardSettings)
+    mlflow: MLflowSettings = field(default_factory=MLflowSettings)
+    own: dict[str, Any] = field(default_factory=dict)
+    """Name -> `_target_` (a class like `ExperimentTracker`), `system`, `finish_s` and bound
+    arguments."""
 
     @field_validator("rollouts")
     @classmethod
@@ -37,3 +143,72 @@ class TrackerConfig:
             hint = did_you_mean(rollouts, ("all", "none"))
             raise ValueError(f"expected all, none, or a whole number{hint}")
         return rollouts
+
+    def sections(self) -> list[TrackerSection]:
+        """Return the trackers of the run; raises ConfigError for an invalid section of `own`."""
+        sections = []
+        for name, bundled in BUNDLED.items():
+            settings: TrackerSettings = getattr(self, name)
+            if settings.enabled:
+                common = field_names(TrackerSettings)
+                arguments = {n: v for n, v in plain(settings).items() if n not in common}
+                sections.append(
+                    TrackerSection(
+                        name=name,
+                        key=f"tracker.{name}",
+                        target=bundled.target,
+                        settings=arguments,
+                        system=settings.system,
+                        finish_s=settings.finish_s,
+                    )
+                )
+        for name, section in self.own.items():
+            own, arguments = beside(OwnTrackerSettings, section, f"tracker.own.{name}")
+            sections.append(
+                TrackerSection(
+                    name=f"own-{name}",
+                    key=f"tracker.own.{name}",
+                    target=section["_target_"],
+                    settings=arguments,
+                    system=own.system,
+                    finish_s=own.finish_s,
+                )
+            )
+        return sections
+
+
+def missing_libraries(config: TrackerConfig) -> Iterator[str]:
+    """Yield the trackers of the run whose library is not installed."""
+    for name, bundled in BUNDLED.items():
+        settings: TrackerSettings = getattr(config, name)
+        spec = find_spec(bundled.module)
+        # A folder of this name, such as wandb's own in the working folder, is a module to Python.
+        if settings.enabled and (spec is None or spec.origin is None):
+            package = f"agenttrain[{bundled.extra}]" if bundled.extra else bundled.module
+            yield (
+                f"tracker={name}: needs {bundled.module}, which is not installed; "
+                f"pip install '{package}', or leave {name} out"
+            )
+
+
+def tracker_problems(config: TrackerConfig) -> Iterator[str]:
+    """Yield settings of trackers that are not used, and addresses that do not go together."""
+    for name in BUNDLED:
+        settings: TrackerSettings = getattr(config, name)
+        for part in fields(settings):
+            value = getattr(settings, part.name)
+            if not settings.enabled and value != getattr(type(settings)(), part.name):
+                yield (
+                    f"tracker.{name}.{part.name}={shown(value)}: has no effect without the "
+                    f"tracker; add tracker=[{name}], or leave it out"
+                )
+    if "write_token=" in (config.trackio.server_url or ""):
+        yield (
+            "tracker.trackio.server_url: holds a token, which config.yaml would keep; put it into "
+            "the environment variable TRACKIO_WRITE_TOKEN, and leave it out of the address"
+        )
+    if config.trackio.space is not None and config.trackio.server_url is not None:
+        yield (
+            f"tracker.trackio.space={config.trackio.space}: the run goes to "
+            "tracker.trackio.server_url; leave one of them out"
+        )

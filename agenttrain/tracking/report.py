@@ -118,10 +118,10 @@ def print_report(
     rollouts: Iterable[Mapping[str, Any]],
     decode: Decode,
     run_folder: Path,
-    dashboard: str | None,
+    dashboards: Sequence[str] = (),
     best: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print the report; `dashboard` is the command that opens the dashboard.
+    """Print the report; `dashboards` are the commands and addresses that show the run.
 
     `best` is the best evaluation during the run: ``{"step": 40, "reward": 0.53, …}``.
     """
@@ -138,5 +138,5 @@ def print_report(
         console.print(Text.assemble("best       ", (text, "bold")), soft_wrap=True)
     view = f"agenttrain view {shlex.quote(str(run_folder))}"
     console.print(Text.assemble("tokens     ", (view, "bold")), soft_wrap=True)
-    if dashboard is not None:
+    for dashboard in dashboards:
         console.print(Text.assemble("dashboard  ", (dashboard, "bold")), soft_wrap=True)

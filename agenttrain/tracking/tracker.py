@@ -1,23 +1,28 @@
-"""Tracking of a run behind one object: metrics, rollouts, dashboard, console.
+"""Tracking of a run behind one object: metrics, rollouts, trackers, console.
 
-metrics.jsonl is always written: one object per step.
+metrics.jsonl is always written, one object per step, and evaluations.jsonl, one per evaluation.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from uuid import uuid4
 
 from rich.console import Console
 
+from agenttrain.tools.config import without_password
 from agenttrain.tracking import rollouts as rollouts_file
+from agenttrain.tracking.backends.base import TrackedRun
 from agenttrain.tracking.config import TrackerConfig
 from agenttrain.tracking.console import ConsoleProgress
-from agenttrain.tracking.dashboard import TrackioSink
+from agenttrain.tracking.followers import Follower, Followers
+from agenttrain.tracking.following import cursor_path, evaluations_path
 from agenttrain.tracking.run_folder import (
     FolderGone,
     read_summary,
@@ -27,13 +32,8 @@ from agenttrain.tracking.run_folder import (
 from agenttrain.types import Rollout
 from agenttrain.utils.json_lines import dumps, read_rows
 
-TRACE_EVERY = 10
-"""The dashboard shows rollouts of the first step and of every 10th after it."""
 ENDS = ("_low", "_high")
 """Suffixes of metrics that are the ends of a confidence interval."""
-TRACES = 4
-"""Number of rollouts that the dashboard shows of such a step."""
-
 
 ONCE = {
     "data/overlong": "left out {:.0f} tasks, whose prompts fill the context (engine.max_context)",
@@ -45,7 +45,7 @@ UNREWARDED = "not one rollout has a reward, so that nothing was trained"
 
 
 class Tracker:
-    """Writes metrics.jsonl and rollout files, feeds the dashboard, shows progress.
+    """Writes metrics.jsonl and rollout files, starts the trackers, shows progress.
 
     In a run of several processes only the main one has a tracker. ::
 
@@ -65,17 +65,17 @@ class Tracker:
         name: str,
         total_steps: int,
         resume_step: int | None = None,
-        trackio_folder: Path | None = None,
+        shared: Path | None = None,
         group: str | None = None,
         run_config: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> None:
-        """Open the files in `run_folder` and the dashboard.
+        """Open the files in `run_folder` and start the trackers.
 
         `project` is the name of the experiment, `name` that of the run. `resume_step` cuts
-        metrics.jsonl after that step and continues it. The runs of a sweep share `trackio_folder`
-        (default: in the run's folder) and have its name as `group`. The dashboard shows
-        `run_config`.
+        metrics.jsonl after that step and continues it. The runs of an experiment share the folder
+        `shared` (default: the one around the run's); those of a sweep have its name as `group`. The
+        trackers get `run_config`.
         """
         self._most = rollouts_file.rollout_limit(config.rollouts)
         self._folder = run_folder
@@ -86,21 +86,29 @@ class Tracker:
         metrics_path = run_folder / "metrics.jsonl"
         if resume_step is not None:
             cut(metrics_path, resume_step)
+            cut_evaluations(evaluations_path(run_folder), resume_step)
         self._metrics = MetricsFile(metrics_path)
+        self._evaluations: MetricsFile | None = None
+        self._last_step = resume_step or 0
         self.progress = ConsoleProgress(
             total_steps, live=config.console, first_step=resume_step or 0, console=console
         )
-        self._trackio: TrackioSink | None = None
-        if config.name == "trackio":
-            self._trackio = TrackioSink(
-                trackio_folder or run_folder / "trackio",
-                project=project,
-                name=name,
-                group=group,
-                resume=resume_step is not None,
-                config=run_config,
-                warn=self.progress.log,
-            )
+        run = TrackedRun(
+            id=uuid4().hex[:12],
+            project=project,
+            name=name,
+            group=group,
+            folder=run_folder,
+            shared=shared or run_folder.parent,
+            pid=os.getpid(),
+        )
+        settings = _shareable(run_config or {})
+        followers = []
+        for section in config.sections():
+            if resume_step is None:  # what an earlier run has left in this folder
+                cursor_path(run_folder, section.name).unlink(missing_ok=True)
+            followers.append(Follower(section, run, settings, self.progress.log))
+        self._followers = Followers(followers)
 
     def __enter__(self) -> Tracker:
         self.progress.__enter__()
@@ -115,9 +123,9 @@ class Tracker:
         self.close()
 
     @property
-    def has_dashboard(self) -> bool:
-        """True if trackio was asked for and has not failed."""
-        return self._trackio is not None and not self._trackio.failed
+    def views(self) -> list[str]:
+        """Commands and addresses that show the run, of trackers that have all of it."""
+        return self._followers.views()
 
     def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
         """Record a finished step (from 1); `metrics` become its line of metrics.jsonl.
@@ -128,9 +136,8 @@ class Tracker:
         # The line last: a step with a line is complete on disk.
         rollouts_file.write_step(self._folder, step, rollouts, self._most)
         self._metrics.write(step, metrics)
-        if self._trackio is not None:
-            traced = rollouts_file.in_order(rollouts)[: 0 if (step - 1) % TRACE_EVERY else TRACES]
-            self._trackio.log(step, metrics, [rollouts_file.rollout_record(r) for r in traced])
+        self._last_step = step
+        self._followers.check()
         self.progress.update(step, metrics)
         notes = {
             name: text.format(metrics[name])
@@ -162,15 +169,15 @@ class Tracker:
         update_summary(self._folder, latest_checkpoint=str(path.relative_to(self._folder)))
 
     def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Log an evaluation after `step` steps to the console and the dashboard.
+        """Log an evaluation after `step` steps to the console and to evaluations.jsonl.
 
-        The last part of the label names the section, so that evaluations before, during and after
-        training are one curve: ``before/sampled`` goes to ``eval/sampled/<name>``. metrics.jsonl
-        has no evaluations.
+        The last part of the label names the section at the trackers, so that evaluations before,
+        during and after training are one curve: ``before/sampled`` goes to ``eval/sampled/<name>``.
         """
-        if self._trackio is not None:
-            section = f"eval/{label.rpartition('/')[2]}"
-            self._trackio.log(step, {f"{section}/{name}": v for name, v in metrics.items()})
+        if self._evaluations is None:
+            self._evaluations = MetricsFile(evaluations_path(self._folder))
+        self._evaluations.write(step, {"label": label, **metrics})
+        self._followers.check()
         values = []
         for name, value in metrics.items():
             shown = value != 0 or name == "reward" or name.startswith("pass@")
@@ -200,8 +207,9 @@ class Tracker:
         """Restore the terminal and close the files; closing twice is fine."""
         self.progress.__exit__(None, None, None)
         self._metrics.close()
-        if self._trackio is not None:
-            self._trackio.close()
+        if self._evaluations is not None:
+            self._evaluations.close()
+        self._followers.close(self._last_step)
 
 
 class SilentTracker(Tracker):
@@ -210,7 +218,7 @@ class SilentTracker(Tracker):
     def __init__(self) -> None:
         # Without Tracker.__init__, which makes files.
         self.progress = ConsoleProgress(0, live=False, console=Console(quiet=True))
-        self._trackio = None
+        self._followers = Followers([])
 
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
@@ -235,7 +243,7 @@ class MetricsFile:
                     file.truncate(content.rfind(b"\n") + 1)
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append ``{"step": step, **metrics}``."""
         self._file.write(dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
@@ -272,3 +280,20 @@ def cut(path: Path, step: int) -> None:
             ) from error
         length += len(line) if last <= step else 0
     write_atomically(path, content[:length].decode())
+
+
+def cut_evaluations(path: Path, step: int) -> None:
+    """Cut an evaluations.jsonl after the rows of `step`, atomically, if there is one."""
+    if path.exists():
+        rows = read_rows(path)
+        lines = [dumps(row) + "\n" for row in rows if int(row.get("step", 0)) <= step]
+        write_atomically(path, "".join(lines))
+
+
+def _shareable(settings: Any) -> Any:
+    """Return settings without the passwords in their addresses."""
+    if isinstance(settings, Mapping):
+        return {str(key): _shareable(value) for key, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return [_shareable(value) for value in settings]
+    return without_password(settings) if isinstance(settings, str) else settings

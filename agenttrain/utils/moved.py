@@ -82,6 +82,8 @@ def moved_key(setting: str) -> str | None:
     ``"engine.vllm.sleep=true"`` -> ``"engine.sleep"``.
     """
     key, _, value = setting.lstrip("+~").partition(" ")[0].partition("=")
+    if key == "tracker.name":
+        return f"tracker={value}" if value else "tracker"
     if key == "algorithm.surrogate":
         return f"algorithm/objective={value}" if value else "algorithm/objective"
     section, _, name = key.rpartition(".")
@@ -101,6 +103,12 @@ def in_this_layout(settings: Any) -> Any:
     if isinstance(settings, Mapping):
         settings = {key: in_this_layout(value) for key, value in settings.items()}
         algorithm, engine = settings.get("algorithm"), settings.get("engine")
+        tracker = settings.get("tracker")
+        if isinstance(tracker, Mapping) and "name" in tracker:
+            # There was one tracker, or none.
+            others = {key: value for key, value in tracker.items() if key != "name"}
+            chosen = {"trackio": {"enabled": True}} if tracker["name"] == "trackio" else {}
+            settings["tracker"] = {**others, **chosen}
         if isinstance(algorithm, Mapping) and str(algorithm.get("surrogate")) in OBJECTIVES:
             # The keys that the surrogate read become a section `objective`.
             name, flat = algorithm["surrogate"], {"surrogate", *OBJECTIVE_KEYS}

@@ -304,5 +304,5 @@ def test_evaluations_are_swept_and_share_a_dashboard(tmp_path: Path) -> None:
     arguments = ("eval", "-m", *tracked, "seed=0,1", "hydra.sweep.dir=x/shop/s")
     done = agenttrain(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "x" / "shop" / "s" / "trackio" / "shop.db").is_file()
+    assert (tmp_path / "x" / "shop" / "trackio" / "shop.db").is_file()
     assert "eval/pass@1" in agenttrain("compare", "x/shop/s", cwd=tmp_path).stdout

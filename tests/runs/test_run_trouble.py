@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 import signal
+import sqlite3
 from functools import partial
 from pathlib import Path
 
@@ -214,20 +215,22 @@ def test_a_folder_of_the_other_verb_is_refused(tmp_path, found, verb):
 def test_runs_of_a_sweep_share_a_dashboard(tmp_path, capsys):
     folder = tmp_path / "shop" / "sweep" / "0"
     assert start(folder, "tracker=trackio", "eval.questions=1", sweep=True) == 0
-    assert (tmp_path / "shop" / "sweep" / "trackio" / "shop.db").is_file()
-    assert not (folder / "trackio").exists()
+    database = tmp_path / "shop" / "trackio" / "shop.db"
     said = capsys.readouterr().out
-    assert f"TRACKIO_DIR={tmp_path}/shop/sweep/trackio" in said and "--project shop" in said
+    assert f"TRACKIO_DIR={tmp_path}/shop/trackio" in said and "--project shop" in said
     assert main([f"resume={folder}", "steps=2"]) == 0
+    with sqlite3.connect(database) as connection:
+        names = connection.execute("select distinct run_name from metrics").fetchall()
+    assert names == [("sweep-0",)]
     assert not (folder / "trackio").exists()
 
 
 def test_a_dashboard_that_failed_is_not_recommended(tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "trackio").write_text("a file where the folder should be")
-    assert start(tmp_path / "run", "tracker=trackio") == 0
+    (tmp_path / "trackio").write_text("a file where the folder should be")
+    settings = ("tracker=trackio", "tracker.trackio.finish_s=5")
+    assert start(tmp_path / "run", *settings) == 0
     said = capsys.readouterr().out
-    assert "trackio failed" in said and "trackio show" not in said
+    assert "tracker.trackio: FileExistsError" in said and "trackio show" not in said
 
 
 def test_an_evaluation_writes_as_many_rollouts_as_it_is_told(tmp_path):

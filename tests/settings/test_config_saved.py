@@ -53,13 +53,13 @@ def test_a_resumed_run_may_change_some_settings(run: Path) -> None:
     config = composed.config
     assert (config.steps, config.eval.questions, config.checkpoint.every) == (20, 3, None)
     # Choosing a group anew takes its option as it is: rollouts=5 was the other option's.
-    assert (config.tracker.name, config.tracker.rollouts) == ("none", "all")
+    assert (config.tracker.sections(), config.tracker.rollouts) == ([], "all")
     assert composed.plain["steps"] == 20
 
 
 def test_a_value_stands_on_top_of_a_group_chosen_anew(run: Path) -> None:
     config = resume(run, "tracker.rollouts=7", "tracker=none").config
-    assert (config.tracker.name, config.tracker.rollouts) == ("none", "7")
+    assert (config.tracker.sections(), config.tracker.rollouts) == ([], "7")
 
 
 @pytest.mark.parametrize(
@@ -222,3 +222,31 @@ def test_finished_steps(run: Path) -> None:
     assert finished_steps(run) == 9
     (run / "summary.json").write_text('{"status": "fini')
     assert finished_steps(run) is None
+
+
+@pytest.mark.parametrize(("name", "trackers"), [("trackio", ["trackio"]), ("none", [])])
+def test_a_run_of_the_time_of_one_tracker_goes_on_with_it(
+    run: Path, name: str, trackers: list[str]
+) -> None:
+    file = run / "config.yaml"
+    plain = OmegaConf.to_container(OmegaConf.load(file))
+    plain["tracker"] = {"name": name, "rollouts": "5", "console": True}
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
+    config = resume(run).config
+    assert [section.name for section in config.tracker.sections()] == trackers
+    assert config.tracker.rollouts == "5"
+
+
+def test_a_tracker_that_sends_elsewhere_needs_trust(run: Path) -> None:
+    """The folder may be somebody else's."""
+    file = run / "config.yaml"
+    plain = OmegaConf.to_container(OmegaConf.load(file))
+    plain["tracker"]["mlflow"] = {"enabled": True, "uri": "http://other.example"}
+    plain["tracker"]["own"] = {"mine": {"_target_": "mine.Tracker"}}
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
+    with pytest.raises(ConfigError) as error:
+        resume(run)
+    assert "tracker.mlflow.uri=http://other.example (the run's data are sent there)" in str(
+        error.value
+    )
+    assert "tracker.own.mine._target_=mine.Tracker" in str(error.value)

@@ -309,7 +309,7 @@ def test_text_that_is_no_unicode_survives_the_file(tmp_path):
 
 
 def test_resuming_continues_metrics_after_the_checkpoint(tmp_path):
-    config = TrackerConfig(name="none", rollouts="none")
+    config = TrackerConfig(rollouts="none")
     settings = {"project": "shop", "name": "run", "total_steps": 4}
     with Tracker(tmp_path, config, **settings) as tracker:
         for step in (1, 2, 3):
@@ -324,4 +324,4 @@ def test_resuming_continues_metrics_after_the_checkpoint(tmp_path):
 @pytest.mark.parametrize("setting", ["some", "-1", "1.5", ""])
 def test_a_bad_number_of_rollouts_is_refused(setting):
     with pytest.raises(ValueError, match="expected all, none, or a whole number"):
-        TrackerConfig(name="none", rollouts=setting)
+        TrackerConfig(rollouts=setting)

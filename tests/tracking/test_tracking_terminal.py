@@ -139,7 +139,7 @@ def test_the_estimate_starts_with_the_first_step(monkeypatch):
 def tracked(tmp_path) -> tuple[Tracker, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, width=200)
-    config = TrackerConfig(name="none", console=False)
+    config = TrackerConfig(console=False)
     settings = {"project": "p", "name": "r", "total_steps": 3, "console": console}
     return Tracker(tmp_path, config, **settings), out
 
@@ -239,7 +239,7 @@ def test_the_report_prints_model_text_as_text():
         rollouts=[hostile()],
         decode=decode,
         run_folder=Path("outputs/shop/" + "long/" * 20),
-        dashboard="trackio show --project shop",
+        dashboards=["trackio show --project shop"],
     )
     printed = out.getvalue()
     assert "\x1b[31madd" not in printed

@@ -6,7 +6,6 @@
                           {"folder": "0", "overrides": ["algorithm=grpo", "seed=0", "steps=6"]},
                           {"folder": "1", "overrides": ["algorithm=grpo", "seed=1", "steps=6"]}]}
         0/ 1/           run folders, as `agenttrain <overrides> hydra.run.dir=<sweep>/0` makes them
-        trackio/        the dashboard's database, which the jobs share
 
 With `sweep.sampler=tpe` there is a `search`, and each trial's jobs are added when it is chosen. A
 job's state is only in its own folder, so jobs can run in any order, on this machine or in a SLURM

@@ -1,0 +1,130 @@
+"""The interface of a tracker, and the forms in which it gets a run: its identity and its rollouts.
+
+A tracker lives in a process of its own (`agenttrain/tracking/follower.py`), which reads the run's
+files. It is also made in the run's process, where `describe` alone is called: import the library
+that it stands on in `start`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from agenttrain.utils.json_lines import dumps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """Identity of a run at its trackers."""
+
+    id: str
+    """The same for every start of the run; no other run has it."""
+    project: str
+    """Name of the experiment."""
+    name: str
+    group: str | None = None
+    """Name of the sweep."""
+    folder: Path
+    """The run folder."""
+    shared: Path
+    """Folder of the experiment, for data that its runs share."""
+    pid: int = 0
+    """Process of the run."""
+    started: bool = False
+    """True if this tracker has started the run before: it is continued."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """Where a run can be seen, printed at its end, and remarks that are printed at its start."""
+
+    view: str = ""
+    """A shell command, or an address."""
+    notes: tuple[str, ...] = ()
+
+
+class ExperimentTracker(Protocol):
+    """A tracker. Its settings are the arguments of its constructor.
+
+    An exception ends the process, which is started again later and continues after the last step
+    that was acknowledged. ::
+
+        class Printed(ExperimentTracker):
+            def __init__(self, path: str = "points.txt") -> None:
+                self.path = path
+
+            def start(self, run, config):
+                self.file = open(run.folder / self.path, "a")
+
+            def log(self, step, metrics):
+                self.file.write(f"{step} {metrics}\\n")
+
+            def finish(self):
+                self.file.close()
+    """
+
+    def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
+        """Open the run, or continue it; `config` has its settings.
+
+        Return the last step that the tracker holds, 0 for none. It decides which step is the next:
+        the process may have been killed between a step and its acknowledgement. None: unknown.
+        """
+        ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send one point per metric; all are finite. A step may come again with other metrics."""
+        ...
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Send some rollouts of a step, as its file has them; `rollout_table` makes a table."""
+
+    def flush(self) -> None:
+        """Return once everything that was sent has arrived, or will arrive if this process ends."""
+
+    def finish(self) -> None:
+        """Close the run; it may be continued."""
+
+    def describe(self, run: TrackedRun) -> Description:
+        """Say where the run can be seen. Called in the run's process, without `start`."""
+        return Description()
+
+
+COLUMNS = ("rollout_id", "task_id", "reward", "stop_reason", "turns", "tokens", "conversation")
+"""Columns of `rollout_table`; after them comes one for each reward."""
+
+
+def rollout_table(
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[list[str], list[list[str | float | None]]]:
+    """Return the columns and rows of a table of rollouts.
+
+    Example of a row: ``["g0-1", "sum-1", 0.5, "completed", 2, 11, "user: What is 3 + 4?…", 0.5]``.
+    """
+    rewards = list(dict.fromkeys(name for record in records for name in record["rewards"]))
+    rows: list[list[str | float | None]] = []
+    for record in records:
+        spans = [span for part in record["trajectories"] for span in part["spans"]]
+        sampled = [span for span in spans if span["origin"] == "sampled"]
+        messages = [message for part in record["trajectories"] for message in part["messages"]]
+        rows.append(
+            [
+                record["rollout_id"],
+                record["task_id"],
+                record["reward"],
+                record["stop_reason"],
+                len({span["turn"] for span in sampled}),
+                sum(span["end"] - span["start"] for span in sampled),
+                "\n".join(f"{message['role']}: {spoken(message)}" for message in messages),
+                *(record["rewards"].get(name) for name in rewards),
+            ]
+        )
+    return [*COLUMNS, *(f"rewards/{name}" for name in rewards)], rows
+
+
+def spoken(message: Mapping[str, Any]) -> str:
+    """Return a message's text, followed by its calls, one a line: ``add({"a":3})``."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [f"{function['name']}({dumps(function['arguments'])})" for function in functions]
+    return "\n".join([*([str(message["content"])] if message.get("content") else []), *calls])

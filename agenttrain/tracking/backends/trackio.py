@@ -1,0 +1,162 @@
+"""trackio: a dashboard in one SQLite file per project, local unless a Space or server is named."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agenttrain.tracking.backends.base import (
+    Description,
+    ExperimentTracker,
+    TrackedRun,
+    rollout_table,
+    spoken,
+)
+
+REMOTE_VARIABLES = (
+    "TRACKIO_SPACE_ID",
+    "TRACKIO_SERVER_URL",
+    "TRACKIO_WEBHOOK_URL",
+    "TRACKIO_DATASET_ID",
+    "TRACKIO_BUCKET_ID",
+)
+"""Any of these would make trackio send data to other machines."""
+OURS = {"TRACKIO_SPACE_ID": "space", "TRACKIO_SERVER_URL": "server_url"}
+"""Those that a setting replaces."""
+ARRIVAL_S = 60.0
+"""Longest wait for trackio's own thread, which writes or sends what was logged."""
+SYSTEM = "system/"
+"""Beginning of the names of metrics that trackio shows on a page of their own."""
+
+
+class Trackio(ExperimentTracker):
+    """Writes a run to trackio."""
+
+    def __init__(self, space: str | None = None, server_url: str | None = None) -> None:
+        self.remote = {"space": space, "server_url": server_url}
+        self.is_local = space is None and server_url is None
+
+    def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
+        """Open the run; the database of a local one says what it holds."""
+        for name in REMOTE_VARIABLES:
+            os.environ.pop(name, None)
+        # trackio reads it when it is imported.
+        os.environ["TRACKIO_DIR"] = str(_folder(run).absolute())
+        if self.is_local:
+            os.environ["HF_HUB_OFFLINE"] = "1"  # it looks the user's account up at every start
+            _folder(run).mkdir(parents=True, exist_ok=True)
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        package = Path(trackio.__file__).parent
+        self.trackio = trackio
+        self.failures: list[str] = []
+
+        # trackio swallows its exceptions and warns instead, also from its writer thread.
+        def record(message: Any, category: Any, filename: str, *_: Any) -> None:
+            if package in Path(filename).parents:
+                self.failures.append(str(message))
+
+        warnings.simplefilter("always")
+        warnings.showwarning = record  # type: ignore[assignment]
+        self.run = trackio.init(
+            project=run.project,
+            name=run.name,
+            group=run.group,
+            resume="allow" if run.started else "never",
+            config=dict(config),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+            space_id=self.remote["space"],
+            server_url=self.remote["server_url"],
+        )
+        self._raise_failure()
+        self._held = lambda: SQLiteStorage.get_max_step_for_run(
+            run.project, run.name, run_id=self.run.id
+        )
+        self.last: int | None = None
+        return (self._held() or 0) if self.is_local else None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step; metrics of the machine go to the page of the system."""
+        system = {n.removeprefix(SYSTEM): v for n, v in metrics.items() if n.startswith(SYSTEM)}
+        if system:
+            self.run.log_system(system)
+        self.run.log({n: v for n, v in metrics.items() if not n.startswith(SYSTEM)}, step=step)
+        self.last = max(step, self.last or 0)
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Log the rollouts as traces, and as a table."""
+        import pandas
+
+        columns, rows = rollout_table(records)
+        table = self.trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))
+        traces = [self.trackio.Trace(**trace(record)) for record in records]
+        self.run.log({"rollouts": traces, "rollouts_table": table}, step=step)
+
+    def flush(self) -> None:
+        """Wait for trackio's thread."""
+        run, end = self.run, time.monotonic() + ARRIVAL_S
+        while time.monotonic() < end:
+            self._raise_failure()
+            # Queued, on its way, or in trackio's buffer for a server that is not there.
+            if not (run._queued_logs or run._sending_batch or run._has_local_buffer):
+                held = self._held() if self.is_local else self.last
+                if self.last is None or (held is not None and held >= self.last):
+                    return
+            time.sleep(0.05)
+        raise TimeoutError(f"step {self.last} was not written within {ARRIVAL_S:.0f} s")
+
+    def finish(self) -> None:
+        """End trackio's thread."""
+        self.trackio.finish()
+        self._raise_failure()
+
+    def describe(self, run: TrackedRun) -> Description:
+        """Return the command that opens the dashboard, and variables that have no effect.
+
+        Example: ``TRACKIO_DIR=outputs/shop/trackio trackio show --project shop``
+        """
+        notes = []
+        for name in REMOTE_VARIABLES:
+            value, setting = os.environ.get(name), OURS.get(name)
+            if value and (setting is None or self.remote[setting] is None):
+                remedy = f"; tracker.trackio.{setting} sends a run there" if setting else ""
+                notes.append(f"trackio: {name} is set and not used{remedy}")
+        if not self.is_local:
+            space = f"https://huggingface.co/spaces/{self.remote['space']}"
+            return Description(view=self.remote["server_url"] or space, notes=tuple(notes))
+        # Run by a path into a virtual environment that is not activated, `trackio` is not on PATH.
+        beside = str(Path(sys.executable).parent / "trackio")
+        program = "trackio" if shutil.which("trackio") else beside
+        command = [program, "show", "--project", run.project]
+        folder = shlex.quote(str(_folder(run)))
+        return Description(view=f"TRACKIO_DIR={folder} {shlex.join(command)}", notes=tuple(notes))
+
+    def _raise_failure(self) -> None:
+        if self.failures:
+            raise RuntimeError(self.failures[-1])
+
+
+def _folder(run: TrackedRun) -> Path:
+    """Return the folder of the database: the user's, or the experiment's."""
+    named = os.environ.get("TRACKIO_DIR")
+    return Path(named).expanduser() if named else run.shared / "trackio"
+
+
+def trace(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a `trackio.Trace` for a rollout record."""
+    keys = ("rollout_id", "task_id", "reward", "rewards", "stop_reason")
+    messages = [dict(m) for trajectory in record["trajectories"] for m in trajectory["messages"]]
+    for message in messages:
+        # The dashboard lists content only: a turn that only calls tools gets the calls' text as it.
+        message["content"] = message.get("content") or spoken(message)
+    return {"messages": messages, "metadata": {key: record[key] for key in keys}}

@@ -1,0 +1,179 @@
+"""Weights & Biases: online with an API key, else files in the run folder that can be sent later."""
+
+from __future__ import annotations
+
+import json
+import netrc
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from agenttrain.tracking.backends.base import (
+    Description,
+    ExperimentTracker,
+    TrackedRun,
+    rollout_table,
+)
+
+STEP = "step"
+"""Metric that all others are drawn over. wandb's own counter refuses a step that has passed, and an
+evaluation may come after a restart."""
+WRITTEN_EVERY_S = 0.5
+"""Seconds between two writes of wandb's own process, whose memory is lost when it is killed."""
+ARRIVAL_S = 60.0
+"""Longest wait for it."""
+CLOUD = "https://api.wandb.ai"
+KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+class WandB(ExperimentTracker):
+    """Writes a run to wandb."""
+
+    def __init__(
+        self, project: str | None = None, entity: str | None = None, mode: str = "auto"
+    ) -> None:
+        self.project = project
+        self.entity = entity
+        chosen = os.environ.get("WANDB_MODE") if mode == "auto" else mode
+        self.is_keyless = chosen is None and not _has_key()
+        self.mode = chosen or ("offline" if self.is_keyless else "online")
+
+    def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
+        """Open the run under its id; the server, or the files, have its last step."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        self.wandb = wandb
+        earlier = [WandBFile(path) for path in run.folder.glob(f"wandb/*-{run.id}/*.wandb")]
+        self.run = wandb.init(
+            project=self.project or run.project,
+            entity=self.entity,
+            name=run.name,
+            group=run.group,
+            id=run.id,
+            resume="allow",
+            mode=self.mode,
+            dir=run.folder,
+            config=dict(config),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                save_code=False,
+                x_stats_pid=run.pid,
+                x_transaction_log_flush_interval=WRITTEN_EVERY_S,
+            ),
+        )
+        self.run.define_metric(STEP)
+        self.run.define_metric("*", step_metric=STEP)
+        self.file = WandBFile(Path(self.run.dir).parent / f"run-{run.id}.wandb")
+        # The files of one run are sent one after the other: their rows have distinct numbers.
+        self.rows = max(self.run.step, *(file.read() for file in earlier), 0)
+        if self.mode == "online":
+            return int(self.run.summary.get(STEP) or 0)
+        return max((file.step for file in earlier), default=0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a row."""
+        self._row({**metrics, STEP: step})
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Log the rollouts as a table."""
+        columns, rows = rollout_table(records)
+        self._row({"rollouts": self.wandb.Table(columns=columns, data=rows), STEP: step})
+
+    def flush(self) -> None:
+        """Wait until all rows are in the file, which wandb's own process writes."""
+        end = time.monotonic() + ARRIVAL_S
+        while self.mode != "disabled" and self.file.read() < self.rows:
+            if time.monotonic() > end:
+                raise TimeoutError(f"wandb did not write {self.file.path} in {ARRIVAL_S:.0f} s")
+            time.sleep(0.1)
+
+    def finish(self) -> None:
+        """Send what is left, and end wandb's own process."""
+        self.run.finish()
+
+    def describe(self, run: TrackedRun) -> Description:
+        """Return the command that sends an offline run, or the address of the project."""
+        if self.mode == "online":
+            host = os.environ.get("WANDB_BASE_URL", "https://wandb.ai").rstrip("/")
+            path = "/".join(part for part in (self.entity, self.project or run.project) if part)
+            return Description(view=f"{host}/{path}" if self.entity else f"{host}/home")
+        if self.mode != "offline":
+            return Description()
+        folders = shlex.quote(str(run.folder / "wandb"))
+        note = "wandb: the run stays offline without an API key (wandb login, or WANDB_API_KEY)"
+        return Description(
+            view=f"wandb sync --append {folders}/offline-run-*",
+            notes=(note,) if self.is_keyless else (),
+        )
+
+    def _row(self, values: dict[str, Any]) -> None:
+        self.run.log(values, step=self.rows, commit=True)
+        self.rows += 1
+
+
+class WandBFile:
+    """The file in which wandb keeps a run, in the log format of LevelDB: how much of it is there.
+
+    A block of 32 kB has records of a header (checksum, length, kind) and a part of the content;
+    kinds 1 to 4 are a complete record, and the first, middle and last parts of one.
+    """
+
+    BLOCK, HEADER, FILE_HEADER = 32768, 7, 7
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = 0
+        """Number of the row after the last one."""
+        self.step = 0
+        """Largest step of a row."""
+        self._position = self.FILE_HEADER
+        self._parts = b""
+
+    def read(self) -> int:
+        """Read what was added; return `rows`."""
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            while True:
+                left = self.BLOCK - self._position % self.BLOCK
+                if left < self.HEADER:  # the end of a block is padded
+                    self._position += left
+                file.seek(self._position)
+                header = file.read(self.HEADER)
+                length, kind = int.from_bytes(header[4:6], "little"), header[6:]
+                content = file.read(length)
+                if kind not in (b"\1", b"\2", b"\3", b"\4") or len(content) < length:
+                    break  # not written yet
+                self._position += self.HEADER + length
+                self._parts += content
+                if kind in (b"\1", b"\4"):
+                    self._add(Record.FromString(self._parts))
+                    self._parts = b""
+        return self.rows
+
+    def _add(self, record: Any) -> None:
+        for item in record.history.item:
+            key = item.key or ".".join(item.nested_key)
+            if key == STEP:
+                self.step = max(self.step, int(json.loads(item.value_json)))
+        if record.HasField("history"):
+            self.rows = max(self.rows, record.history.step.num + 1)
+
+
+def _has_key() -> bool:
+    """Return True if wandb would log in without asking."""
+    if any(os.environ.get(name) for name in KEYS):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", CLOUD)).hostname or ""
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    with suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(str(file)).authenticators(host) is not None
+    return False

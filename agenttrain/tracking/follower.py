@@ -1,0 +1,65 @@
+"""The process of one tracker: whatever its library does, hangs or dies of cannot touch the run.
+
+Started as a script with a JSON file of arguments. The run writes a line into its input at its end;
+a run that is killed closes the input. A line on the output says why the process ends early.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from threading import Event, Thread
+
+HEARD_BY_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Ctrl-C, and those of `agenttrain/utils/signals.py`. Schedulers signal all processes of a job."""
+FAILED = 1
+CANNOT = 3
+"""Exit code of a tracker that would fail again: its library is missing or it refuses a setting."""
+
+
+def main() -> None:
+    """Follow the run that the arguments name."""
+    for number in HEARD_BY_RUN:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_BY_RUN)
+    report = os.fdopen(os.dup(1), "w")
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(null, stream)
+    code = CANNOT
+    try:
+        arguments = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        # The run may import this package, and the user's, from its working folder.
+        sys.path += [folder for folder in arguments["path"] if folder not in sys.path]
+        from agenttrain.tracking.backends.base import TrackedRun
+        from agenttrain.tracking.following import follow
+        from agenttrain.tracking.machine import MachineLoad
+        from agenttrain.utils.locate import locate
+
+        folders = {name: Path(arguments["run"][name]) for name in ("folder", "shared")}
+        run = TrackedRun(**{**arguments["run"], **folders})
+        ended = Event()
+
+        def wait_for_end() -> None:
+            sys.stdin.readline()
+            ended.set()
+
+        Thread(target=wait_for_end, daemon=True).start()
+        key = f"tracker.{arguments['name']}"
+        tracker = locate(arguments["target"], key=key)(**arguments["settings"])
+        code = FAILED
+        load = MachineLoad(run.pid) if arguments["system"] else None
+        follow(run, arguments["name"], tracker, arguments["config"], ended, load)
+        code = 0
+    except BaseException as error:
+        code = CANNOT if isinstance(error, ImportError) else code
+        print(" ".join(f"{type(error).__name__}: {error}".split()), file=report, flush=True)
+    # Not through the interpreter's end: threads of a library may hang there.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Sends a run to a tracker by following its files: metrics.jsonl, evaluations.jsonl, rollouts/.
+
+A cursor in `<run>/trackers/<name>.json` has what the tracker has acknowledged. A process that is
+started again and a resumed run continue there. A resumed run repeats steps that were sent; they
+have the same numbers and are not sent again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from agenttrain.tracking.backends.base import ExperimentTracker, TrackedRun
+from agenttrain.tracking.machine import MachineLoad
+from agenttrain.tracking.rollouts import read_step, step_path
+
+POLL_S = 0.5
+"""Seconds between two looks at the files."""
+SAMPLE_S = 5.0
+"""Seconds between two samples of the machine's load."""
+TABLE_EVERY = 10
+"""Trackers get rollouts of the first step and of every 10th after it."""
+TABLE_ROWS = 4
+"""Number of rollouts that they get of such a step."""
+MOST_ROWS = 200
+"""Steps that are sent before they are acknowledged together."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cursor:
+    """What one tracker has of a run."""
+
+    id: str
+    """`TrackedRun.id`."""
+    started: bool = False
+    """`TrackedRun.started` of the next process."""
+    step: int = 0
+    """Last step whose metrics it has."""
+    table: int = 0
+    """Last step whose rollouts it has, or refused."""
+    evaluated: int = -1
+    """Step of the last evaluation that it has."""
+    sections: list[str] = field(default_factory=list)
+    """Those that it has of this step, e.g. ``["sampled", "greedy"]``."""
+
+    @classmethod
+    def read(cls, path: Path) -> Cursor | None:
+        """Return the cursor in a file; None without one that can be read."""
+        with suppress(OSError, ValueError, TypeError):
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        return None
+
+    def write(self, path: Path) -> None:
+        """Replace the file; a reader sees the old cursor or the new one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".part")
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        temporary.replace(path)
+
+
+def cursor_path(folder: Path, name: str) -> Path:
+    """Return the path of a tracker's cursor in a run folder."""
+    return folder / "trackers" / f"{name}.json"
+
+
+class Lines:
+    """The rows of a JSON-lines file that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def added(self) -> Iterator[dict[str, Any]]:
+        """Yield the complete lines that were added since the last call."""
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                with suppress(ValueError):  # a user's edit: the run's own reader reports it
+                    row = json.loads(line)
+                    if isinstance(row, dict) and isinstance(row.get("step"), int):
+                        yield row
+
+
+def follow(
+    run: TrackedRun,
+    name: str,
+    tracker: ExperimentTracker,
+    config: Mapping[str, Any],
+    ended: Event,
+    load: MachineLoad | None = None,
+) -> None:
+    """Send everything that the tracker does not have, until `ended` is set and nothing is left."""
+    path = cursor_path(run.folder, name)
+    cursor = Cursor.read(path) or Cursor(id=run.id)
+    run = replace(run, started=cursor.started)
+    cursor.started = True
+    cursor.write(path)
+    held = tracker.start(run, config)
+    if held is not None and held != cursor.step:
+        # Killed before an acknowledgement, or the tracker's data are gone or elsewhere.
+        if held < cursor.step:
+            cursor.table = min(cursor.table, held)
+            cursor.evaluated, cursor.sections = min(cursor.evaluated, held - 1), []
+        cursor.step = held
+    metrics, evaluations = Lines(run.folder / "metrics.jsonl"), Lines(evaluations_path(run.folder))
+    waiting: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    sampled = -math.inf
+    while True:
+        if load is not None and time.monotonic() - sampled >= SAMPLE_S:
+            load.sample()
+            sampled = time.monotonic()
+        is_last = ended.is_set()  # before the files are read
+        rows += (row for row in metrics.added() if row["step"] > cursor.step)
+        waiting += evaluations.added()
+        while rows:
+            part, rows = rows[:MOST_ROWS], rows[MOST_ROWS:]
+            for row in part:
+                system = {} if load is None or row is not part[-1] else load.take()
+                tracker.log(row["step"], {**points(row), **system})
+            tracker.flush()
+            cursor.step = part[-1]["step"]
+            cursor.write(path)
+            for row in part:
+                _send_table(run.folder, row["step"], tracker, cursor, path)
+        # An evaluation whose step is not there yet was read between two writes of the run.
+        ready = [row for row in waiting if row["step"] <= cursor.step or is_last]
+        waiting = [row for row in waiting if row not in ready]
+        for row in ready:
+            section = str(row["label"]).rpartition("/")[2]
+            known = row["step"] < cursor.evaluated
+            if known or (row["step"] == cursor.evaluated and section in cursor.sections):
+                continue
+            values = {f"eval/{section}/{metric}": value for metric, value in points(row).items()}
+            tracker.log(row["step"], values)
+            tracker.flush()
+            if row["step"] > cursor.evaluated:
+                cursor.evaluated, cursor.sections = row["step"], []
+            cursor.sections.append(section)
+            cursor.write(path)
+        if is_last:
+            break
+        ended.wait(POLL_S)
+    tracker.finish()
+
+
+def _send_table(
+    folder: Path, step: int, tracker: ExperimentTracker, cursor: Cursor, path: Path
+) -> None:
+    """Send the first rollouts of a step, if it is one of those that are shown."""
+    is_shown = (step - 1) % TABLE_EVERY == 0 and step_path(folder, step).exists()
+    if not is_shown or step <= cursor.table:
+        return
+    try:
+        tracker.rollouts(step, list(islice(read_step(folder, step), TABLE_ROWS)))
+        tracker.flush()
+    finally:
+        # After an exception too: a table that cannot be sent must not block the metrics.
+        cursor.table = step
+        cursor.write(path)
+
+
+def points(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a row, without its step."""
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def evaluations_path(folder: Path) -> Path:
+    """Return the path of a run's evaluations: one object per evaluation, in their order."""
+    return folder / "evaluations.jsonl"
