@@ -105,8 +105,8 @@ VERBS: dict[str, Verb] = {
             "json=FILE": "write the report to a file too",
         },
         examples={
-            "rehearse": "the bundled agent's tools and reward",
-            "rehearse experiment=calculator tokens_per_s=2000": "and a step's cost",
+            "rehearse": "the bundled agent",
+            "rehearse experiment=calculator rollouts=16 tokens_per_s=2000": "a step's cost too",
         },
         page="start/rehearse.md",
     ),

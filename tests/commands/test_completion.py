@@ -20,7 +20,7 @@ from agenttrain import cli
 ROOT = Path(__file__).parents[2]
 NO_ZSH = "needs zsh: apt-get install zsh"
 TYPED = {
-    "agenttrain rehea": "agenttrain rehea",
+    "agenttrain rehea": "agenttrain rehearse",
     "agenttrain resc": "agenttrain rescore",
     "agenttrain check algorithm=dap": "agenttrain check algorithm=dapo",
     "agenttrain optimizer.warm": "agenttrain optimizer.warmup_steps=",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,10 @@ import jsonschema
 import pytest
 
 from agenttrain import cli
+from agenttrain.chat.fixes import families
 from agenttrain.commands.rehearse.stub import example
+from agenttrain.commands.templates import original, small_tokenizer
+from agenttrain.utils.model_path import model_folder
 
 MODULE = '''
 class World:
@@ -154,6 +159,23 @@ def test_faults(words: list[str], code: int, problem: str, warning: str) -> None
     assert bool(result["problems"]) == bool(problem)
     assert problem in "\n".join(result["problems"])
     assert warning in "\n".join(result["warnings"])
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "gpt-oss", "deepseek-r1", "qwen3.5"])
+def test_chat_templates_of_other_families(name: str) -> None:
+    """One call a turn, channels, a prompt that opens the reasoning, calls in XML."""
+    family = families()[name]
+    tokenizer = copy.copy(small_tokenizer(family))
+    tokenizer.chat_template = original(family.originals[0])
+    tokenizer.save_pretrained("model")
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(model_folder("bundled:shop") / file, "model")
+    words = ["tools.lookup._target_=my_rehearsed.lookup", CORRECT, "model.path=model"]
+    result = report([*words, "engine.max_context=4096"], 0)
+    assert result["rollouts"] == 16
+    assert result["turns"]["valid call"] <= result["tools"][0]["calls"]
+    assert result["answers"]["unknown_tool"] == result["turns"]["unknown tool"]
+    assert result["rewards"][0]["high"] == 1.0
 
 
 @pytest.mark.parametrize(

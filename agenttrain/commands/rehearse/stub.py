@@ -137,7 +137,11 @@ class Stub:
         """
         chat: Chat = self.components.chat
         messages = [QUESTION]
-        if self._after.get(session) == "tool" and schemas:
+        after = self._after.get(session, "user")
+        if chat.opens_reasoning(after):
+            # The prompt has begun the reasoning; in a turn that does not end it no call is read.
+            turn = replace(turn, reasoning="…")
+        if after == "tool" and schemas:
             call = ToolCall(id="call_0_0", name=schemas[0]["function"]["name"], arguments={})
             before = AssistantTurn(content="", reasoning=None, calls=(call,))
             reply: Message = {
@@ -147,7 +151,7 @@ class Stub:
                 "content": "-",
             }
             messages += [before.message(), reply]
-        ids = completion_ids(chat, messages, schemas, replace(turn))
+        ids = completion_ids(chat, messages, schemas, turn)
         return ids if ids[-1] in chat.stop_token_ids else [*ids, chat.stop_token_ids[0]]
 
 
