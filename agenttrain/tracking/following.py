@@ -45,7 +45,7 @@ class Cursor:
     step: int = 0
     """Last step whose metrics it has."""
     table: int = 0
-    """Last step whose rollouts it has, or refused."""
+    """Last step whose rollouts it has, or refused, of those that are shown."""
     evaluated: int = -1
     """Step of the last evaluation that it has."""
     sections: list[str] = field(default_factory=list)
@@ -132,8 +132,9 @@ def follow(
             tracker.flush()
             cursor.step = part[-1]["step"]
             cursor.write(path)
-            for row in part:
-                _send_table(run.folder, row["step"], tracker, cursor, path)
+        # Also those of a process that was killed before it came to them.
+        for step in range(cursor.table + 1, cursor.step + 1):
+            _send_table(run.folder, step, tracker, cursor, path)
         # An evaluation whose step is not there yet was read between two writes of the run.
         ready = [row for row in waiting if row["step"] <= cursor.step or is_last]
         waiting = [row for row in waiting if row not in ready]
@@ -159,12 +160,12 @@ def _send_table(
     folder: Path, step: int, tracker: ExperimentTracker, cursor: Cursor, path: Path
 ) -> None:
     """Send the first rollouts of a step, if it is one of those that are shown."""
-    is_shown = (step - 1) % TABLE_EVERY == 0 and step_path(folder, step).exists()
-    if not is_shown or step <= cursor.table:
+    if (step - 1) % TABLE_EVERY:
         return
     try:
-        tracker.rollouts(step, list(islice(read_step(folder, step), TABLE_ROWS)))
-        tracker.flush()
+        if step_path(folder, step).exists():
+            tracker.rollouts(step, list(islice(read_step(folder, step), TABLE_ROWS)))
+            tracker.flush()
     finally:
         # After an exception too: a table that cannot be sent must not block the metrics.
         cursor.table = step

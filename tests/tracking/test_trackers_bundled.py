@@ -112,7 +112,7 @@ def test_every_tracker_has_everything_and_says_where_it_can_be_seen(finished):
     program = "trackio" if shutil.which("trackio") else finished.views[0].split()[1]
     assert finished.views == [
         f"TRACKIO_DIR={finished.shared}/trackio {program} show --project shop",
-        f"wandb sync --append {finished.folder}/wandb/offline-run-*",
+        f"wandb sync {finished.folder}/wandb/offline-run-*",
         f"tensorboard --logdir {finished.shared}",
         f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri file://{finished.shared}/mlflow",
     ]

@@ -115,11 +115,13 @@ def test_a_step_that_arrived_without_an_acknowledgement_is_not_sent_again(tmp_pa
     kind = own_trackers.KilledBeforeAcknowledgement
     with tracked(tmp_path / "run", out, kind, knows=True) as tracker:
         for step in (1, 2, 3):
-            tracker.step(step, {"reward": 0.5}, [])
+            tracker.step(step, {"reward": 0.5}, three())
         wait_for(lambda: check(tracker) or "SIGKILL" in out.getvalue())
         for step in (4, 5, 6):
-            tracker.step(step, {"reward": 0.5}, [])
+            tracker.step(step, {"reward": 0.5}, three())
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    rows = lines(tmp_path / "recorded.jsonl")
+    assert [row[1] for row in rows if row[0] == "rollouts"] == [1]
 
 
 def check(tracker: Tracker) -> None:

@@ -110,7 +110,7 @@ class WandB(ExperimentTracker):
         folders = shlex.quote(str(run.folder / "wandb"))
         note = "wandb: the run stays offline without an API key (wandb login, or WANDB_API_KEY)"
         return Description(
-            view=f"wandb sync --append {folders}/offline-run-*",
+            view=f"wandb sync {folders}/offline-run-*",
             notes=(note,) if self.is_keyless else (),
         )
 
