@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import PACKAGE
+from agenttrain.utils.gguf import converted, gguf_file
 from agenttrain.utils.names import did_you_mean
 
 BUNDLED = "bundled:"
@@ -23,8 +24,11 @@ SIZES = ("config.json",)
 def model_folder(path: str, parts: Collection[str] = tuple(PARTS)) -> Path:
     """Return a folder that transformers can load: ``bundled:shop``, or one of the user's.
 
-    Raises ConfigError when there is none, or when one of `parts` is missing.
+    A GGUF file is converted into one, once. Raises ConfigError when there is none, or when one of
+    `parts` is missing.
     """
+    if (file := gguf_file(path)) is not None:
+        return converted(file)
     if not path.startswith(BUNDLED):
         folder = Path(path).expanduser()
         for part in parts:
