@@ -8,6 +8,8 @@ from pathlib import Path
 
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import PACKAGE
+from agenttrain.utils.gguf import PACKAGE as INSTALLED
+from agenttrain.utils.gguf import converted, gguf_file
 from agenttrain.utils.hub import fetch_weights, is_hub_id, snapshot
 from agenttrain.utils.names import did_you_mean
 
@@ -36,8 +38,8 @@ def model_folder(
 ) -> Path:
     """Return a folder that transformers can load: `bundled:shop`, one of the user's, `org/name`.
 
-    A model of the hub is brought into its cache without the weights: see `weights_folder`. Raises
-    ConfigError when there is none, or when one of `parts` is missing.
+    A model of the hub is brought into its cache without the weights: see `weights_folder`. A GGUF
+    file is converted into a folder, once. Raises ConfigError when there is none, or when one of `parts` is missing.
     """
     revision_key = f"{key.removesuffix('path')}revision"
     if not isinstance(revision, str | None):
@@ -51,6 +53,8 @@ def model_folder(
         )
     if path.startswith(BUNDLED):
         return _bundled(path, key)
+    if (file := gguf_file(path)) is not None:
+        return converted(file)
     folder = Path(path).expanduser()
     place = "in that folder"
     if is_hub_id(path):
@@ -77,7 +81,7 @@ def is_foreign(path: str) -> bool:
     if path.startswith(BUNDLED):
         return False
     place = Path(path).expanduser()
-    if is_hub_id(path) or place.is_file():
+    if is_hub_id(path) or path.startswith(INSTALLED) or place.is_file():
         return True
     configs = [place / "config.json", *MODELS.glob("*/config.json")]
     try:

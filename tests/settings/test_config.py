@@ -52,6 +52,8 @@ NEEDS_A_PATH = {
     "reward=json_schema": ["reward.json_schema.column=shape"],
     "reward=judge": ["reward.judge.url=http://localhost:8000/v1", "reward.judge.model=m"],
     "reward=reward_model": ["reward.reward_model.path=agenttrain/data/models/shop"],
+    # The model that it names comes with a package of 93 MB.
+    "model=smollm2": ["model.path=bundled:shop"],
 }
 DEFAULTS = {
     *("chat_template=auto", "response_schema=auto", "model=shop", "data=shop", "algorithm=grpo"),
