@@ -39,7 +39,8 @@ def model_folder(
     """Return a folder that transformers can load: `bundled:shop`, one of the user's, `org/name`.
 
     A model of the hub is brought into its cache without the weights: see `weights_folder`. A GGUF
-    file is converted into a folder, once. Raises ConfigError when there is none, or when one of `parts` is missing.
+    file is converted into a folder, once. Raises ConfigError when there is none, or when one of
+    `parts` is missing.
     """
     revision_key = f"{key.removesuffix('path')}revision"
     if not isinstance(revision, str | None):

@@ -41,7 +41,7 @@ class WandB(ExperimentTracker):
         self.entity = entity
         chosen = os.environ.get("WANDB_MODE") if mode == "auto" else mode
         self.is_keyless = chosen is None and not _has_key()
-        self.mode = chosen or ("offline" if self.is_keyless else "online")
+        self.mode: Any = chosen or ("offline" if self.is_keyless else "online")
 
     def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
         """Open the run under its id; the server, or the files, have its last step."""
