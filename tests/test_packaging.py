@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LOCKED = re.findall(r"for extra in (.*);", (ROOT / "scripts" / "lock").read_text())[0].split()
+LOCKED = re.findall(r"for extra in (.*?);", (ROOT / "scripts" / "lock").read_text())[0].split()
 """Extras whose packages scripts/lock writes."""
 
 

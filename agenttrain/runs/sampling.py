@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from agenttrain.engines.base import Engine
-from agenttrain.engines.registry import spec_of
+from agenttrain.engines.config import DEFAULT_ENGINE
+from agenttrain.engines.registry import spec_of, specs
 from agenttrain.engines.spec import EngineInputs
-from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint_files import MANIFEST, only_tensors, verify
 from agenttrain.training.config import Init
@@ -55,7 +55,7 @@ def sampling_engine(config: RunConfig) -> Engine:
         model = model.cuda()
     settings: Any = config.engine
     if spec_of(settings).own_weights:
-        settings = TransformersSettings(max_context=config.engine.max_context)
+        settings = specs()[DEFAULT_ENGINE].settings(max_context=config.engine.max_context)
     spec = spec_of(settings)
     spec.check_model(settings, model)
     inputs = EngineInputs(

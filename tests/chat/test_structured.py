@@ -52,7 +52,7 @@ ADD = {
 }
 """What may follow <tool_call>, with the blanks of the template's own calls."""
 ORIGINALS = [(name, one) for name, f in families().items() for one in f.originals if f.tools]
-HAVE_ONE = {"qwen2.5", "qwen3", "qwen3-2507", "qwen3-vl"}
+HAVE_ONE = {"qwen2.5", "qwen3", "qwen3-2507", "qwen3-vl", "smollm2"}
 ON = ("rollout.structured_calls=true", "engine=vllm")
 RIGHT = ("algorithm.correction=token", "algorithm.behaviour=recomputed")
 UNWATCHED = "guards.logprob_gap.limit=null"

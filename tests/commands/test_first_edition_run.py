@@ -263,9 +263,11 @@ def test_a_recorded_name_that_no_table_has_is_refused_with_its_key(capsys):
 
 def test_a_job_that_never_started_runs_with_todays_names():
     record = json.loads(Path("sweep/sweep.json").read_text())
-    record["jobs"][1]["overrides"].append(
-        "+reward.more._target_=agenttrain.rewards.exact_match.ExactMatch"
-    )
+    # It names its experiment: its model is no bundled one, which has to say so now.
+    record["jobs"][1]["overrides"] += [
+        "+reward.more._target_=agenttrain.rewards.exact_match.ExactMatch",
+        "experiment=shop",
+    ]
     Path("sweep/sweep.json").write_text(json.dumps(record))
     shutil.rmtree("sweep/1")
     assert main(["-m", "resume=sweep", "trust=true"]) == 0

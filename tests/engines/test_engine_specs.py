@@ -22,6 +22,9 @@ ALLOWED = {
     ("settings/messages.py", "transformers"): "the same",
     ("tracking/run_folder.py", "transformers"): "the package, whose version is recorded",
     ("commands/templates.py", "transformers"): "the package, whose version is recorded",
+    ("commands/doctor.py", "transformers"): "the package, which is examined",
+    ("commands/export.py", "transformers"): "the format of an export",
+    ("commands/model_card.py", "transformers"): "the library that loads an export",
 }
 
 

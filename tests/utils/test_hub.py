@@ -138,6 +138,7 @@ def shards() -> dict[str, bytes]:
     return {**files, names[0]: weights[:1000], names[1]: weights[1000:]}
 
 
+@pytest.mark.slow  # huggingface_hub waits longer before every try
 def test_a_second_try_goes_on_with_the_files_that_are_missing(hub: StubHub) -> None:
     hub.publish(NAME, shards())
     hub.fail("00002-of.*", status=500)
