@@ -5,10 +5,12 @@ Such a verb has a few `key=value` words of its own: `replay <run> step=3 rollout
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from agenttrain.settings.saved import RESUMABLE
 from agenttrain.settings.verbs import VERBS
@@ -151,3 +153,11 @@ def verbs_page() -> str:
         text += "\n```text\n" + "\n".join(lines) + "\n```\n"
         parts.append(text)
     return "\n".join(parts)
+
+
+def write_report(file: Path, report: Mapping[str, Any]) -> None:
+    """Write the report of `json=FILE`; raises ConfigError where it cannot be written."""
+    try:
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"json={file}: {error.strerror}; name another file") from error

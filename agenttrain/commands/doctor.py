@@ -26,8 +26,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from rich.console import Console
 from rich.text import Text
 
+from agenttrain.commands.arguments import write_report
 from agenttrain.engines.registry import specs
 from agenttrain.settings.verbs import VERBS
+from agenttrain.tools.config import without_password
 from agenttrain.types import ConfigError
 
 GIB = 2**30
@@ -105,7 +107,7 @@ def doctor(arguments: Sequence[str]) -> int:
     broken = [finding.part for finding in findings if finding.state is State.broken]
     if file is not None:
         report = {"ok": not broken, "findings": [asdict(finding) for finding in findings]}
-        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_report(file, report)
     ready = f"`agenttrain` cannot run: {', '.join(broken)}" if broken else "`agenttrain` can run."
     console.print(f"\n{ready}", highlight=False)
     return int(bool(broken))
@@ -339,14 +341,16 @@ def hub() -> Finding:
     """Return the state of the Hugging Face hub."""
     import httpx
 
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    endpoint = without_password(address)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         detail = f"{endpoint} is not asked: HF_HUB_OFFLINE is set"
         return Finding(part="hub", state=State.missing, detail=detail)
     remedy = "models and rows come from folders or the cache; HF_ENDPOINT names a mirror"
     try:
-        status = httpx.head(endpoint, timeout=HUB_S, follow_redirects=True).status_code
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        status = httpx.head(address, timeout=HUB_S, follow_redirects=True).status_code
+    except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError) as error:
+        # ImportError: a SOCKS proxy without its package.
         detail = f"{endpoint} is not reached: {str(error) or type(error).__name__}"
         return Finding(part="hub", state=State.missing, detail=detail, remedy=remedy)
     if status >= 500:

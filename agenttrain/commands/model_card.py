@@ -19,6 +19,7 @@ SETTINGS = "agenttrain.yaml"
 HIDDEN = "***"
 PRIVATE = ("env", "headers")
 """Keys of a tool whose values may be secrets, unless they are names of variables."""
+NAMES_VARIABLE = re.compile(r"\$(\w|\{)").search
 LICENSE = re.compile(r"^license: *(\S+)", re.MULTILINE)
 
 
@@ -115,7 +116,7 @@ def published_settings(config: Mapping[str, Any]) -> str:
         for key in PRIVATE:
             if isinstance(section, Mapping) and isinstance(section.get(key), Mapping):
                 hidden[key] = {
-                    variable: value if "$" in str(value) else HIDDEN
+                    variable: value if NAMES_VARIABLE(str(value).replace("$$", "")) else HIDDEN
                     for variable, value in section[key].items()
                 }
         tools[name] = hidden

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from agenttrain.engines.base import EngineDead
 from agenttrain.engines.registry import spec_of
 from agenttrain.settings.command_line import first_value
 from agenttrain.settings.run_config import RunConfig
@@ -128,7 +129,13 @@ def play(config: RunConfig, options: PlayOptions) -> int:
                     if not runner.run(table.take(line)):
                         break
                 except KeyboardInterrupt:
+                    runner.run(table.reset())
                     table.print("interrupted; the next message begins a new conversation", "yellow")
+                except EngineDead:
+                    raise
+                except (AgenttrainError, OSError, ValueError) as error:
+                    runner.run(table.reset())
+                    table.print(f"{error}; the next message begins a new conversation", "red")
         except (AgenttrainError, OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
         finally:
@@ -186,7 +193,8 @@ class Player:
 
         config = self.components.config
         if self.conversation is None:
-            session = f"play-{number}"
+            # The players share tools, which know a rollout by its id.
+            session = f"play-{number}-{self.name.partition(' ')[0]}"
             seed = derive_seed(config.seed, "play", number)
             sampling = Sampling(
                 temperature=config.eval.temperature,
@@ -304,8 +312,9 @@ class Table:
         self.players.append(Player("agent", components, sampling_engine(config), self.console))
         if self.options.before:
             assert self.options.folder is not None
-            path, init = first_model(run_of(self.options.folder))
-            first = replace(config, model=replace(config.model, path=path, init=init))
+            path, revision, init = first_model(run_of(self.options.folder))
+            model = replace(config.model, path=path, revision=revision, init=init)
+            first = replace(config, model=model)
             shared = (components.toolbox, components.environments)
             others = Components(first, "play", tools=shared)
             self.players[0].name = "after training"
@@ -335,14 +344,19 @@ class Table:
                 self._head(player)
                 self.console.print(player.tokens())
         elif command == "/ask":
-            await self._reset()
+            await self.reset()
             await self._say(None)
         elif command == "/reset":
-            await self._reset()
+            await self.reset()
             self.print("a new conversation")
         elif command == "/row" and argument.isdecimal():
-            self.row = int(argument)
-            await self._reset()
+            before, self.row = self.row, int(argument)
+            try:
+                self._task()
+            except ConfigError:
+                self.row = before
+                raise
+            await self.reset()
             self._print_row()
         else:
             hint = did_you_mean(command, COMMANDS)
@@ -351,13 +365,14 @@ class Table:
 
     async def close(self) -> None:
         """End the conversations, and close tools and engines."""
-        await self._reset()
+        await self.reset()
         for player in self.players:
             await player.engine.aclose()
         if self._components is not None:
             await self._components.aclose()
 
-    async def _reset(self) -> None:
+    async def reset(self) -> None:
+        """End all conversations; the next message begins new ones."""
         for player in self.players:
             await player.reset()
 

@@ -10,7 +10,7 @@ from agenttrain.commands.play import checkpoint_of
 from agenttrain.settings.command_line import first_value
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import run_of
-from agenttrain.types import AgenttrainError, ConfigError
+from agenttrain.types import AgenttrainError, ConfigError, Sampling
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOST, PORT = LOOPBACK[0], 8000
@@ -76,9 +76,13 @@ def serve(config: RunConfig, options: ServeOptions) -> int:
             engine = sampling_engine(config)
         except (AgenttrainError, OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
-        server = ChatServer(
-            engine=engine, chat=chat, model=options.name, temperature=config.eval.temperature
+        defaults = Sampling(
+            temperature=config.eval.temperature,
+            top_p=config.eval.top_p,
+            top_k=config.eval.top_k,
+            min_p=config.eval.min_p,
         )
+        server = ChatServer(engine=engine, chat=chat, model=options.name, defaults=defaults)
         port = listener.getsockname()[1]
         host = f"[{options.host}]" if ":" in options.host else options.host
         if options.host not in LOOPBACK:

@@ -38,8 +38,14 @@ class StopWhen:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state that later steps depend on."""
-        return {"stop_when": list(self.values)}
+        values = list(self.values) if self.config.enabled else []
+        return {"stop_when": {"metric": self.config.metric, "values": values}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; checkpoints of earlier versions have no values."""
-        self.values = deque(state.get("stop_when", [])[-self.config.patience :])
+        """Continue from `state_dict()`; the values of another metric do not count.
+
+        Checkpoints of earlier versions have none.
+        """
+        saved = state.get("stop_when", {})
+        same = saved.get("metric") == self.config.metric
+        self.values = deque(saved["values"][-self.config.patience :] if same else ())

@@ -75,8 +75,15 @@ class Conversation:
             waiting.cancel()
         if not done:
             await self.aclose()
-            if self.rollout is not None:
-                self.rollout.stop_reason = StopReason.timeout
+            if self.rollout is None:
+                request = self._request
+                self.rollout = Rollout(
+                    task=request.task,
+                    rollout_id=request.rollout_id,
+                    group_id=request.group_id,
+                    sample=request.sample,
+                )
+            self.rollout.stop_reason = StopReason.timeout
         elif self._task in done:
             self.rollout = self._task.result()
 

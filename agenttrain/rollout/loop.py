@@ -281,6 +281,8 @@ class _Loop:
         asked = sum(message["role"] == "user" for message in self.trajectory.added_messages)
         text: str | None = None
         if self.user is not None:
+            if self.rollout.turns >= self.limits.max_turns:
+                return StopReason.max_turns  # before a message is asked for that cannot be answered
             text = await self.user(self.trajectory.messages[-1])
         elif asked < len(scripted):
             text = scripted[asked]

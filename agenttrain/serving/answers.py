@@ -28,6 +28,8 @@ KEPT_ALIVE_S = 10.0
 """Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
 PARSED_S = 0.05
 """Least seconds between two looks at an answer that is being streamed."""
+LONGEST_MARK = 16
+"""Characters of a mark that tells reasoning from content, at most."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,8 +63,8 @@ class ChatServer:
     chat: Chat
     model: str
     """Name under which clients ask for the model."""
-    temperature: float = 1.0
-    """Temperature of requests that name none."""
+    defaults: Sampling = field(default_factory=Sampling)
+    """The temperature, top_p, top_k and min_p of requests that name none."""
     conversations: Conversations = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,8 +126,11 @@ class ChatServer:
         final: dict[str, Any] = {}
         for key, before in sent.items():
             text = message.get(key) or ""
-            if text.startswith(before) and len(text) > len(before):
-                final[key] = text[len(before) :]
+            if text.startswith(before):
+                if len(text) > len(before):
+                    final[key] = text[len(before) :]
+            elif not before.startswith(text):  # what was sent turned out to be something else
+                final[key] = text
         if calls := message.get("tool_calls"):
             final["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         if final:
@@ -162,13 +167,17 @@ class ChatServer:
                 code="context_length_exceeded",
             )
         most = request.max_completion_tokens or request.max_tokens or room
-        temperature = self.temperature if request.temperature is None else request.temperature
-        sampling = Sampling(
+        named: dict[str, Any] = {
+            name: value
+            for name in ("temperature", "top_p", "top_k", "min_p")
+            if (value := getattr(request, name)) is not None
+        }
+        if "top_k" in named:
+            named["top_k"] = max(named["top_k"], 0)  # some clients write -1 for all tokens
+        sampling = replace(
+            self.defaults,
+            **named,
             max_tokens=min(most, room),
-            temperature=temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=max(request.top_k or 0, 0),
-            min_p=request.min_p or 0.0,
             stop_token_ids=self.chat.stop_token_ids,
             seed=secrets.randbits(62) if request.seed is None else abs(request.seed),
         )
@@ -259,6 +268,8 @@ def _delta(turn: AssistantTurn, sent: dict[str, str]) -> dict[str, str]:
     delta = {}
     for key, text in (("reasoning_content", turn.reasoning or ""), ("content", turn.content)):
         text = text.rstrip("\ufffd")  # the first bytes of a character
+        if (mark := text.rfind("<", max(len(text) - LONGEST_MARK, 0))) >= 0:
+            text = text[:mark]  # perhaps the beginning of a mark such as <think>
         if text.startswith(sent[key]) and len(text) > len(sent[key]):
             delta[key] = text[len(sent[key]) :]
             sent[key] = text

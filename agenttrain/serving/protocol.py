@@ -41,7 +41,8 @@ class RequestError(Exception):
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
     ) -> None:
-        super().__init__(message)
+        # A lone surrogate in what the message repeats could not be sent.
+        super().__init__(message.encode(errors="replace").decode())
         self.param, self.code, self.status = param, code, status
 
     def body(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def parse_request(body: bytes) -> ChatRequest:
     """Parse a request's body; raises RequestError that names the first field at fault."""
     try:
         data = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise RequestError("the body is no JSON object")
@@ -156,11 +157,15 @@ def read_messages(request: ChatRequest) -> list[Message]:
             if isinstance(reasoning, str) and reasoning:
                 message["reasoning_content"] = reasoning
             if given.get("tool_calls"):
+                if not isinstance(given["tool_calls"], list):
+                    raise RequestError(
+                        f"{where}.tool_calls: expected a list", param=f"{where}.tool_calls"
+                    )
                 message["tool_calls"] = [_call(call, where) for call in given["tool_calls"]]
                 names |= {c["id"]: c["function"]["name"] for c in message["tool_calls"]}
         elif role == "tool":
             call_id = given.get("tool_call_id")
-            if call_id not in names:
+            if not isinstance(call_id, str) or call_id not in names:
                 raise RequestError(
                     f"{where}.tool_call_id={call_id}: no assistant message before it has that call",
                     param=f"{where}.tool_call_id",
@@ -204,7 +209,7 @@ def _call(given: Any, where: str) -> dict[str, Any]:
         decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(decoded, dict):
             raise ValueError("it is no object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(
             f"{where}.tool_calls: the arguments of {function['name']} are no JSON object: {error}",
             param=f"{where}.tool_calls",

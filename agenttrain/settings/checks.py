@@ -314,7 +314,7 @@ UNREAD = {
     "train": ("sft", "slurm"),
     "eval": ("sft", "slurm", "data.curriculum", "stop_when"),
     "play": (*UNPLAYED, "data.curriculum"),
-    "serve": (*UNPLAYED, "data", "tools"),
+    "serve": (*UNPLAYED, "data", "tools", "rollout"),
 }
 """Verb -> settings without effect in it."""
 

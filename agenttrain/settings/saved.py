@@ -192,10 +192,10 @@ def evaluated(
     return composed
 
 
-def first_model(folder: Path) -> tuple[str, Init]:
-    """Return model.path and model.init of a run: the model that its training began with."""
+def first_model(folder: Path) -> tuple[str, str | None, Init]:
+    """Return the path, revision and init of the model that a run's training began with."""
     node, _ = _read(f"run={folder}", folder)
-    return str(node.model.path), Init(node.model.init)
+    return str(node.model.path), node.model.get("revision"), Init(node.model.init)
 
 
 def run_of(folder: Path) -> Path:

@@ -209,6 +209,22 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
         "properties": {"point": {"$ref": "#/$defs/P"}, "note": {"type": "string"}},
         "$defs": {"P": {"type": "object", "properties": {"x": {"type": "number"}}}},
     },
+    {
+        "type": "object",
+        "required": ["tree"],
+        "properties": {"tree": {"$ref": "#/$defs/N"}, "any": True},
+        "$defs": {
+            "N": {
+                "type": "object",
+                "required": ["left", "right"],
+                "properties": {
+                    "left": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "number"}]},
+                    "right": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "number"}]},
+                    "more": {"type": "array", "items": {"$ref": "#/$defs/N"}},
+                },
+            }
+        },
+    },
 )
 
 

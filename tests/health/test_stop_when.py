@@ -53,6 +53,13 @@ def test_a_checkpoint_has_the_latest_values():
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert list(after.values) == [0.1, 0.9, 0.9]
     assert after.record == before.record is not None
+    for metric, enabled in (("entropy", True), ("reward", False)):
+        other = StopWhen(StopWhenConfig(metric=metric, above=0.5 if enabled else None, patience=3))
+        other.load_state_dict(before.state_dict())
+        assert other.record is None, "these are values of another metric, or of an end that is off"
+    assert not StopWhen(StopWhenConfig(patience=3), before.values).state_dict()["stop_when"][
+        "values"
+    ]
     after.load_state_dict({})  # a checkpoint of an earlier version
     assert not after.values
 

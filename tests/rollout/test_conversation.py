@@ -75,6 +75,23 @@ def test_a_limit_ends_the_conversation() -> None:
     assert conversation.stop_reason is StopReason.max_turns
 
 
+def test_no_message_is_asked_for_that_the_last_turn_leaves_unanswered() -> None:
+    limits = replace(parts.LIMITS, max_turns=2)
+    conversation = Conversation(context(limits=limits), RolloutRequest(task=parts.TASK))
+    asyncio.run(talk(conversation, None))  # a call, and the answer
+    assert conversation.stop_reason is StopReason.max_turns
+
+
+def test_a_time_limit_before_the_first_turn_is_a_stop_reason() -> None:
+    engine = ScriptedEngine(parts.script(*ANSWERS), delay=0.5)
+    limits = replace(parts.LIMITS, timeout_s=0.05)
+    conversation = Conversation(
+        context(engine=engine, limits=limits), RolloutRequest(task=parts.TASK)
+    )
+    asyncio.run(talk(conversation, None))
+    assert conversation.stop_reason is StopReason.timeout
+
+
 def test_thinking_does_not_use_up_the_time_limit() -> None:
     async def slow() -> StopReason | None:
         limits = replace(parts.LIMITS, timeout_s=0.3)

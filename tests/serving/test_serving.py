@@ -19,6 +19,7 @@ import uvicorn
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.serving.answers import ChatServer
 from agenttrain.serving.app import build_app, listen
+from agenttrain.serving.protocol import ChatRequest
 from agenttrain.types import Completion, Sampling
 
 TOOLS = parts.toolbox().schemas()
@@ -199,6 +200,22 @@ def test_content_is_streamed_as_it_is_sampled(serve) -> None:
     assert len(deltas) > 2
 
 
+def test_a_stream_ends_with_the_answer_if_its_reading_has_changed() -> None:
+    """Content turns out to be reasoning once its mark is complete, and is sent once more."""
+    server = ChatServer(
+        engine=Dripping(["so I add</think>It is 7.<|im_end|>"], encode=parts.ids),
+        chat=parts.chat(),
+        model="agent",
+    )
+
+    async def stream() -> list[dict[str, Any]]:
+        answering = server.begin(ChatRequest(messages=ASK))
+        return [chunk async for chunk in server.stream(answering) if chunk is not None]
+
+    deltas = [chunk["choices"][0]["delta"] for chunk in asyncio.run(stream())]
+    assert "".join(delta.get("content", "") for delta in deltas).endswith("It is 7.")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_answer(serve, stream) -> None:
     engine = Dripping(["x " * 200 + "<|im_end|>"], encode=parts.ids, max_context=2000)
@@ -274,6 +291,8 @@ BAD = [
         calls(*ASK, {"role": "assistant", "tool_calls": [CALL]}, *ASK),
         "messages[1].tool_calls: the arguments of add are no JSON object",
     ),
+    (calls(*ASK, {"role": "assistant", "tool_calls": 5}, *ASK), "tool_calls: expected a list"),
+    (calls(*ASK, {"role": "tool", "tool_call_id": [1], "content": "7"}), "tool_call_id=[1]: no"),
     (
         {"messages": [{"role": "user", "content": "7 " * 1000}]},
         "tokens fill the context of 400; shorten them",
@@ -288,6 +307,13 @@ def test_bad_requests_get_openais_errors(serve, body, problem) -> None:
     assert problem in error["message"]
     assert error["type"] == "invalid_request_error"
     assert response.status_code == (404 if "model" in body else 400)
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused(serve) -> None:
+    url = f"{serve('never').url}/chat/completions"
+    response = httpx.post(url, content=b'{"messages":' + b"[" * 100_000, timeout=30)
+    assert response.status_code == 400
+    assert "the body is not JSON" in response.json()["error"]["message"]
 
 
 def test_a_missing_reply_is_refused(serve) -> None:

@@ -7,7 +7,6 @@ environments and rewards. A stub takes the place of the model (`stub.py`).
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,10 @@ from time import perf_counter
 import psutil
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from agenttrain.chat.chat import Chat
+from agenttrain.commands.arguments import write_report
 from agenttrain.commands.rehearse.stub import Stub
 from agenttrain.data.build import check_reward_columns
 from agenttrain.engines.scripted import ScriptedEngine
@@ -172,9 +173,9 @@ def rehearse(config: RunConfig, options: RehearseOptions) -> int:
         report = asyncio.run(_rehearse(components, options))
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    show(report, options)
     if options.file is not None:
-        options.file.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        write_report(options.file, asdict(report))
+    show(report, options)
     return int(bool(report.problems))
 
 
@@ -397,7 +398,7 @@ def show(report: Report, options: RehearseOptions) -> None:
                 *(tool.tool, str(tool.calls), str(tool.failures)),
                 *(f"{1000 * tool.p50_s:.1f}", f"{1000 * tool.p95_s:.1f}"),
                 *(str(tool.reply_tokens_p50), str(tool.reply_tokens_max)),
-                " ".join(tool.first_error.split()),
+                Text(" ".join(tool.first_error.split())),
             )
         console.print()
         console.print(table)

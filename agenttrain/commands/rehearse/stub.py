@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from math import ceil, floor
 from typing import Any
 
@@ -25,6 +26,8 @@ WORDS = 40
 """Words of a prompt that texts are drawn from: its last."""
 LONGEST = 40
 """Characters of a column's value that is drawn."""
+DEEP = 6
+"""Depth of a schema from which the smallest value is taken."""
 QUESTION: Message = {"role": "user", "content": "?"}
 
 
@@ -168,19 +171,28 @@ def example(
     words: Sequence[str],
     rng: random.Random,
     definitions: Mapping[str, Any] | None = None,
+    depth: int = 0,
 ) -> Any:
     """Return a value that fits a JSON schema; texts are among `words`.
+
+    `depth` counts the schemas around this one: from DEEP on the smallest value is taken, so that a
+    schema that contains itself ends.
 
     Example: ``{"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}},
     "required": ["n"]}`` -> ``{"n": 7}``. Patterns and formats of texts are not followed.
     """
+    if not isinstance(schema, Mapping):  # true: any value
+        schema = {}
     definitions = {**(definitions or {}), **schema.get("$defs", {})}
+    value = partial(example, words=words, rng=rng, definitions=definitions, depth=depth + 1)
+    deep = depth >= DEEP
     if "$ref" in schema:
-        schema = definitions.get(str(schema["$ref"]).rpartition("/")[2], {})
+        return value(definitions.get(str(schema["$ref"]).rpartition("/")[2], {}))
     for several in ("anyOf", "oneOf", "allOf"):
         if schema.get(several):
-            parts = [part for part in schema[several] if part.get("type") != "null"]
-            return example(rng.choice(parts or schema[several]), words, rng, definitions)
+            parts = [part for part in schema[several] if dict(part).get("type") != "null"]
+            flat = [part for part in parts if deep and "$ref" not in part]
+            return value(rng.choice(flat or parts or schema[several]))
     if "const" in schema:
         return schema["const"]
     for listed in ("enum", "examples"):
@@ -194,15 +206,15 @@ def example(
             properties = schema.get("properties", {})
             required = schema.get("required", ())
             return {
-                name: example(part, words, rng, definitions)
+                name: value(part)
                 for name, part in properties.items()
-                if name in required or rng.random() < 0.5
+                if name in required or (not deep and rng.random() < 0.5)
             }
         case "array":
             least = schema.get("minItems", 0)
-            count = rng.randint(least, min(schema.get("maxItems", least + 2), least + 2))
+            most = least if deep else min(schema.get("maxItems", least + 2), least + 2)
             items = schema.get("items", {})
-            return [example(items, words, rng, definitions) for _ in range(count)]
+            return [value(items) for _ in range(rng.randint(least, most))]
         case "integer" | "number":
             # Strictly between exclusive bounds: a step of 1, or of a part of the range.
             above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
