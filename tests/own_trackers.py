@@ -55,6 +55,14 @@ class Hangs(Recorded):
         super().log(step, metrics)
 
 
+class Slow(Recorded):
+    """Takes 0.3 s for a step."""
+
+    def log(self, step, metrics):
+        time.sleep(0.3)
+        super().log(step, metrics)
+
+
 class Unreachable(Recorded):
     """Is on the other side of a network that does not work until the file `network` exists."""
 

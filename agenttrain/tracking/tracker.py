@@ -103,11 +103,14 @@ class Tracker:
             pid=os.getpid(),
         )
         settings = _shareable(run_config or {})
-        followers = []
-        for section in config.sections():
+        followers, sections = [], config.sections()
+        longest_s = max((section.finish_s for section in sections), default=0.0)
+        for section in sections:
             if resume_step is None:  # what an earlier run has left in this folder
                 cursor_path(run_folder, section.name).unlink(missing_ok=True)
-            followers.append(Follower(section, run, settings, self.progress.log))
+            followers.append(
+                Follower(section, run, settings, self.progress.log, longest_s=longest_s)
+            )
         self._followers = Followers(followers)
 
     def __enter__(self) -> Tracker:
