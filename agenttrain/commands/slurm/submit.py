@@ -34,7 +34,7 @@ from agenttrain.settings.compose import (
     job_name,
     run_folder,
 )
-from agenttrain.settings.pinning import check_cached
+from agenttrain.settings.pinning import check_cached, pins
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
 from agenttrain.utils.overrides import key_of
@@ -199,7 +199,7 @@ def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -
     folder = run_folder(command.overrides, source)
     words = [text for text in command.overrides if not text.startswith(RUN_DIR)]
     place = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
-    arguments = [command.verb, *command.options, *words, *place]
+    arguments = [command.verb, *command.options, *words, *pins(runs[0].config), *place]
     script = _script(folder, name, [arguments], array=False)
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
 
