@@ -201,7 +201,7 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError("\n".join(problems))
         for run in runs:
             if command.verb != CHECK:
-                fetch(run.config)
+                fetch(run.config, command.verb)
         if command.sweep and command.verb != CHECK:
             return cli_sweep.start(command, runs)
     if command.verb == CHECK:
@@ -240,7 +240,7 @@ def compose_all(command: Command) -> list[Composed]:
         # Only code that the verb runs is imported: the user has been asked to trust no other.
         code = () if command.verb == "plan" else USED.get(command.verb, SECTIONS)
         validate(composed.config, code=code)
-        pin(composed)
+        pin(composed, command.verb)
         check_verb(command.verb, overrides)
         check_test_rows(command.verb, composed.config)
         check_structured(command.verb, composed.config)
@@ -289,7 +289,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     composed = compose_new(overrides, command.source, starts=command.verb in RUNNING_VERBS)
     check_new(composed.config)
     validate(composed.config, SIZES if command.verb == "plan" else tuple(PARTS))
-    pin(composed)
+    pin(composed, command.verb)
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
     check_test_rows(command.verb, composed.config)
@@ -352,7 +352,7 @@ def _hand_over(command: Command) -> int:
         begun.append(True)
         folder = Path(HydraConfig.get().runtime.output_dir)
         composed = convert(raw)
-        pin(composed)
+        pin(composed, command.verb)
         if _holds_run(folder) and command.auto:  # another node has begun it in the meantime
             composed.config.resume = str(folder)
         try:

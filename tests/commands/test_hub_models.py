@@ -95,9 +95,9 @@ def test_other_processes_compose_the_same_commit(hub: StubHub) -> None:
     commit = hub.publish(NAME)
     with hydra_session(Source()):
         composed = compose_run([f"model.path={NAME}"], Source())
-        pin(composed)
-        assert pins(composed.config) == [f'++model.revision="{commit}"']
-        again = compose_run([f"model.path={NAME}", *pins(composed.config)], Source())
+        pin(composed, "train")
+        assert pins(composed.config, "train") == [f'++model.revision="{commit}"']
+        again = compose_run([f"model.path={NAME}", *pins(composed.config, "train")], Source())
     assert composed.plain["model"]["revision"] == commit
     assert again.plain == composed.plain
 
@@ -110,11 +110,21 @@ def test_rewards_and_templates_are_pinned_too(hub: StubHub) -> None:
     ]
     with hydra_session(Source()):
         composed = compose_run(words, Source())
-    pin(composed)
+    pin(composed, "train")
     assert composed.config.reward["reward_model"]["revision"] == reward
     assert composed.plain["reward"]["reward_model"]["revision"] == reward
     assert composed.plain["chat_template"]["revision"] == template
     assert composed.plain["model"]["revision"] is None
+
+
+def test_demonstrations_read_no_reward_model(hub: StubHub) -> None:
+    """Workers of `sft` refuse settings of rewards."""
+    commit = hub.publish(NAME)
+    rewards = ["reward=[reward_model]", "reward.reward_model.path=me/judge"]
+    with hydra_session(Source()):
+        composed = compose_run([f"model.path={NAME}", *rewards], Source())
+    pin(composed, "sft")
+    assert pins(composed.config, "sft") == [f'++model.revision="{commit}"']
 
 
 def test_data_and_tools_take_an_id(hub: StubHub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,15 +80,16 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     options += ["--config-name", source.name] if source.name != "train" else []
     subdir = str(raw.hydra.sweep._get_node("subdir")._value())
     search, jobs = expansion.search, list[SweepJob]()
+    commits = [pins(run.config, command.verb) for run in runs]
     if search is None:
-        pairs = zip(expansion.runs, runs, strict=True)
-        jobs = _jobs([[*words, *pins(run.config)] for words, run in pairs], source, subdir)
+        pairs = zip(expansion.runs, commits, strict=True)
+        jobs = _jobs([[*words, *added] for words, added in pairs], source, subdir)
     elif subdir != NUMBERED:
         raise ConfigError(f"hydra.sweep.subdir={subdir}: a search numbers its jobs; leave it out")
     else:
         # The models that every trial has: a search may vary others.
-        shared_pins = sorted(set.intersection(*(set(pins(run.config)) for run in runs)))
-        repeats = [[*_of_job(repeat), *shared_pins] for repeat in search.repeats]
+        shared = sorted(set.intersection(*map(set, commits)))
+        repeats = [[*_of_job(repeat), *shared] for repeat in search.repeats]
         search = replace(search, repeats=repeats)
     record = SweepRecord(
         verb=command.verb,
