@@ -199,10 +199,9 @@ def run(arguments: Sequence[str]) -> int:
         problems = machine_problems(command.verb, configs, Machine(count_gpus))
         if problems and command.verb != CHECK:
             raise ConfigError("\n".join(problems))
-        for run in runs:
-            if command.verb != CHECK:
-                fetch(run.config, command.verb)
         if command.sweep and command.verb != CHECK:
+            for run in runs:
+                fetch(run.config, command.verb)
             return cli_sweep.start(command, runs)
     if command.verb == CHECK:
         return _check(command, runs, problems)
@@ -469,6 +468,7 @@ def _tools(arguments: Sequence[str]) -> int:
 
 def _launch(command: Command, composed: Composed, folder: Path, *, announce: bool = True) -> int:
     """Start a composed command in its folder. `announce` is False where another process prints."""
+    fetch(composed.config, command.verb)
     if announce:
         print(f"{command.verb} in {folder}", flush=True)
     sweep = command.saved is None and is_job(folder)

@@ -86,6 +86,13 @@ def test_a_run_is_pinned_to_a_commit(
     hub.requests.clear()
     assert cli.main(["resume=out", "steps=2"]) == 0
     assert hub.requests == []
+    for weights in Path("hf").rglob("*.safetensors"):
+        weights.unlink()
+    capsys.readouterr()
+    assert cli.main(["resume=out"]) == 0
+    assert "out: finished after 2 steps" in capsys.readouterr().out
+    assert "out: holds a run already" in errors(capsys, *run)
+    assert not any("safetensors" in request for request in hub.requests)
     with hydra_session(Source()):
         again = resumed_as_begun(Path("out"), [*run, "steps=3", "resume=auto"], Source())
     assert again.config.model.revision == commit
