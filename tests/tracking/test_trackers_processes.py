@@ -65,14 +65,18 @@ def steps(shared: Path) -> list[int]:
 
 def test_steps_evaluations_and_rollouts_arrive_in_their_order(tmp_path):
     folder, out = tmp_path / "run", io.StringIO()
-    config = {"steps": 11, "tools": {"web": {"url": "http://me:secret@host/mcp"}}}
+    web = {"url": "http://me:secret@host/mcp", "env": {"KEY": "secret", "HOME": "${HOME}"}}
+    headers = {"Authorization": "Bearer $TOKEN", "X-Key": "pa$$word"}
+    config = {"steps": 11, "tools": {"web": {**web, "headers": headers}}}
     with tracked(folder, out, own_trackers.Recorded, run_config=config) as tracker:
         tracker.evaluation("before/sampled", 0, {"reward": 0.25, "reward_low": 0.125})
         for step in range(1, 12):
             tracker.step(step, {"reward": step / 100, "kl": float("nan")}, three())
         tracker.evaluation("after/sampled", 11, {"reward": 0.75})
     rows = lines(tmp_path / "recorded.jsonl")
-    hidden = {"steps": 11, "tools": {"web": {"url": "http://***@host/mcp"}}}
+    web = {"url": "http://***@host/mcp", "env": {"KEY": "***", "HOME": "${HOME}"}}
+    headers = {"Authorization": "Bearer $TOKEN", "X-Key": "***"}
+    hidden = {"steps": 11, "tools": {"web": {**web, "headers": headers}}}
     assert rows[0] == ["start", cursor(folder).id, False, hidden]
     assert rows[-1] == ["finish"]
     assert steps(tmp_path) == list(range(1, 12))
