@@ -72,6 +72,15 @@ class Unreachable(Recorded):
         return super().start(run, config)
 
 
+class LosesItsNetwork(Recorded):
+    """Cannot be reached at its first table."""
+
+    def rollouts(self, step, records):
+        if sum(row[0] == "start" for row in lines(self.path)) == 1:
+            raise TimeoutError("no answer")
+        super().rollouts(step, records)
+
+
 class WithoutItsLibrary(Recorded):
     """Needs a library that is not there."""
 

@@ -187,10 +187,15 @@ def _send_table(
         if step_path(folder, step).exists():
             tracker.rollouts(step, list(islice(read_step(folder, step), TABLE_ROWS)))
             tracker.flush()
-    finally:
-        # After an exception too: a table that cannot be sent must not block the metrics.
+    except OSError:  # of the network: the next process sends it again
+        raise
+    except Exception:
+        # The tracker refuses this table: it must not block what follows.
         cursor.table = step
         cursor.write(path)
+        raise
+    cursor.table = step
+    cursor.write(path)
 
 
 def points(row: Mapping[str, Any]) -> dict[str, float]:

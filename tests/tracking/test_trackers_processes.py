@@ -196,6 +196,15 @@ def test_a_tracker_that_cannot_be_reached_is_tried_again(tmp_path):
     assert out.getvalue().count("ConnectionError: no route to host") == 1
 
 
+def test_a_table_is_sent_again_after_a_short_failure_of_the_network(tmp_path):
+    out = io.StringIO()
+    with tracked(tmp_path / "run", out, own_trackers.LosesItsNetwork) as tracker:
+        tracker.step(1, {"reward": 0.5}, three())
+    assert "TimeoutError: no answer" in out.getvalue()
+    rows = lines(tmp_path / "recorded.jsonl")
+    assert [row[1] for row in rows if row[0] == "rollouts"] == [1]
+
+
 def test_a_tracker_without_a_network_is_said_at_the_end(tmp_path):
     out = io.StringIO()
     with tracked(tmp_path / "run", out, own_trackers.Unreachable, finish_s=3.0) as tracker:
