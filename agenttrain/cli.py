@@ -199,10 +199,9 @@ def run(arguments: Sequence[str]) -> int:
         problems = machine_problems(command.verb, configs, Machine(count_gpus))
         if problems and command.verb != CHECK:
             raise ConfigError("\n".join(problems))
-        for run in runs:
-            if command.verb != CHECK:
-                fetch(run.config)
         if command.sweep and command.verb != CHECK:
+            for run in runs:
+                fetch(run.config, command.verb)
             return cli_sweep.start(command, runs)
     if command.verb == CHECK:
         return _check(command, runs, problems)
@@ -240,7 +239,7 @@ def compose_all(command: Command) -> list[Composed]:
         # Only code that the verb runs is imported: the user has been asked to trust no other.
         code = () if command.verb == "plan" else USED.get(command.verb, SECTIONS)
         validate(composed.config, code=code)
-        pin(composed)
+        pin(composed, command.verb)
         check_verb(command.verb, overrides)
         check_test_rows(command.verb, composed.config)
         check_structured(command.verb, composed.config)
@@ -289,7 +288,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     composed = compose_new(overrides, command.source, starts=command.verb in RUNNING_VERBS)
     check_new(composed.config)
     validate(composed.config, SIZES if command.verb == "plan" else tuple(PARTS))
-    pin(composed)
+    pin(composed, command.verb)
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
     check_test_rows(command.verb, composed.config)
@@ -352,7 +351,7 @@ def _hand_over(command: Command) -> int:
         begun.append(True)
         folder = Path(HydraConfig.get().runtime.output_dir)
         composed = convert(raw)
-        pin(composed)
+        pin(composed, command.verb)
         if _holds_run(folder) and command.auto:  # another node has begun it in the meantime
             composed.config.resume = str(folder)
         try:
@@ -469,6 +468,7 @@ def _tools(arguments: Sequence[str]) -> int:
 
 def _launch(command: Command, composed: Composed, folder: Path, *, announce: bool = True) -> int:
     """Start a composed command in its folder. `announce` is False where another process prints."""
+    fetch(composed.config, command.verb)
     if announce:
         print(f"{command.verb} in {folder}", flush=True)
     sweep = command.saved is None and is_job(folder)

@@ -55,6 +55,14 @@ class Hangs(Recorded):
         super().log(step, metrics)
 
 
+class Slow(Recorded):
+    """Takes 0.3 s for a step."""
+
+    def log(self, step, metrics):
+        time.sleep(0.3)
+        super().log(step, metrics)
+
+
 class Unreachable(Recorded):
     """Is on the other side of a network that does not work until the file `network` exists."""
 
@@ -62,6 +70,15 @@ class Unreachable(Recorded):
         if not (run.shared / "network").exists():
             raise ConnectionError("no route to host")
         return super().start(run, config)
+
+
+class LosesItsNetwork(Recorded):
+    """Cannot be reached at its first table."""
+
+    def rollouts(self, step, records):
+        if sum(row[0] == "start" for row in lines(self.path)) == 1:
+            raise TimeoutError("no answer")
+        super().rollouts(step, records)
 
 
 class WithoutItsLibrary(Recorded):

@@ -71,7 +71,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
         # The launcher has asked the user already whether a saved run's code may run.
         arguments=[
             *command.arguments,
-            *([TRUSTED] if command.saved is not None else pins(composed.config)),
+            *([TRUSTED] if command.saved is not None else pins(composed.config, command.verb)),
         ],
         program=program,
         verb=command.verb,

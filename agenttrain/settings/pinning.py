@@ -37,8 +37,8 @@ class HubModel:
         return ".".join([*self.section, "path"])
 
 
-def hub_models(config: RunConfig) -> Iterator[HubModel]:
-    """Yield the models of the hub that the settings name."""
+def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
+    """Yield the models of the hub that a verb reads of those that the settings name."""
     template = config.chat_template
     named: list[tuple[tuple[str, ...], Any, Any, bool]] = [
         (
@@ -49,7 +49,7 @@ def hub_models(config: RunConfig) -> Iterator[HubModel]:
         ),
         (("chat_template",), template.path, template.revision, False),
     ]
-    for name, section in config.reward.items():
+    for name, section in {} if verb == "sft" else config.reward.items():
         if isinstance(section, Mapping) and section.get("_target_") == REWARD_MODEL:
             named.append((("reward", name), section.get("path"), section.get("revision"), True))
     for section_keys, path, revision, loaded in named:
@@ -57,17 +57,17 @@ def hub_models(config: RunConfig) -> Iterator[HubModel]:
             yield HubModel(section=section_keys, path=path, revision=revision, loaded=loaded)
 
 
-def pin(composed: Composed) -> None:
+def pin(composed: Composed, verb: str) -> None:
     """Replace every revision by its commit, in the settings and in those for config.yaml."""
-    for model in hub_models(composed.config):
+    for model in hub_models(composed.config, verb):
         folder = model_folder(model.path, (), revision=model.revision, key=model.key)
         _set_revision(composed, model, folder.name)
 
 
 def adopt_pins(composed: Composed, started: Composed) -> None:
     """Give models the commits that a run was started with, unless the command names others."""
-    begun = {model.section: model for model in hub_models(started.config)}
-    for model in hub_models(composed.config):
+    begun = {model.section: model for model in hub_models(started.config, "train")}
+    for model in hub_models(composed.config, "train"):
         earlier = begun.get(model.section)
         if earlier and earlier.path == model.path and not COMMIT.fullmatch(model.revision or ""):
             _set_revision(composed, model, earlier.revision)
@@ -86,23 +86,24 @@ def _set_revision(composed: Composed, model: HubModel, revision: str | None) -> 
         section.revision = revision
 
 
-def pins(config: RunConfig) -> list[str]:
+def pins(config: RunConfig, verb: str) -> list[str]:
     """Return the pinned revisions as overrides, for other processes that compose the same run."""
     return [
-        f'++{".".join(model.section)}.revision="{model.revision}"' for model in hub_models(config)
+        f'++{".".join(model.section)}.revision="{model.revision}"'
+        for model in hub_models(config, verb)
     ]
 
 
-def fetch(config: RunConfig) -> None:
+def fetch(config: RunConfig, verb: str) -> None:
     """Download the weights that a run needs and the cache lacks. Raises ConfigError."""
-    for model in hub_models(config):
+    for model in hub_models(config, verb):
         if model.loaded:
             weights_folder(model.path, revision=model.revision, key=model.key)
 
 
-def check_cached(configs: Iterable[RunConfig]) -> None:
+def check_cached(configs: Iterable[RunConfig], verb: str) -> None:
     """Raise ConfigError for models whose weights are not in the cache."""
-    models = dict.fromkeys(model for config in configs for model in hub_models(config))
+    models = dict.fromkeys(model for config in configs for model in hub_models(config, verb))
     problems = [
         f"{model.key}={model.path}: its weights are not in the cache, and the nodes have no "
         f"network (slurm.offline=true); run `{download_command(model.path, model.revision)}` here "

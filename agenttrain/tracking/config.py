@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.tools.config import without_password
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import SETTINGS, Number, beside, field_names, plain, shown
 
@@ -207,6 +208,17 @@ def tracker_problems(config: TrackerConfig) -> Iterator[str]:
             "tracker.trackio.server_url: holds a token, which config.yaml would keep; put it into "
             "the environment variable TRACKIO_WRITE_TOKEN, and leave it out of the address"
         )
+    user = "the user in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+    for key, address, remedy in (
+        ("trackio.server_url", config.trackio.server_url, "a token in TRACKIO_WRITE_TOKEN"),
+        ("mlflow.uri", config.mlflow.uri, f"{user}, or the whole address in MLFLOW_TRACKING_URI"),
+    ):
+        hidden = without_password(address or "")
+        if hidden != (address or ""):
+            yield (
+                f"tracker.{key}={hidden}: holds a password, which config.yaml would keep; leave it "
+                f"out, and put into the environment {remedy}"
+            )
     if config.trackio.space is not None and config.trackio.server_url is not None:
         yield (
             f"tracker.trackio.space={config.trackio.space}: the run goes to "

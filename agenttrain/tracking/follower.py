@@ -10,11 +10,14 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from threading import Event, Thread
 
 HEARD_BY_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Ctrl-C, and those of `agenttrain/utils/signals.py`. Schedulers signal all processes of a job."""
+LAST_S = 5.0
+"""Seconds that a process lives beyond the time that the run waits for it at its end."""
 FAILED = 1
 CANNOT = 3
 """Exit code of a tracker that would fail again: its library is missing or it refuses a setting."""
@@ -35,7 +38,7 @@ def main() -> None:
         # The run may import this package, and the user's, from its working folder.
         sys.path += [folder for folder in arguments["path"] if folder not in sys.path]
         from agenttrain.tracking.backends.base import TrackedRun
-        from agenttrain.tracking.following import follow
+        from agenttrain.tracking.following import cursor_lock, follow
         from agenttrain.tracking.machine import MachineLoad
         from agenttrain.utils.locate import locate
 
@@ -46,13 +49,18 @@ def main() -> None:
         def wait_for_end() -> None:
             sys.stdin.readline()
             ended.set()
+            # The run kills this process in time; a run that was killed cannot.
+            time.sleep(arguments["finish_s"] + LAST_S)
+            os.killpg(0, signal.SIGKILL)
 
         Thread(target=wait_for_end, daemon=True).start()
         key = f"tracker.{arguments['name']}"
         tracker = locate(arguments["target"], key=key)(**arguments["settings"])
         code = FAILED
         load = MachineLoad(run.pid) if arguments["system"] else None
-        follow(run, arguments["name"], tracker, arguments["config"], ended, load)
+        # The process of a killed run may still be at work, and a resume starts this one.
+        with cursor_lock(run.folder, arguments["name"]):
+            follow(run, arguments["name"], tracker, arguments["config"], ended, load)
         code = 0
     except BaseException as error:
         code = CANNOT if isinstance(error, ImportError) else code

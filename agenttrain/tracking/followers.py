@@ -39,8 +39,13 @@ class Follower:
         run: TrackedRun,
         config: Mapping[str, Any],
         warn: Callable[[str], None],
+        *,
+        longest_s: float,
     ) -> None:
-        """Start the process; `warn` is called with one line for each kind of trouble."""
+        """Start the process; `warn` is called with one line for each kind of trouble.
+
+        `longest_s` is the longest `finish_s` of the run's trackers: `close` waits that long.
+        """
         self.section = section
         self._warn = warn
         self._warned: set[str] = set()
@@ -66,6 +71,7 @@ class Follower:
                 "target": section.target,
                 "settings": section.settings,
                 "system": section.system,
+                "finish_s": longest_s,
                 "run": {
                     **asdict(run),
                     "folder": str(run.folder.absolute()),

@@ -11,16 +11,19 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+from filelock import FileLock
+
 from agenttrain.tracking.backends.base import ExperimentTracker, TrackedRun
 from agenttrain.tracking.machine import MachineLoad
 from agenttrain.tracking.rollouts import read_step, step_path
+from agenttrain.tracking.run_folder import NO_LOCKS
 
 POLL_S = 0.5
 """Seconds between two looks at the files."""
@@ -69,6 +72,24 @@ class Cursor:
 def cursor_path(folder: Path, name: str) -> Path:
     """Return the path of a tracker's cursor in a run folder."""
     return folder / "trackers" / f"{name}.json"
+
+
+@contextmanager
+def cursor_lock(folder: Path, name: str) -> Iterator[None]:
+    """Wait until no other process moves a tracker's cursor, and keep others out for the block.
+
+    On a file system without locks nothing is locked.
+    """
+    lock = FileLock(cursor_path(folder, name).with_suffix(".lock"))
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Lines:
@@ -166,10 +187,15 @@ def _send_table(
         if step_path(folder, step).exists():
             tracker.rollouts(step, list(islice(read_step(folder, step), TABLE_ROWS)))
             tracker.flush()
-    finally:
-        # After an exception too: a table that cannot be sent must not block the metrics.
+    except OSError:  # of the network: the next process sends it again
+        raise
+    except Exception:
+        # The tracker refuses this table: it must not block what follows.
         cursor.table = step
         cursor.write(path)
+        raise
+    cursor.table = step
+    cursor.write(path)
 
 
 def points(row: Mapping[str, Any]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,7 @@ ONCE = {
     "rollout/dropped": "dropped {:.0f} rollouts, which failed or whose ledger is broken",
 }
 """Metrics that are logged to the console the first time they are above 0."""
+NAMES_VARIABLE = re.compile(r"\$(\w|\{)")
 UNREWARDED = "not one rollout has a reward, so that nothing was trained"
 
 
@@ -103,11 +105,14 @@ class Tracker:
             pid=os.getpid(),
         )
         settings = _shareable(run_config or {})
-        followers = []
-        for section in config.sections():
+        followers, sections = [], config.sections()
+        longest_s = max((section.finish_s for section in sections), default=0.0)
+        for section in sections:
             if resume_step is None:  # what an earlier run has left in this folder
                 cursor_path(run_folder, section.name).unlink(missing_ok=True)
-            followers.append(Follower(section, run, settings, self.progress.log))
+            followers.append(
+                Follower(section, run, settings, self.progress.log, longest_s=longest_s)
+            )
         self._followers = Followers(followers)
 
     def __enter__(self) -> Tracker:
@@ -291,9 +296,18 @@ def cut_evaluations(path: Path, step: int) -> None:
 
 
 def _shareable(settings: Any) -> Any:
-    """Return settings without the passwords in their addresses."""
+    """Return settings without passwords in addresses and values of `env` and `headers`.
+
+    Texts that name variables stay, such as ``Bearer $TOKEN``.
+    """
     if isinstance(settings, Mapping):
-        return {str(key): _shareable(value) for key, value in settings.items()}
+        shared = {str(key): _shareable(value) for key, value in settings.items()}
+        for section in (shared.get(name) for name in ("env", "headers")):
+            if isinstance(section, dict):
+                for name, value in section.items():
+                    if not NAMES_VARIABLE.search(str(value).replace("$$", "")):
+                        section[name] = "***"
+        return shared
     if isinstance(settings, list | tuple):
         return [_shareable(value) for value in settings]
     return without_password(settings) if isinstance(settings, str) else settings

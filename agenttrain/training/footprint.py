@@ -161,16 +161,18 @@ def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
         state: Mapping[str, Tensor] = {
             name: _fake(t) for name, t in (*net.named_parameters(), *net.named_buffers())
         }
-        cache = DynamicCache()
+        cache = DynamicCache(config=model.config)
         ids = torch.zeros(1, 2, dtype=torch.long)
         keywords = {"past_key_values": cache, "use_cache": True}
         functional_call(net, dict(state), (ids,), keywords)
+        # Layers of convolutions have a state of one size, and no keys.
+        held = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
         return [
             (
                 layer.keys.shape[1] * layer.keys.shape[3],
                 layer.values.shape[1] * layer.values.shape[3],
             )
-            for layer in cache.layers
+            for layer in held
         ]
 
 

@@ -9,6 +9,7 @@ import tiny
 import torch
 from allocated import Allocated
 from training_cases import random_groups
+from transformers import Lfm2Config
 
 from agenttrain.engines.transformers.cache import final_capacity
 from agenttrain.engines.transformers.config import TransformersSettings
@@ -107,6 +108,20 @@ def test_an_engines_cache_is_as_large_as_was_told(first, longest):
     assert token == 2 * 2 * 2 * 8 * 4
     held = storage_bytes([t for layer in cache.layers for t in (layer.keys, layer.values)])
     assert held == (3 * final_capacity(first, longest, limit) + 1) * token
+
+
+def test_convolutions_hold_no_keys():
+    config = Lfm2Config(
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        vocab_size=256,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+    )
+    # 2 heads of 16 numbers
+    assert cached_shapes(empty_model(config, torch.float32, LoraSettings())) == [(32, 32)]
 
 
 @pytest.mark.parametrize(

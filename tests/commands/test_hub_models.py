@@ -12,6 +12,8 @@ import yaml
 from stub_hub import StubHub, bundled_files, use
 
 from agenttrain import cli
+from agenttrain.commands.sweep.command import new_sweep
+from agenttrain.settings.command_line import parse
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.settings.pinning import pin, pins
 from agenttrain.settings.saved import resumed_as_begun
@@ -84,6 +86,13 @@ def test_a_run_is_pinned_to_a_commit(
     hub.requests.clear()
     assert cli.main(["resume=out", "steps=2"]) == 0
     assert hub.requests == []
+    for weights in Path("hf").rglob("*.safetensors"):
+        weights.unlink()
+    capsys.readouterr()
+    assert cli.main(["resume=out"]) == 0
+    assert "out: finished after 2 steps" in capsys.readouterr().out
+    assert "out: holds a run already" in errors(capsys, *run)
+    assert not any("safetensors" in request for request in hub.requests)
     with hydra_session(Source()):
         again = resumed_as_begun(Path("out"), [*run, "steps=3", "resume=auto"], Source())
     assert again.config.model.revision == commit
@@ -93,9 +102,9 @@ def test_other_processes_compose_the_same_commit(hub: StubHub) -> None:
     commit = hub.publish(NAME)
     with hydra_session(Source()):
         composed = compose_run([f"model.path={NAME}"], Source())
-        pin(composed)
-        assert pins(composed.config) == [f'++model.revision="{commit}"']
-        again = compose_run([f"model.path={NAME}", *pins(composed.config)], Source())
+        pin(composed, "train")
+        assert pins(composed.config, "train") == [f'++model.revision="{commit}"']
+        again = compose_run([f"model.path={NAME}", *pins(composed.config, "train")], Source())
     assert composed.plain["model"]["revision"] == commit
     assert again.plain == composed.plain
 
@@ -108,11 +117,21 @@ def test_rewards_and_templates_are_pinned_too(hub: StubHub) -> None:
     ]
     with hydra_session(Source()):
         composed = compose_run(words, Source())
-    pin(composed)
+    pin(composed, "train")
     assert composed.config.reward["reward_model"]["revision"] == reward
     assert composed.plain["reward"]["reward_model"]["revision"] == reward
     assert composed.plain["chat_template"]["revision"] == template
     assert composed.plain["model"]["revision"] is None
+
+
+def test_demonstrations_read_no_reward_model(hub: StubHub) -> None:
+    """Workers of `sft` refuse settings of rewards."""
+    commit = hub.publish(NAME)
+    rewards = ["reward=[reward_model]", "reward.reward_model.path=me/judge"]
+    with hydra_session(Source()):
+        composed = compose_run([f"model.path={NAME}", *rewards], Source())
+    pin(composed, "sft")
+    assert pins(composed.config, "sft") == [f'++model.revision="{commit}"']
 
 
 def test_data_and_tools_take_an_id(hub: StubHub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,4 +172,24 @@ def test_submit_refuses_weights_that_nodes_cannot_fetch(
     text = errors(capsys, *job)
     assert f"model.path={NAME}: its weights are not in the cache" in text
     assert f"run `hf download {NAME} --revision {commit}` here first" in text
+    capsys.readouterr()
     assert cli.main([*job, "slurm.offline=false"]) == 0
+    # The branch may move on while the job waits.
+    assert f'++model.revision="{commit}"' in capsys.readouterr().out
+
+
+def test_all_jobs_of_a_sweep_have_the_commit_of_its_start(hub: StubHub) -> None:
+    first, second = hub.publish(NAME), hub.publish("me/other", with_limits())
+    grid = parse(["-m", "experiment=none", f"model.path={NAME},me/other"])
+    with hydra_session(Source()):
+        _, record = new_sweep(grid, cli.compose_all(grid))
+    assert [job.overrides[-1] for job in record.jobs] == [
+        f'++model.revision="{first}"',
+        f'++model.revision="{second}"',
+    ]
+    words = [f"model.path={NAME}", "optimizer.lr=1e-5,1e-4", "seed=0,1", "sweep.trials=2"]
+    search = parse(["-m", "experiment=none", "sweep=optuna", *words])
+    with hydra_session(Source()):
+        _, record = new_sweep(search, cli.compose_all(search))
+    assert record.search is not None
+    assert {repeat[-1] for repeat in record.search.repeats} == {f'++model.revision="{first}"'}

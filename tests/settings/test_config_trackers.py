@@ -75,6 +75,12 @@ def test_settings_without_effect_and_secrets_are_refused() -> None:
     assert "put it into the environment variable TRACKIO_WRITE_TOKEN" in problems(
         "'tracker.trackio.server_url=\"http://host?write_token=abc\"'".strip("'")
     )
+    store = "'tracker.mlflow.uri=\"https://me:secret@host\"'".strip("'")
+    refused = problems("tracker=mlflow", store)
+    assert refused.startswith("tracker.mlflow.uri=https://***@host: holds a password")
+    assert "MLFLOW_TRACKING_PASSWORD" in refused
+    server = "'tracker.trackio.server_url=\"https://me:secret@host\"'".strip("'")
+    assert problems(server).startswith("tracker.trackio.server_url=https://***@host: holds a pass")
     both = ("tracker.trackio.space=a/b", "tracker.trackio.server_url='http://host'")
     assert "leave one of them out" in problems(*both)
 

@@ -340,6 +340,8 @@ def test_mlflow_uses_the_named_store(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     run = SimpleNamespace(shared=tmp_path)
     assert MLflow().describe(run).view == "http://127.0.0.1:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:5000")
+    assert MLflow().describe(run).view == "http://***@127.0.0.1:5000"
     command = "mlflow ui --backend-store-uri sqlite:////data/runs.db"
     assert MLflow(uri="sqlite:////data/runs.db").describe(run).view == command
 

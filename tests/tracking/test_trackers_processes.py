@@ -65,14 +65,18 @@ def steps(shared: Path) -> list[int]:
 
 def test_steps_evaluations_and_rollouts_arrive_in_their_order(tmp_path):
     folder, out = tmp_path / "run", io.StringIO()
-    config = {"steps": 11, "tools": {"web": {"url": "http://me:secret@host/mcp"}}}
+    web = {"url": "http://me:secret@host/mcp", "env": {"KEY": "secret", "HOME": "${HOME}"}}
+    headers = {"Authorization": "Bearer $TOKEN", "X-Key": "pa$$word"}
+    config = {"steps": 11, "tools": {"web": {**web, "headers": headers}}}
     with tracked(folder, out, own_trackers.Recorded, run_config=config) as tracker:
         tracker.evaluation("before/sampled", 0, {"reward": 0.25, "reward_low": 0.125})
         for step in range(1, 12):
             tracker.step(step, {"reward": step / 100, "kl": float("nan")}, three())
         tracker.evaluation("after/sampled", 11, {"reward": 0.75})
     rows = lines(tmp_path / "recorded.jsonl")
-    hidden = {"steps": 11, "tools": {"web": {"url": "http://***@host/mcp"}}}
+    web = {"url": "http://***@host/mcp", "env": {"KEY": "***", "HOME": "${HOME}"}}
+    headers = {"Authorization": "Bearer $TOKEN", "X-Key": "***"}
+    hidden = {"steps": 11, "tools": {"web": {**web, "headers": headers}}}
     assert rows[0] == ["start", cursor(folder).id, False, hidden]
     assert rows[-1] == ["finish"]
     assert steps(tmp_path) == list(range(1, 12))
@@ -192,6 +196,15 @@ def test_a_tracker_that_cannot_be_reached_is_tried_again(tmp_path):
     assert out.getvalue().count("ConnectionError: no route to host") == 1
 
 
+def test_a_table_is_sent_again_after_a_short_failure_of_the_network(tmp_path):
+    out = io.StringIO()
+    with tracked(tmp_path / "run", out, own_trackers.LosesItsNetwork) as tracker:
+        tracker.step(1, {"reward": 0.5}, three())
+    assert "TimeoutError: no answer" in out.getvalue()
+    rows = lines(tmp_path / "recorded.jsonl")
+    assert [row[1] for row in rows if row[0] == "rollouts"] == [1]
+
+
 def test_a_tracker_without_a_network_is_said_at_the_end(tmp_path):
     out = io.StringIO()
     with tracked(tmp_path / "run", out, own_trackers.Unreachable, finish_s=3.0) as tracker:
@@ -229,19 +242,20 @@ def test_signals_to_the_process_group_reach_no_tracker(tmp_path):
     assert "tracker" not in out.getvalue()
 
 
-def test_a_killed_run_leaves_nothing_behind_that_it_wrote(tmp_path):
-    """SIGKILL of the run: the process of the tracker sees the end of its input and finishes."""
+def killed_run(folder: Path, kind: type, steps: int, before: str = "") -> None:
+    """Run so many steps in another process, which ends by SIGKILL after the lines of `before`."""
     script = f"""
-import os, signal
+import os, signal, time
 from pathlib import Path
 from agenttrain.tracking.config import TrackerConfig
 from agenttrain.tracking.tracker import Tracker
-own = {{"mine": {{"_target_": "own_trackers.Recorded", "system": False}}}}
+own = {{"mine": {{"_target_": "own_trackers.{kind.__name__}", "system": False}}}}
 config = TrackerConfig(console=False, own=own)
-folder = Path({str(tmp_path / "run")!r})
+folder = Path({str(folder)!r})
 tracker = Tracker(folder, config, project="shop", name="run", total_steps=20)
-for step in range(1, 21):
+for step in range(1, {steps} + 1):
     tracker.step(step, {{"reward": 0.5}}, [])
+{before}
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -252,8 +266,27 @@ os.kill(os.getpid(), signal.SIGKILL)
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == -9, done.stderr
+
+
+def test_a_killed_run_leaves_nothing_behind_that_it_wrote(tmp_path):
+    """The process of the tracker sees the end of its input and finishes."""
+    killed_run(tmp_path / "run", own_trackers.Recorded, 20)
     wait_for(lambda: lines(tmp_path / "recorded.jsonl")[-1:] == [["finish"]])
     assert steps(tmp_path) == list(range(1, 21))
+
+
+def test_a_run_resumed_while_the_tracker_of_the_killed_one_is_at_work(tmp_path):
+    """The new process waits until the old one has sent its steps; each is sent once."""
+    folder, sent = tmp_path / "run", tmp_path / "recorded.jsonl"
+    first_sent = f"""
+while not os.path.exists({str(sent)!r}) or '"log"' not in open({str(sent)!r}).read():
+    time.sleep(0.05)
+"""
+    killed_run(folder, own_trackers.Slow, 5, first_sent)
+    with tracked(folder, io.StringIO(), own_trackers.Slow, resume_step=5) as tracker:
+        tracker.step(6, {"reward": 0.5}, [])
+        assert cursor(folder).step < 5
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_torn_line_is_read_when_it_is_complete(tmp_path):

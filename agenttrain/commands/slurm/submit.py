@@ -34,7 +34,7 @@ from agenttrain.settings.compose import (
     job_name,
     run_folder,
 )
-from agenttrain.settings.pinning import check_cached
+from agenttrain.settings.pinning import check_cached, pins
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
 from agenttrain.utils.overrides import key_of
@@ -101,7 +101,7 @@ def submit(
         check_writable(folder, f"{folder}", f"name another folder: {RUN_DIR}…")
     text = render(plan.script, plan.settings)
     if plan.settings.offline:
-        check_cached([run.config for run in plan.runs])
+        check_cached([run.config for run in plan.runs], typed.command.verb)
     # The output of a dry run is only the script, so that it can be redirected to a file.
     with _offline(plan.settings.offline), redirect_stdout(sys.stderr if typed.dry else sys.stdout):
         if typed.check and not certify(plan.runs):
@@ -198,8 +198,9 @@ def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -
         )
     folder = run_folder(command.overrides, source)
     words = [text for text in command.overrides if not text.startswith(RUN_DIR)]
+    commits = pins(runs[0].config, command.verb)
     place = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
-    arguments = [command.verb, *command.options, *words, *place]
+    arguments = [command.verb, *command.options, *words, *commits, *place]
     script = _script(folder, name, [arguments], array=False)
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
 

@@ -30,6 +30,7 @@ from agenttrain.settings.checks import check_own_objective, check_structured, va
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed, Source, check_writable, compose_raw
 from agenttrain.settings.messages import explained
+from agenttrain.settings.pinning import pins
 from agenttrain.settings.saved import RESUMABLE, resumed
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
@@ -79,12 +80,17 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     options += ["--config-name", source.name] if source.name != "train" else []
     subdir = str(raw.hydra.sweep._get_node("subdir")._value())
     search, jobs = expansion.search, list[SweepJob]()
+    commits = [pins(run.config, command.verb) for run in runs]
     if search is None:
-        jobs = _jobs(expansion.runs, source, subdir)
+        pairs = zip(expansion.runs, commits, strict=True)
+        jobs = _jobs([[*words, *added] for words, added in pairs], source, subdir)
     elif subdir != NUMBERED:
         raise ConfigError(f"hydra.sweep.subdir={subdir}: a search numbers its jobs; leave it out")
     else:
-        search = replace(search, repeats=[_of_job(repeat) for repeat in search.repeats])
+        # The models that every trial has: a search may vary others.
+        shared = sorted(set.intersection(*map(set, commits)))
+        repeats = [[*_of_job(repeat), *shared] for repeat in search.repeats]
+        search = replace(search, repeats=repeats)
     record = SweepRecord(
         verb=command.verb,
         objective=runs[0].config.sweep.objective,

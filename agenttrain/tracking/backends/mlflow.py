@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agenttrain.tools.config import without_password
 from agenttrain.tracking.backends.base import (
     Description,
     ExperimentTracker,
@@ -84,7 +85,7 @@ class MLflow(ExperimentTracker):
 
     def describe(self, run: TrackedRun) -> Description:
         """Return the command that shows the page, or the server's address."""
-        address = self._address(run)
+        address = without_password(self._address(run))
         if address.startswith(("http://", "https://")):
             return Description(view=address)
         command = shlex.join(["mlflow", "ui", "--backend-store-uri", address])

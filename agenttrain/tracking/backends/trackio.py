@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agenttrain.tools.config import without_password
 from agenttrain.tracking.backends.base import (
     Description,
     ExperimentTracker,
@@ -133,7 +134,8 @@ class Trackio(ExperimentTracker):
                 notes.append(f"trackio: {name} is set and not used{remedy}")
         if not self.is_local:
             space = f"https://huggingface.co/spaces/{self.remote['space']}"
-            return Description(view=self.remote["server_url"] or space, notes=tuple(notes))
+            view = without_password(self.remote["server_url"] or space)
+            return Description(view=view, notes=tuple(notes))
         # Run by a path into a virtual environment that is not activated, `trackio` is not on PATH.
         beside = str(Path(sys.executable).parent / "trackio")
         program = "trackio" if shutil.which("trackio") else beside
