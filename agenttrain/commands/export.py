@@ -16,6 +16,7 @@ from agenttrain.settings.command_line import first_value
 from agenttrain.settings.saved import run_of
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import AgenttrainError, ConfigError
+from agenttrain.utils.hub import ID
 from agenttrain.utils.names import did_you_mean
 
 USAGE = (
@@ -127,6 +128,15 @@ def export(
         if form == "adapter":
             for file in ADAPTER_FILES:
                 shutil.copyfile(checkpoint / file, part / file)
+            settings, adapter = run_of(checkpoint) / "config.yaml", part / ADAPTER_FILES[0]
+            run = yaml.safe_load(settings.read_text("utf-8")) if settings.is_file() else {}
+            base = run.get("model", {})
+            # The checkpoint names the snapshot in this machine's cache.
+            if ID.fullmatch(str(base.get("path"))) and base.get("revision"):
+                described = json.loads(adapter.read_text(encoding="utf-8"))
+                described["base_model_name_or_path"] = base["path"]
+                described["revision"] = base["revision"]
+                adapter.write_text(json.dumps(described, indent=2), encoding="utf-8")
         else:
             wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
             with only_tensors(checkpoint):

@@ -1,4 +1,4 @@
-"""The process of one tracker: whatever its library does, hangs or dies of cannot touch the run.
+"""The process of one tracker: a tracker that raises, hangs or crashes cannot touch the run.
 
 Started as a script with a JSON file of arguments. The run writes a line into its input at its end;
 a run that is killed closes the input. A line on the output says why the process ends early.

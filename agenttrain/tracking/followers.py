@@ -148,7 +148,7 @@ class Follower:
     def _ended(self, process: ChildProcess) -> None:
         """Record why the process ended early, and when to start it again."""
         code, printed = process.code or 0, process.printed().splitlines()
-        process.kill()  # what it has left behind in its session
+        process.kill()  # closes the pipe
         self._process = None
         if code < 0:
             self.reason = f"its process was ended by {signal.Signals(-code).name}"

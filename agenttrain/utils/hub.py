@@ -191,13 +191,13 @@ def _explained(name: str, revision: str | None, key: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        problem = _problem(error, name, revision)
+        problem = _problem(error, name, revision, key)
         if problem is None:
             raise
         raise ConfigError(f"{key}={name}: {problem}") from error
 
 
-def _problem(error: Exception, name: str, revision: str | None) -> str | None:
+def _problem(error: Exception, name: str, revision: str | None, key: str) -> str | None:
     """Return the problem and its remedy; None for an error that is not about the hub."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -215,7 +215,7 @@ def _problem(error: Exception, name: str, revision: str | None) -> str | None:
     def is_a(*kinds: type[BaseException]) -> bool:
         return any(isinstance(cause, kinds) for cause in causes)
 
-    store = Path(constants.HF_HUB_CACHE)
+    store, setting = Path(constants.HF_HUB_CACHE), f"{key.removesuffix('path')}revision"
     offline = (
         f"run `{download_command(name, revision)}` where there is a network, and bring the cache "
         f"({store})"
@@ -226,7 +226,7 @@ def _problem(error: Exception, name: str, revision: str | None) -> str | None:
             "the account that did"
         )
     if is_a(RevisionNotFoundError):
-        return f"the hub has no revision {revision} of it; set model.revision to one that it has"
+        return f"the hub has no revision {revision} of it; set {setting} to one that it has"
     if is_a(RepositoryNotFoundError):
         cached = [
             folder.parent.name.removeprefix("models--").replace("--", "/")
@@ -246,17 +246,15 @@ def _problem(error: Exception, name: str, revision: str | None) -> str | None:
             "any, or give the token the right to read it"
         )
     if status is not None:
-        return (
-            f"{hub} answers with status {status}, {len(PAUSES_S) + 1} times in a row; try again "
-            f"later, or {offline}"
-        )
+        times = f", {len(PAUSES_S) + 1} times in a row" if status >= SERVER_ERROR else ""
+        return f"{hub} answers with status {status}{times}; try again later, or {offline}"
     if is_a(OfflineModeIsEnabled) or (constants.HF_HUB_OFFLINE and is_a(LocalEntryNotFoundError)):
         snapshots = (store / f"models--{name.replace('/', '--')}" / "snapshots").glob("*")
         complete = [folder.name for folder in snapshots if has_weights(folder)]
         if complete:  # weights of one revision and a tokenizer of another are no model
             return (
                 f"the cache has no weights of revision {revision or 'main'}, and HF_HUB_OFFLINE is "
-                f"set; it has those of {', '.join(complete)}: set model.revision to that, or "
+                f"set; it has those of {', '.join(complete)}: set {setting} to that, or "
                 f"{offline}"
             )
         return (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +98,17 @@ def test_adapters_alone_or_merged(adapters, tmp_path) -> None:
     assert "| weights | adapters (LoRA) alone" in card
     assert main(["export", f"run={adapters}", f"to={tmp_path}/m", "format=merged"]) == 0
     assert (tmp_path / "m" / "model.safetensors").is_file()
+
+
+def test_adapters_name_their_base_model_on_the_hub(adapters, tmp_path) -> None:
+    run = shutil.copytree(adapters, tmp_path / "run", symlinks=True)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"] |= {"path": "org/agent", "revision": "c" * 40}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["export", f"run={run}", f"to={tmp_path}/a", "format=adapter"]) == 0
+    described = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == "org/agent"
+    assert described["revision"] == "c" * 40 and described["r"] > 0
 
 
 def test_nothing_half_written_is_left_after_a_kill(run, tmp_path) -> None:

@@ -161,6 +161,8 @@ def test_wandb_has_every_step_once(finished):
     files = sorted((finished.folder / "wandb").glob(f"offline-run-*-{finished.id}/*.wandb"))
     assert len(files) == 3  # the process that was killed, its successor, and the resumed run
     records = [record for file in files for record in wandb_records(file)]
+    # Its own of the machine: programs, packages, user and load.
+    assert not any(r.HasField("environment") or r.HasField("stats") for r in records)
     rows = [
         {
             item.key or ".".join(item.nested_key): json.loads(item.value_json)

@@ -205,7 +205,10 @@ def test_a_token_without_the_right(hub: StubHub, monkeypatch: pytest.MonkeyPatch
 
 def test_a_revision_that_does_not_exist(hub: StubHub) -> None:
     hub.publish(NAME)
-    assert error(revision="v9").startswith("the hub has no revision v9 of it")
+    text = "the hub has no revision v9 of it; set {}.revision to one that it has"
+    assert error(revision="v9") == text.format("model")
+    with pytest.raises(ConfigError, match=text.format("chat_template")):
+        model_folder(NAME, (), revision="v9", key="chat_template.path")
 
 
 def test_a_hub_that_stays_out_of_order(hub: StubHub) -> None:
@@ -214,6 +217,9 @@ def test_a_hub_that_stays_out_of_order(hub: StubHub) -> None:
     text = error()
     assert f"{hub.url} answers with status 502, 3 times in a row" in text
     assert f"`hf download {NAME}`" in text
+    hub.faults.clear()
+    hub.fail("/api/", status=429)  # not asked again
+    assert f"{hub.url} answers with status 429; try again later" in error()
 
 
 def test_a_connection_that_is_refused(hub: StubHub) -> None:

@@ -65,7 +65,11 @@ class WandB(ExperimentTracker):
                 silent=True,
                 disable_git=True,
                 save_code=False,
-                x_stats_pid=run.pid,
+                # `follow` sends the machine's load, unless system=false.
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_disable_machine_info=True,
+                x_save_requirements=False,
                 x_transaction_log_flush_interval=WRITTEN_EVERY_S,
             ),
         )
