@@ -71,8 +71,13 @@ def test_examples_with_settings_compose(
 @pytest.mark.parametrize(
     "words",
     [
-        *("templates", "settings --json", "data", "tools", "check", "plan --gpu-memory-gb 80"),
-        *("--cfg job", "view --help"),
+        *("templates", "check", "--cfg job"),
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                *("settings --json", "data", "tools", "plan --gpu-memory-gb 80", "view --help"),
+            )
+        ),
     ],
 )
 def test_a_reader_that_stops_early_ends_a_verb_quietly(words: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Presets of models and of hardware: each with each, and what `agenttrain plan` says of them."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,19 @@ MACHINES = {
 }
 
 
+@cache
 def compose(*overrides: str) -> Composed:
     with hydra_session(Source()):
         return compose_run(["experiment=none", *overrides], Source())
 
 
-@pytest.mark.parametrize("hardware", MACHINES)
+@pytest.mark.parametrize(
+    "hardware",
+    [
+        *("laptop", "node8x80"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpu24", "gpu80")),
+    ],
+)
 def test_every_model_composes_on_every_machine(hardware: str) -> None:
     for model in MODELS:
         alone = compose(f"model={model}").config
