@@ -104,6 +104,7 @@ def test_an_export_that_cannot_be_says_why(tmp_path: Path) -> None:
         (["nowhere", "to=out"], "neither a run with a checkpoint nor a checkpoint"),
         (["checkpoint"], "give export run=<run or checkpoint folder> to="),
         (["checkpoint", "to=full"], "to=full: holds something already"),
+        (["checkpoint", "to=."], "to=.: is the folder that you are in"),
         (["checkpoint", "to=out", "dtype=int8"], "expected one of auto, float32"),
         (["checkpoint", "to=out", "merge=1"], "merge=…: not an option of export"),
         (["run=checkpoint", "to=out", "format=adapter"], "has no adapters, its weights are"),

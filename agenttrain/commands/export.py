@@ -70,8 +70,8 @@ def main(arguments: Sequence[str]) -> int:
             url = publish(checkpoint, to.removeprefix(HUB), dtype, form, public=public)
             print(f"{checkpoint} -> {url}")
             return 0
-        folder = Path(os.path.abspath(to))
-        if folder == Path.cwd():
+        folder = Path(to)
+        if folder.resolve() == Path.cwd():
             raise ConfigError(f"to={to}: is the folder that you are in; name a new folder")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"to={folder}: holds something already; name a new folder")
