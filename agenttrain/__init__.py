@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.types import ToolResult as ToolResult
     from agenttrain.types import ToolUnavailable as ToolUnavailable
     from agenttrain.types import Trajectory as Trajectory
+    from agenttrain.types import TurnReward as TurnReward
     from agenttrain.utils.model_path import model_folder as model_folder
 
 _MODULES = {
@@ -112,6 +113,7 @@ _MODULES = {
     "ToolUnavailable": "agenttrain.types",
     "Toolbox": "agenttrain.tools.toolbox",
     "Trajectory": "agenttrain.types",
+    "TurnReward": "agenttrain.types",
     "build_objective": "agenttrain.algorithms.objectives.config",
     "build_toolbox": "agenttrain.tools.build",
     "load_chat": "agenttrain.chat.loading",

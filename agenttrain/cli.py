@@ -23,11 +23,9 @@ from omegaconf import DictConfig
 from agenttrain.commands.arguments import help_text, verb_help
 from agenttrain.commands.check import certify, check, check_files
 from agenttrain.commands.completion.command import completion
-from agenttrain.commands.doctor import doctor
 from agenttrain.commands.init.command import init
 from agenttrain.commands.records import replay, rescore, view
 from agenttrain.commands.settings import settings
-from agenttrain.commands.slurm.submit import submit
 from agenttrain.commands.sweep import command as cli_sweep
 from agenttrain.commands.sweep.compare import compare
 from agenttrain.commands.sweep.config import objective_problems
@@ -44,11 +42,8 @@ from agenttrain.launch.processes import (
 from agenttrain.launch.start import as_rank, start
 from agenttrain.launch.worker import leave
 from agenttrain.settings.checks import (
+    check_for_verb,
     check_init,
-    check_own_objective,
-    check_stop_when,
-    check_structured,
-    check_test_rows,
     check_verb,
     validate,
 )
@@ -73,7 +68,7 @@ from agenttrain.settings.compose import (
     open_keys,
     register,
 )
-from agenttrain.settings.engine_checks import admit_engine
+from agenttrain.settings.engine_checks import admit_engine, typed_engine
 from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
 from agenttrain.settings.pinning import fetch, pin
 from agenttrain.settings.saved import (
@@ -143,12 +138,17 @@ def _dispatch(arguments: list[str]) -> int:
             from agenttrain.commands.export import main as export
 
             return export(words)
+        if verb == "doctor":
+            from agenttrain.commands.doctor import doctor
+
+            return doctor(words)
         if verb == "submit":
+            from agenttrain.commands.slurm.submit import submit
+
             return submit(words, compose_all, certify)
         command = {
             "settings": settings,
             "completion": completion,
-            "doctor": doctor,
             "init": init,
             "view": view,
             "tools": _tools,
@@ -212,6 +212,11 @@ def run(arguments: Sequence[str]) -> int:
         return _continue_run(command, command.saved, runs[0])
     if is_later_node(runs[0].config.distributed):
         return _launch(command, runs[0], Path(), announce=False)
+    if not command.sweep:
+        named = named_folder(command.overrides)
+        if named is not None and _holds_run(named) and not command.auto:
+            raise _taken(named)
+        fetch(runs[0].config, command.verb)  # before the run folder: the download may fail
     return _hand_over(command)
 
 
@@ -241,10 +246,7 @@ def compose_all(command: Command) -> list[Composed]:
         validate(composed.config, code=code)
         pin(composed, command.verb)
         check_verb(command.verb, overrides)
-        check_test_rows(command.verb, composed.config)
-        check_structured(command.verb, composed.config)
-        check_stop_when(command.verb, composed.config)
-        check_own_objective(command.verb, composed.config)
+        check_for_verb(command.verb, composed.config, overrides)
         return [composed]
     if not command.sweep:
         return [_compose_one(overrides, command)]
@@ -291,10 +293,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     pin(composed, command.verb)
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
-    check_test_rows(command.verb, composed.config)
-    check_structured(command.verb, composed.config)
-    check_stop_when(command.verb, composed.config)
-    check_own_objective(command.verb, composed.config)
+    check_for_verb(command.verb, composed.config, overrides)
     return composed
 
 
@@ -437,7 +436,7 @@ def _play(arguments: Sequence[str]) -> int:
     options, overrides = play.parse(arguments)
     composed = _compose_single(parse(["play", *overrides]), "play -m: talks to one agent")
     admit_engine(composed)
-    play.check_engine("play", composed.config, overrides)
+    play.check_engine(composed.config, overrides)
     return play.play(composed.config, options)
 
 
@@ -445,13 +444,12 @@ def _serve(arguments: Sequence[str]) -> int:
     """Run `serve [run=<folder>] [step=N|best] [host=…] [port=…] [name=…] [overrides]`: answer
     chat requests."""
     from agenttrain.commands import serve
-    from agenttrain.commands.play import check_engine
 
     options, overrides = serve.parse(arguments)
     composed = _compose_single(parse(["serve", *overrides]), "serve -m: serves one agent")
     admit_engine(composed)
-    check_engine("serve", composed.config, overrides)
-    return serve.serve(composed.config, options)
+    named = typed_engine(overrides) is not None
+    return serve.serve(composed.config, options, engine_named=named)
 
 
 def _tools(arguments: Sequence[str]) -> int:

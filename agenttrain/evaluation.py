@@ -213,13 +213,7 @@ async def evaluate(
     The processes of `world` share the tasks.
     """
     world, costs = world or World(), costs or Costs(config.group_by)
-    sampled = Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-    )
-    runs = [("sampled", sampled, config.samples)]
+    runs = [("sampled", config.sampling(), config.samples)]
     if config.greedy:
         runs.append(("greedy", Sampling(temperature=0.0), 1))
     # NaN of a reward function must not stop an evaluation.

@@ -28,6 +28,7 @@ from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from agenttrain.training.nonfinite import check_logprobs, check_weights
 from agenttrain.training.policy import Policy
+from agenttrain.training.teacher import Teacher, add_teacher, score_with
 from agenttrain.training.update import Minibatch, assign_advantages, loss_inputs
 from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.training.world import World
@@ -97,6 +98,8 @@ class Trainer:
     checkpoints: Checkpoints
     engine: Engine | None = None
     """Samples from the policy; None in supervised runs that sample nothing."""
+    teacher: Teacher | None = None
+    """Scores the rollouts with `algorithm.teacher`; None: there is none."""
     stop_when: StopWhen
     guards: Guards | None = None
     best: Best | None = None
@@ -165,7 +168,7 @@ class Trainer:
         with self.run.phase("train", n, rollouts=batch.rollouts):
             if isinstance(self.engine, Separate):  # it has a copy of the weights
                 await self.engine.sleep()  # frees its GPU memory for the update
-            training = update(self.policy, batch.groups)
+            training = update(self.policy, batch.groups, self.teacher)
         with self.run.phase("check", n, rollouts=batch.rollouts):
             check_weights(self.policy.model, f"after the update of step {n}", self.run.world)
         if self.engine is not None:
@@ -270,14 +273,17 @@ class Trainer:
             self.best.record = state["best"]
 
 
-def update(policy: Policy, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+def update(
+    policy: Policy, groups: Sequence[Sequence[Rollout]], teacher: Teacher | None = None
+) -> dict[str, float]:
     """Make all optimizer updates of one step and return their metrics.
 
     `groups` are in task order. Every process passes the same number of groups, an empty list for
     each that another process sampled, so that all processes cut the same minibatches. Rollouts
-    without a reward are not trained on. Sets `advantage` of every rollout, and `trainer_logprobs`
-    and `entropies` of the trajectories that the policy scores. If a loss or gradient is not finite,
-    raises BrokenUpdate in all processes before any weight changes.
+    without a reward are not trained on. Sets `advantages` of every trajectory, and
+    `trainer_logprobs` and `entropies` of those that the policy scores. If a loss or gradient is
+    not finite, raises BrokenUpdate in all processes before any weight changes. With
+    `algorithm.teacher` a `teacher` is given.
 
     Metrics: `loss`, `grad_norm`, `lr`, `train/tokens` (sampled tokens per update), those of
     `metric_names` over the rollouts that had a gradient, and `MISMATCH_NAMES` (distance between the
@@ -287,15 +293,21 @@ def update(policy: Policy, groups: Sequence[Sequence[Rollout]]) -> dict[str, flo
     metrics = Averages()
     sequences = policy.score(groups)  # with reference and old logprobs, if the algorithm uses them
     penalties, kl = policy.kl_penalties(sequences)
+    if teacher is not None:
+        sequences = score_with(teacher, sequences, policy.world)
     metrics.add(kl)
     # From each function's own rewards: some normalizations come before their weighted sum.
-    assign_advantages(
-        groups,
-        policy.algorithm,
-        policy.world,
-        penalties=penalties,
-        reward_weights=policy.reward_weights,
+    metrics.add(
+        assign_advantages(
+            groups,
+            policy.algorithm,
+            policy.world,
+            penalties=penalties,
+            reward_weights=policy.reward_weights,
+        )
     )
+    if teacher is not None:
+        metrics.add(add_teacher(groups, sequences, policy.algorithm))
     policy.begin_step()
     with policy.ready():
         for minibatch in policy.minibatches(sequences):  # epochs x minibatches, cut by group

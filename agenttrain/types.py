@@ -32,7 +32,7 @@ class Origin(StrEnum):
     """Source of a span's tokens."""
 
     prompt = "prompt"
-    """The rendered prompt."""
+    """The rendered prompt, or what a compacted context shows again of an earlier trajectory."""
     sampled = "sampled"
     """Sampled by the policy: the only tokens that are trained."""
     template = "template"
@@ -77,6 +77,8 @@ class StopReason(StrEnum):
     """The rollout's wall-clock limit passed."""
     aborted = "aborted"
     """The engine aborted the request."""
+    invalid_summary = "invalid_summary"
+    """A summary of the context has a call in it, or no text."""
     error = "error"
     """The rollout failed; `Rollout.error` has the reason."""
 
@@ -276,6 +278,8 @@ class ToolResult:
     """True if the tool ended the episode by returning `Done`."""
     stop: bool = False
     """True for a call to a stop tool, by name: the rollout ends, even if the call failed."""
+    reward: float | None = None
+    """Value of the `TurnReward` that the tool returned; None: it returned another value."""
     executor: str | None = None
     """Tool of the run that did the work of a row's own tool; None if the model called it itself."""
 
@@ -287,6 +291,18 @@ class Done:
     Example: ``return Done("You reached the exit.")``
     """
 
+    content: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReward:
+    """Return value by which a tool rewards the turn that called it, beside its reply.
+
+    An environment's `user` may return one too. The reward function `turn_rewards` hands the values
+    on to `algorithm.credit`. `content` may be a `Done`. Example: ``TurnReward(0.2, "It opens.")``
+    """
+
+    value: float
     content: Any
 
 
@@ -338,7 +354,9 @@ class Trajectory:
 
     It grows only through `append_sampled` and `append_context`. ``token_ids``, ``loss_mask``,
     ``rollout_logprobs`` and ``prompt_length`` are derived from the spans, so they cannot disagree.
-    Example::
+    One that branches from another (`Rollout.branch`) begins with tokens of that one as context, and
+    has spans, mask and logprobs of its own tokens only, so that each sampled token is in one
+    trajectory. Example::
 
         trajectory.append_context([7, 8, 9], Origin.prompt)
         sent = trajectory.token_ids
@@ -352,8 +370,8 @@ class Trajectory:
     role: str = MAIN
     """Purpose of the trajectory: `main` for the attempt at the task itself."""
     parent: tuple[int, int] | None = None
-    """(index, position) in the trajectory that this one branches from; None: it has a
-    prompt of its own."""
+    """(index, position): the first `position` tokens of that trajectory are this one's context;
+    None: it has a prompt of its own."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
@@ -366,6 +384,12 @@ class Trajectory:
     entropies: array[float] | None = None
     """[S] Entropy, in nats, of the trainer's distribution at each sampled token; None if it did
     not compute them."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """Turn -> the sum of what tools and environment returned as `TurnReward` in it."""
+    states: list[str] = field(default_factory=list)
+    """Digest of the environment's `state()` before each turn; empty if it has none."""
+    advantages: array[float] | None = None
+    """[S] Advantage of each sampled token, set by the trainer; None without a reward."""
     _ids: array[int] = field(default_factory=lambda: array("q"))
 
     def append_sampled(self, completion: Completion, sent: Sequence[int]) -> None:
@@ -427,22 +451,48 @@ class Trajectory:
 
     @property
     def token_ids(self) -> array[int]:
-        """[T] A copy of all ids, in order."""
+        """[T] A copy of all ids, in order, those of the context included."""
         return self._ids[:]
 
     @property
+    def context_length(self) -> int:
+        """Number of tokens of the parent that come before the own ones; 0 without a parent."""
+        return 0 if self.parent is None else self.parent[1]
+
+    def context(self, earlier: Sequence[Trajectory]) -> array[int]:
+        """Return the ids of its context, given the trajectories of the rollout before it.
+
+        Raises LedgerError for a parent or a position that they do not have.
+        """
+        if self.parent is None:
+            return array("q")
+        parent, position = self.parent
+        if not 0 <= parent < len(earlier) or not 0 < position <= earlier[parent].length:
+            lengths = [trajectory.length for trajectory in earlier]
+            raise LedgerError(
+                f"{self.name}: parent=({parent}, {position}), but the trajectories before it have "
+                f"{lengths} tokens"
+            )
+        return earlier[parent].token_ids[:position]
+
+    @property
+    def own_ids(self) -> array[int]:
+        """[O] A copy of the ids of its own spans, which follow the context."""
+        return self._ids[self.context_length :]
+
+    @property
     def loss_mask(self) -> list[int]:
-        """[T] 1 where the policy sampled the token, else 0."""
+        """[O] 1 where the policy sampled the token, else 0."""
         return [int(span.origin is Origin.sampled) for span in self.spans for _ in span.token_ids]
 
     @property
     def rollout_logprobs(self) -> list[float]:
-        """[T] The engine's logprobs on sampled tokens, 0.0 elsewhere."""
+        """[O] The engine's logprobs on sampled tokens, 0.0 elsewhere."""
         return [p for span in self.spans for p in span.logprobs or (0.0,) * len(span.token_ids)]
 
     @property
     def prompt_length(self) -> int:
-        """Number of prompt tokens."""
+        """Number of own prompt tokens."""
         return sum(len(s.token_ids) for s in self.spans if s.origin is Origin.prompt)
 
     @property
@@ -452,7 +502,7 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        """Number of all tokens."""
+        """Number of all tokens, those of the context included."""
         return len(self._ids)
 
     def sampled_spans(self) -> Iterator[Span]:
@@ -483,10 +533,11 @@ class Rollout:
     """Value of the environment's `reward`, perhaps NaN; None if there is none to give."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Value of each reward function; None: it does not apply."""
+    turn_scores: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Values by turn of each reward function that gave one for every turn; their sum is in
+    `rewards`. Turns are counted through the trajectories."""
     reward: float | None = None
     """Weighted sum of `rewards`; None: no reward function applies, or one could not score."""
-    advantage: float | None = None
-    """Set by the trainer, the same for all sampled tokens; None without a reward."""
     seconds: float = 0.0
     """Wall time of the rollout."""
 
@@ -506,8 +557,42 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """Number of all tokens."""
-        return sum(trajectory.length for trajectory in self.trajectories)
+        """Number of all tokens; what a trajectory shares with its parent counts once."""
+        return sum(one.length - one.context_length for one in self.trajectories)
+
+    def branch(self, parent: int, position: int, *, role: str = MAIN) -> Trajectory:
+        """Add a trajectory whose context is the first `position` tokens of trajectory `parent`.
+
+        It can end anywhere in that one, also amid a span. Example: with a trajectory of the ids
+        ``7 8 9 20 2``, ``branch(0, 3, role="summary")`` continues from ``7 8 9``.
+        """
+        branched = Trajectory(
+            rollout_id=self.rollout_id,
+            index=len(self.trajectories),
+            role=role,
+            parent=(parent, position),
+        )
+        branched._ids = branched.context(self.trajectories)
+        self.trajectories.append(branched)
+        return branched
+
+    def set_advantages(self, by_turn: float | Sequence[float] | None) -> None:
+        """Set the sampled tokens' advantages: one number, one for each turn in order, or None."""
+        if isinstance(by_turn, Sequence) and len(by_turn) != self.turns:
+            raise ValueError(
+                f"rollout {self.rollout_id}: {len(by_turn)} advantages for {self.turns} turns"
+            )
+        before = 0
+        for trajectory in self.trajectories:
+            if by_turn is None:
+                trajectory.advantages = None
+            elif isinstance(by_turn, float | int):
+                trajectory.advantages = array("d", [by_turn]) * trajectory.sampled_length
+            else:
+                spans = trajectory.sampled_spans()
+                values = (by_turn[before + span.turn] for span in spans for _ in span.token_ids)
+                trajectory.advantages = array("d", values)
+            before += trajectory.turns
 
     @property
     def truncated(self) -> bool:

@@ -230,7 +230,7 @@ def update(
     )
     sequences = []
     for rollout, advantage, weight in zip(rollouts, advantages_N, weights_N.tolist(), strict=True):
-        rollout.advantage = advantage
+        rollout.set_advantages(advantage)
         if advantage != 0:
             sequences += [replace(one, weight=weight) for one in make_sequences(rollout)]
     batches = scorer.pack(sequences, TOKEN_BUDGET, torch.device("cpu"))
@@ -247,7 +247,7 @@ def update(
                 logprobs_S=logprobs_S,
                 behaviour_S=batch.behaviour_S,
                 sequence_S=batch.sequence_S,  # the rollout that each token belongs to
-                advantages_B=batch.advantages_B,
+                advantages_S=batch.advantages_S,
                 weights_B=batch.weights_B,
             )
             loss, _metrics = policy_loss(inputs, ALGORITHM)

@@ -9,3 +9,5 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("AGENTTRAIN_KEY", str(Path(tempfile.mkdtemp(prefix="agenttrain-")) / "key"))
+
+pytest_plugins = ["stub_hub"]  # for the fixture `hub`; loaded after the variables are set

@@ -64,7 +64,7 @@ def packed(batch: Padded, config: AlgorithmConfig, update: Update) -> LossInputs
         entropy_S=entropy,
         kept_S=kept,
         sequence_S=sampled.nonzero()[:, 0],
-        advantages_B=batch.advantages,
+        advantages_S=batch.advantages[sampled.nonzero()[:, 0]],
         weights_B=token_weights(
             sampled.sum(1),
             config.aggregation,

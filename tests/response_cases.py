@@ -221,7 +221,7 @@ def all_specs() -> dict[str, ResponseSpec]:
     """Every parser under a name of its own."""
     names = (
         *("hermes", "qwen_xml", "llama3", "gpt_oss", "glm4_moe", "gemma4", "lfm2", "deepseek"),
-        "mistral",
+        *("mistral", "pythonic"),
     )
     specs = {name: load_spec(name) for name in names}
     specs |= {f"template/{k}": make_spec(v, source=k) for k, v in TEMPLATES.items()}

@@ -14,9 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,6 +29,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
+from agenttrain.utils import hub as hub_module
 from agenttrain.utils.hub import snapshot
 from agenttrain.utils.model_path import model_folder
 
@@ -64,6 +67,27 @@ class Fault:
     seconds_per_block: float = 0.0
 
 
+class Server(ThreadingHTTPServer):
+    """Closes also the connections that clients keep open, which its threads would answer."""
+
+    daemon_threads = True
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.connections: list[socket.socket] = []
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        self.connections.append(connection)
+        return connection, address
+
+    def server_close(self) -> None:
+        super().server_close()
+        for connection in self.connections:
+            with suppress(OSError):  # the client has closed it
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 class StubHub:
     """The server; `requests` and `sent` (bytes of bodies) count what was asked for."""
 
@@ -72,8 +96,7 @@ class StubHub:
         self.requests: list[str] = []
         self.sent = 0
         self.faults: list[Fault] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
+        self._server = Server(_handler(self))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> StubHub:
@@ -102,7 +125,10 @@ class StubHub:
         token: str | None = None,
         gated: bool = False,
     ) -> str:
-        """Add a commit to a model and move `revision` to it; return the commit's hash."""
+        """Add a commit to a model, or to `datasets/org/name`, and move `revision` to it.
+
+        Return the commit's hash.
+        """
         files = bundled_files() if files is None else dict(files)
         digest = hashlib.sha1(name.encode())
         for file, content in sorted(files.items()):
@@ -167,8 +193,12 @@ def _handler(hub: StubHub) -> type[BaseHTTPRequestHandler]:
             if fault is not None and fault.status is not None:
                 self._error(fault.status, None, "the hub is out of order")
                 return
-            api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?/?", path)
-            file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+            plain = path.replace("/api/models/", "/api/")
+            name_of = r"((?:datasets/)?[^/]+/[^/]+)"
+            api = re.fullmatch(
+                rf"/api/{name_of}(?:/(revision|tree|auth-check)(?:/([^/]+)(/.+)?)?)?/?", plain
+            )
+            file = re.fullmatch(rf"/{name_of}/resolve/([^/]+)/(.+)", path)
             match = api or file
             if match is None:
                 self._error(404, None, "no such page")
@@ -182,7 +212,9 @@ def _handler(hub: StubHub) -> type[BaseHTTPRequestHandler]:
                 else:  # the hub does not say whether a private model exists
                     self._error(401 if not token else 404, "RepoNotFound", "Repository not found")
                 return
-            if api:
+            if api and api.group(4):
+                self._error(404, "EntryNotFound", "there are no folders in it")
+            elif api and (api.group(2) != "auth-check" or not repository.gated):
                 self._api(name, repository, match.group(2), match.group(3), parts.query)
             elif repository.gated:
                 self._error(403 if token else 401, "GatedRepo", f"Access to {name} is restricted")
@@ -333,3 +365,13 @@ def use(hub: StubHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN_PATH", str(home / "token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     snapshot.cache_clear()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
+    """A hub of the test's own and an empty cache; the working directory is empty too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub_module, "PAUSES_S", (0.0, 0.0))
+    with StubHub() as server:
+        use(server, tmp_path / "hf", monkeypatch)
+        yield server

@@ -247,8 +247,8 @@ def test_a_resume_in_a_yaml_is_refused(capsys: pytest.CaptureFixture[str], elsew
         (["model.path=other"], "lr 1e-06", True),
         (["model.path=other", "experiment=calculator"], "lr 0.0005", False),
         (["model.path=other", "experiment=none"], "lr 1e-06", False),
-        (["model.path=own"], "lr 0.0008", False),
-        ([], "lr 0.0008", False),
+        (["model.path=own"], "lr 0.0016", False),
+        ([], "lr 0.0016", False),
     ],
 )
 def test_another_model_has_not_the_bundled_agents_settings(
@@ -273,7 +273,7 @@ def test_another_model_has_not_the_bundled_agents_settings(
         for verb in ("train", "sft", "eval"):
             text = errors(capsys, verb, *overrides)
             assert "model.path=other: is not the bundled agent" in text
-            assert "optimizer.lr=0.0008" in text
+            assert "optimizer.lr=0.0016" in text
             assert "add experiment=none" in text
 
 

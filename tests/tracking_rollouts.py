@@ -48,7 +48,6 @@ def new(sample: int, reward: float | None, group_id: str = "g0") -> Rollout:
         sample=sample,
         rewards={"answer": reward},
         reward=reward,
-        advantage=0.5,
     )
     (trajectory,) = rollout.trajectories
     trajectory.messages, trajectory.prompt_messages = list(task.messages), 1
@@ -66,6 +65,7 @@ def say(rollout: Rollout, token_ids: tuple[int, ...], *, version: int = 7) -> No
     )
     (trajectory,) = rollout.trajectories
     trajectory.append_sampled(completion, trajectory.token_ids)
+    rollout.set_advantages(0.5)
 
 
 def call(

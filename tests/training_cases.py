@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from agenttrain.algorithms.config import AlgorithmConfig
-from agenttrain.training.batch import Bundle, Microbatch, TrainingSequence, make_sequences, pack
+from agenttrain.training.batch import Microbatch, TrainingSequence, make_sequences, pack
 from agenttrain.training.config import TrainingConfig, optimizer_settings
 from agenttrain.training.policy import Policy
 from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason, Task
@@ -16,6 +16,15 @@ from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason, Ta
 torch.set_num_threads(1)  # small tensors; more threads only wait for each other
 
 TASK = Task(task_id="t", messages=({"role": "user", "content": "?"},))
+
+
+def advantage(rollout: Rollout) -> float | None:
+    """The advantage that all sampled tokens of its one trajectory share; None without any."""
+    (trajectory,) = rollout.trajectories
+    if trajectory.advantages is None:
+        return None
+    (shared,) = set(trajectory.advantages)
+    return shared
 
 
 def rollout(
@@ -72,7 +81,7 @@ def one_microbatch(*sequences: Rollout | TrainingSequence) -> Microbatch:
         make_sequences(sequence)[0] if isinstance(sequence, Rollout) else sequence
         for sequence in sequences
     ]
-    (microbatch,) = pack([Bundle((sequence,)) for sequence in made], 10_000, torch.device("cpu"))
+    (microbatch,) = pack(made, 10_000, torch.device("cpu"))
     return microbatch
 
 

@@ -22,19 +22,23 @@ from agenttrain.algorithms.config import (
     Behaviour,
     Correction,
     CorrectionMode,
+    Credit,
+    Gate,
     KlEstimator,
     KlIn,
     Reference,
     Rewards,
     Scale,
+    TeacherConfig,
 )
 from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.launch.worker import leave
 from agenttrain.trainer import update
-from agenttrain.training.config import LoraSettings
+from agenttrain.training.config import LoraSettings, TrainingConfig
 from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding, full_weights
+from agenttrain.training.teacher import ModelTeacher, Teacher
 from agenttrain.training.world import World
 from agenttrain.types import Rollout, StopReason
 from agenttrain.utils.exit_codes import DONE
@@ -84,6 +88,10 @@ HOW = {
     "adapters": Case(lora=True, algorithm={"beta": 0.1}),
     "offload": Case(offload=True),
     "weights for pictures": Case(**RECORDED, pictures=True),
+    "teacher": Case(algorithm={"teacher": TeacherConfig(path="t", gate=Gate.failed)}),
+    "teacher, none left": Case(
+        algorithm={"teacher": TeacherConfig(path="t", reward_weight=0.0)}, shares=NONE_LEFT
+    ),
     "muon": Case(optimizer={"name": "muon"}),
     "bf16": Case(**BF16),
     "adapters in bf16": Case(**BF16, lora=True),
@@ -130,6 +138,10 @@ WHAT = {
     "over the batch": Case(
         algorithm={"advantage": Advantage.batch, "scale": Scale.batch, **KL_IN_REWARD}
     ),
+    "turns over the batch": Case(
+        algorithm={"credit": Credit.turn_reward, "gamma": 0.5, "scale": Scale.batch}
+    ),
+    "turns, none left": Case(algorithm={"credit": Credit.turn_baseline}, shares=NONE_LEFT),
     "each reward": Case(algorithm={"rewards": Rewards.normalize_each, "scale": Scale.batch}),
     "sequences": Case(
         algorithm={
@@ -159,6 +171,7 @@ def groups(seed: int) -> list[list[Rollout]]:
     for group in made:
         for one in group:
             one.rewards = {"f": one.reward, "g": float(one.sampled_length % 3)}
+            one.turn_scores = {"g": tuple(0.5 * turn for turn in range(one.turns))}
     made[3][1].reward, made[3][1].rewards = None, {"f": None, "g": None}
     return made
 
@@ -201,15 +214,40 @@ def make(case: Case, mode: str, world: World, *, sampled: bool = False) -> Polic
     )
 
 
+def teacher_of(case: Case, trained: Policy, mode: str) -> Teacher | None:
+    """The case's teacher, which sees another prompt and is of another size; None without one."""
+    if not trained.algorithm.has_teacher:
+        return None
+    return ModelTeacher(
+        tiny.model(5, num_hidden_layers=1),
+        temperature=1.0,
+        training=TrainingConfig(**case.training),
+        accelerator=trained.accelerator,
+        world=trained.world,
+        sharding=Sharding() if mode == "fsdp2" else None,
+        prompt_ids=lambda one, _: [7, 8, 9, 40 + one.sample],
+    )
+
+
+def advantages_of(rollout: Rollout) -> list[tuple[str, float | None]]:
+    """The advantage of each sampled token, or None of the rollout."""
+    (trajectory,) = rollout.trajectories
+    if trajectory.advantages is None:
+        return [(rollout.rollout_id, None)]
+    return [(f"{rollout.rollout_id}/{s}", a) for s, a in enumerate(trajectory.advantages)]
+
+
 def run(case: Case, mode: str, world: World) -> dict[str, object]:
     """Steps on the process's share."""
     share = case.shares[world.rank] if world.size > 1 else range(GROUPS)
     trained = make(case, mode, world)
+    teacher = teacher_of(case, trained, mode)
     found, advantages = [], []
     for seed in range(case.steps):
         made = groups(seed)
-        found.append(update(trained, [made[i] if i in share else [] for i in range(GROUPS)]))
-        mine = {one.rollout_id: one.advantage for i in share for one in made[i]}
+        own = [made[i] if i in share else [] for i in range(GROUPS)]
+        found.append(update(trained, own, teacher))
+        mine = dict(pair for i in share for one in made[i] for pair in advantages_of(one))
         everyone = world.gather([mine])
         advantages.append(dict(sorted(pair for d in everyone for pair in d.items())))
     tensors = full_weights(trained.model, keep=True)

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any, ClassVar
 
-from agenttrain.types import Rollout, ToolContext
+from agenttrain.types import Done, Rollout, ToolContext, TurnReward
 
 
 class Life:
@@ -54,6 +54,22 @@ class Maze(Life):
 
     def reward(self, rollout: Rollout) -> float:
         return self.at / self.exit
+
+
+class Doors(Maze):
+    """Rewards each turn, and says in which state it is."""
+
+    def move(self, steps: int) -> TurnReward:  # type: ignore[override]
+        """Walk to the right.
+
+        Args:
+            steps: How far.
+        """
+        text = super().move(steps)
+        return TurnReward(0.25 * steps, Done(text) if steps == 9 else text)
+
+    def state(self) -> dict[str, int]:
+        return {"exit": self.exit, "at": self.at}
 
 
 class PooledMaze(Maze):

@@ -7,15 +7,18 @@ its default: it would seem to act.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import field
 from enum import StrEnum
+from typing import Any
 
 from omegaconf import MISSING
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.algorithms.objectives.config import Objective, ObjectiveChoice, Ratio
+from agenttrain.training.config import Dtype
 from agenttrain.types import ConfigError
-from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems, shown
+from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, raise_problems, shown
 
 
 class Rewards(StrEnum):
@@ -48,6 +51,19 @@ class Scale(StrEnum):
     batch = "batch"
     """The step's standard deviation."""
     none = "none"
+
+
+class Credit(StrEnum):
+    """Part of a rollout that gets an advantage of its own."""
+
+    rollout = "rollout"
+    """The rollout: all of its turns share one."""
+    turn_reward = "turn_reward"
+    """Each turn: its return, over those of the group's turns."""
+    turn_baseline = "turn_baseline"
+    """Each turn: its return, over the others' of the same turn."""
+    gigpo = "gigpo"
+    """The rollout's, and that of each turn among those that began in an equal state (GiGPO)."""
 
 
 class Aggregation(StrEnum):
@@ -118,6 +134,44 @@ class CorrectionMode(StrEnum):
     """It becomes zero: no gradient."""
 
 
+class Gate(StrEnum):
+    """Rollouts whose tokens get the teacher's part of the advantage."""
+
+    all = "all"
+    failed = "failed"
+    """Those with a reward below `success`."""
+    succeeded = "succeeded"
+    """Those with a reward of at least `success`."""
+
+
+@dataclass(config=SETTINGS)
+class TeacherConfig:
+    """On-policy distillation: a second model scores the tokens that the policy sampled.
+
+    Advantage of a token: reward_weight * (that of the rewards)
+    + weight * (log p_teacher - log p_policy).
+    """
+
+    path: str | None = None
+    """Folder of the teacher, `bundled:<name>` or `org/name`, with the policy's tokenizer; null:
+    there is no teacher."""
+    revision: Quoted = None
+    """Branch, tag or commit of a model of the hub; null: main. config.yaml has its commit."""
+    dtype: Dtype = Dtype.float32
+    """Number format of its weights."""
+    weight: Number = Field(default=1.0, gt=0)
+    """Weight of its part of the advantage."""
+    reward_weight: Number = Field(default=1.0, ge=0)
+    """Weight of the rewards' part; 0: the policy learns from the teacher alone."""
+    gate: Gate = Gate.all
+    """Rollouts whose tokens get the teacher's part."""
+    success: Number = 1.0
+    """With gate=failed or succeeded: least reward of a rollout that succeeded."""
+    prompt: str | None = None
+    """Text that only the teacher sees, at the end of its last user message, with columns of the
+    row in double braces: `The answer is {{ answer }}.`"""
+
+
 UNGROUPED = (Advantage.batch, Advantage.none)
 """Baselines that do not depend on the rollout's group."""
 
@@ -145,6 +199,12 @@ class AlgorithmConfig:
     rewards: Rewards = Rewards.sum
     advantage: Advantage = Advantage.group
     scale: Scale = Scale.group
+    credit: Credit = Credit.rollout
+    gamma: Number = Field(default=1.0, gt=0, le=1)
+    """With credit per turn: discount of a later turn's reward; the reward of the whole rollout
+    counts as its last turn's."""
+    step_weight: Number = Field(default=1.0, ge=0)
+    """With credit=gigpo: weight of a turn's own advantage beside the rollout's."""
     objective: ObjectiveChoice = Field(default_factory=dict, validate_default=True)
     """Loss of a token: algorithm/objective=clip, … with settings of its own, or a function of
     yours: algorithm/objective=own algorithm.objective._target_=my_pkg.my_objective."""
@@ -187,10 +247,13 @@ class AlgorithmConfig:
     """Upper bound of the ratio trainer / engine; null: none."""
     correction_min: Number | None = Field(default=None, gt=0)
     """Lower bound of that ratio; null: none."""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """Learning from a teacher's probabilities, beside the rewards or in their place."""
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:
         problems = [*_unread(self), *_advantage(self), *_loss(self), *_correction(self)]
+        problems += _teacher(self)
         if not self.objective.is_own:  # `load_objective` checks these once they are imported
             problems += _objective(self)
         raise_problems(problems)
@@ -215,6 +278,11 @@ class AlgorithmConfig:
     def kl_in_reward(self) -> bool:
         """Return True if rewards are reduced by a KL penalty."""
         return self.beta > 0 and self.kl_in is KlIn.reward
+
+    @property
+    def has_teacher(self) -> bool:
+        """Return True if a teacher scores the rollouts."""
+        return self.teacher.path is not None
 
     @property
     def has_bonus(self) -> bool:
@@ -245,6 +313,13 @@ def _unread(a: AlgorithmConfig) -> Iterator[str]:
         a,
         *("ref_sync_steps", "ref_mixup"),
     )
+    yield from _needs(
+        "algorithm.credit=turn_reward, turn_baseline or gigpo",
+        a.credit is not Credit.rollout,
+        a,
+        "gamma",
+    )
+    yield from _needs("algorithm.credit=gigpo", a.credit is Credit.gigpo, a, "step_weight")
     adaptive = a.entropy_target is not None
     bonus = ("entropy_bonus_step", "entropy_bonus_max")
     yield from _needs("algorithm.entropy_target", adaptive, a, *bonus)
@@ -263,19 +338,42 @@ def _unread(a: AlgorithmConfig) -> Iterator[str]:
     )
 
 
-def _needs(needed: str, is_set: bool, a: AlgorithmConfig, *keys: str) -> Iterator[str]:
+def _needs(
+    needed: str, is_set: bool, section: Any, *keys: str, prefix: str = "algorithm"
+) -> Iterator[str]:
     """Yield a problem for each of these keys that is not at its default, unless `is_set`.
 
     `needed` names the setting that gives the keys an effect; `is_set` is True if the run has it.
     """
     for key in keys:
-        field = AlgorithmConfig.__pydantic_fields__[key]  # type: ignore[attr-defined]
-        value, default = getattr(a, key), field.default
+        value, default = getattr(section, key), type(section).__pydantic_fields__[key].default
         if not is_set and value != default:
             yield (
-                f"algorithm.{key}={shown(value)}: has no effect here; it needs {needed}. "
-                f"Set that, or algorithm.{key}={shown(default)}, the default"
+                f"{prefix}.{key}={shown(value)}: has no effect here; it needs {needed}. "
+                f"Set that, or {prefix}.{key}={shown(default)}, the default"
             )
+
+
+def _teacher(a: AlgorithmConfig) -> Iterator[str]:
+    teacher, key = a.teacher, "algorithm.teacher"
+    others = ("revision", "dtype", "weight", "reward_weight", "gate", "prompt")
+    yield from _needs(f"{key}.path", a.has_teacher, teacher, *others, prefix=key)
+    gated = a.has_teacher and teacher.gate is not Gate.all
+    yield from _needs(f"{key}.gate=failed or succeeded", gated, teacher, "success", prefix=key)
+    if not a.has_teacher:
+        return
+    if a.resamples:
+        resampling = "dynamic_sampling" if a.dynamic_sampling else "oversample"
+        yield (
+            f"algorithm.{resampling}={getattr(a, resampling)}: replaces groups of equal rewards, "
+            f"and with {key}.path these teach as much as any; set "
+            f"algorithm.{resampling}={0 if a.dynamic_sampling else 1}"
+        )
+    if a.off_policy_threshold is not None:
+        yield (
+            f"algorithm.off_policy_threshold={a.off_policy_threshold}: leaves out rollouts of "
+            f"negative advantage, and with {key}.path their tokens differ; set it to null"
+        )
 
 
 def _advantage(a: AlgorithmConfig) -> Iterator[str]:
@@ -316,6 +414,27 @@ def _advantage(a: AlgorithmConfig) -> Iterator[str]:
                 "algorithm.kl_in=reward: with algorithm.rewards=normalize_each there is no one "
                 "reward to take the penalty off; set algorithm.kl_in=loss"
             )
+    if a.credit is not Credit.rollout and a.rewards is Rewards.normalize_each:
+        yield (
+            f"algorithm.credit={a.credit}: returns add the rewards of all functions, and "
+            "algorithm.rewards=normalize_each compares each by itself; set algorithm.rewards=sum"
+        )
+    if a.credit is Credit.gigpo and a.advantage in UNGROUPED:
+        yield (
+            f"algorithm.advantage={a.advantage}: algorithm.credit=gigpo compares the turns of a "
+            "group; set algorithm.advantage=group or leave_one_out"
+        )
+    if a.credit is Credit.gigpo and a.scale is Scale.batch:
+        yield (
+            "algorithm.scale=batch: with algorithm.credit=gigpo each state's turns are divided by "
+            "their own deviation or by nothing; set algorithm.scale=group or none"
+        )
+    if a.credit is not Credit.rollout and a.off_policy_threshold is not None:
+        yield (
+            f"algorithm.off_policy_threshold={a.off_policy_threshold}: leaves out rollouts of "
+            f"negative advantage, and with algorithm.credit={a.credit} their turns differ; set it "
+            "to null, or algorithm.credit=rollout"
+        )
     if a.resamples and a.kl_in_reward:
         key = "dynamic_sampling" if a.dynamic_sampling else "oversample"
         yield (
@@ -378,11 +497,12 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
     # By value: a settings class of the user's may have a plain text, or another kind of ratio.
     of_sequences = ratio in (Ratio.sequence_mean, Ratio.sequence_sum)
     yield from _needs(
-        "another algorithm.objective, one with a ratio, algorithm.correction or "
+        "another algorithm.objective, one with a ratio, algorithm.correction, algorithm.teacher or "
         "algorithm.kl_bias_correction",
         not objective.single_update
         or a.correction is not Correction.none
         or a.kl_in_reward
+        or a.has_teacher
         or (a.kl_in_loss and a.kl_bias_correction),
         a,
         "behaviour",
@@ -406,6 +526,29 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
             "ratio by its correction, which a mean is none of; set algorithm.correction=token or "
             "sequence"
         )
+    if a.credit is not Credit.rollout and objective.whole_sequence:
+        yield (
+            f"algorithm.credit={a.credit}: algorithm.objective={name} has one advantage for all "
+            "tokens of a rollout; set algorithm.credit=rollout, or algorithm/objective=clip, cispo "
+            "or reinforce"
+        )
+    if a.has_teacher and objective.whole_sequence:
+        yield (
+            f"algorithm.teacher.path={a.teacher.path}: algorithm.objective={name} has one "
+            "advantage for all tokens of a rollout, and a teacher gives each its own; set "
+            "algorithm/objective=clip, cispo or reinforce"
+        )
+    spread = of_sequences and not objective.stopped_ratio
+    for setting in (
+        *([f"algorithm.credit={a.credit}"] if a.credit is not Credit.rollout else ()),
+        *([f"algorithm.teacher.path={a.teacher.path}"] if a.has_teacher else ()),
+    ):
+        if spread and not objective.whole_sequence:
+            yield (
+                f"{setting}: the gradient of algorithm.objective.ratio={ratio} reaches all tokens "
+                "of a rollout, so that their advantages would be mixed; set "
+                "algorithm.objective.ratio=token"
+            )
     if a.top_entropy == 1 or objective.stopped_ratio:
         return
     if objective.whole_sequence:

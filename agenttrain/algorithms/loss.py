@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agenttrain.algorithms.config import AlgorithmConfig, Correction
+from agenttrain.algorithms.config import AlgorithmConfig, Correction, Credit
 from agenttrain.algorithms.correction import bounded, correction_ratio, off_policy_keep
+from agenttrain.algorithms.credit import VARIANCES
 from agenttrain.algorithms.losses import kl_estimate
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
 from agenttrain.algorithms.objectives.config import Ratio
@@ -35,7 +36,7 @@ class LossInputs:
     """Denominator of the ratio: the engine's logprobs, or the policy's before the first update."""
     sequence_S: Tensor
     """Index of the token's sequence, 0 … B-1."""
-    advantages_B: Tensor
+    advantages_S: Tensor
     weights_B: Tensor
     """Weight of each of the rollout's tokens, from `token_weights`."""
     engine_S: Tensor | None = None
@@ -52,7 +53,7 @@ class LossInputs:
     @property
     def rollouts(self) -> int:
         """B, the number of rollouts."""
-        return self.advantages_B.numel()
+        return self.weights_B.numel()
 
 
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
@@ -66,7 +67,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     objective_inputs = ObjectiveInputs(
         logprobs_S=inputs.logprobs_S,
         behaviour_S=inputs.behaviour_S,
-        advantages_S=inputs.advantages_B[inputs.sequence_S],
+        advantages_S=inputs.advantages_S,
         sequence_S=inputs.sequence_S,
         sequences=inputs.rollouts,
         correction_S=correction if in_objective and of_tokens else None,
@@ -86,7 +87,11 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         if engine_S is None:
             raise ValueError(f"algorithm.off_policy_threshold={threshold}: the loss needs engine_S")
         with_gradient_B = off_policy_keep(
-            inputs.logprobs_S, engine_S, inputs.advantages_B, inputs.sequence_S, threshold
+            inputs.logprobs_S,
+            engine_S,
+            objective_inputs.advantages_B,
+            inputs.sequence_S,
+            threshold,
         )
         loss_S = loss_S * with_gradient_B[inputs.sequence_S]
         metrics["mask/off_policy"] = mean_parts(~with_gradient_B)
@@ -190,6 +195,12 @@ def metric_names(config: AlgorithmConfig) -> list[str]:
         (config.mask_truncated, ["mask/truncated"]),
         (config.beta > 0, ["kl"]),
         (config.has_bonus, ["entropy_coef"]),
+        (config.has_teacher, ["teacher/kl", "teacher/gated_in", "teacher/too_long"]),
+        (config.credit is Credit.gigpo, ["credit/step_groups"]),
+        (
+            config.credit is not Credit.rollout,
+            ["credit/turn_reward", *(f"credit/variance/turn_{n + 1}" for n in range(VARIANCES))],
+        ),
     ]
     others = [name for wanted, names in optional if wanted for name in names]
     return ["entropy", *config.objective.registered.metrics, *others]

@@ -178,7 +178,7 @@ class Chat:
         token_ids: Sequence[int],
         schemas: Sequence[dict],
         *,
-        turn: int,
+        turn: int | str,
         after: str = "user",
     ) -> AssistantTurn:
         """Parse a completion into content, reasoning and calls; never raises.

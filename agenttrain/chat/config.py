@@ -46,6 +46,9 @@ class ResponseSchemaConfig:
     lenient: bool = False
     """Read arguments that are almost JSON (`{a: 3}`, `{'a': 3}`, no braces), which parsers of
     inference servers may refuse; counted as `tools/lenient_calls`."""
+    server_parser: str | None = None
+    """vLLM's name for a parser of these calls, with which `agenttrain serve` starts an engine's own
+    server; None: the bundled format's."""
 
     @model_validator(mode="after")
     def _check(self) -> ResponseSchemaConfig:

@@ -15,10 +15,8 @@ from difflib import unified_diff
 from functools import cache
 from typing import Any
 
-import yaml
-
 from agenttrain.chat.encoding import ChatError
-from agenttrain.utils.files import conf_folder
+from agenttrain.utils.files import conf_folder, parse_yaml
 
 # Forks of a template differ in these: quotes, dashes of tags, attribute or item access, blanks.
 _TOKEN = re.compile(
@@ -146,7 +144,7 @@ def families() -> dict[str, Family]:
     """Read the families of ``conf/chat_template/``, by name."""
     by_name = {}
     for file in sorted((conf_folder() / "chat_template").glob("*.yaml")):
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = parse_yaml(file.read_text(encoding="utf-8"))
         if content and "family" in content:
             by_name[content["name"]] = parse_family(content["name"], content["family"])
     return by_name

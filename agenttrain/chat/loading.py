@@ -45,7 +45,7 @@ from agenttrain.chat.parsers.response_schema import make_schema_spec
 from agenttrain.chat.parsers.response_template import TemplateSpec, make_template_spec
 from agenttrain.chat.probing import USER, probe_behaviour, render, syntax_problem
 from agenttrain.types import ConfigError, Message
-from agenttrain.utils.files import conf_folder
+from agenttrain.utils.files import conf_folder, parse_yaml
 from agenttrain.utils.model_path import TOKENIZER_CONFIG, template_file
 
 PLAIN = "hermes"
@@ -316,6 +316,26 @@ def load_spec(name: str) -> ResponseSpec:
     return make_spec(content.get("spec") or {}, source=f"{GROUP}={name}")
 
 
+def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
+    """Return vLLM's name for a parser of the chat's calls; raises ChatError if none is known.
+
+    `response_schema.server_parser` names it, else the file of the bundled format that the chat has.
+    """
+    if config.server_parser is not None:
+        return config.server_parser
+    strict = replace(cast(Any, chat.response), lenient=False)
+    for name in spec_names():
+        if load_spec(name) == strict:
+            content = _load(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
+            if "server_parser" in content:
+                return str(content["server_parser"])
+    raise ChatError(
+        f"{GROUP}={config.name}: calls in this format have no bundled parser in vLLM; name one of "
+        f"vLLM's with {GROUP}.server_parser=…, or leave the engine out: agenttrain serve then "
+        "reads the calls itself"
+    )
+
+
 def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
     """Return the response schema that the group selects.
 
@@ -367,7 +387,7 @@ def read_spec(path: Path) -> ResponseSpec:
 def _load(path: Path, source: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ChatError(f"{source} cannot be read: {error}") from error
     if not isinstance(content, dict):

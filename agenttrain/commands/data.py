@@ -115,11 +115,16 @@ def _summary(components: Components, context: int | None) -> Iterator[str]:
         columns = []
         for name in column_names(source):
             values = [task.columns[name] for task in first if name in task.columns]
-            kinds = sorted({TYPES.get(type(value), "list") for value in values})
+            kinds = sorted({_kind(value) for value in values})
             gaps = "" if len(values) == len(first) else f" in {len(values)} of {len(first)}"
             columns.append(f"{name} ({' or '.join(kinds)}{gaps})")
         yield f"  columns  {', '.join(columns or ['none beside the messages'])}"
         yield from _lengths(source, components, context)
+
+
+def _kind(value: object) -> str:
+    """Return the name of a value's type."""
+    return next((name for kind, name in TYPES.items() if isinstance(value, kind)), "list")
 
 
 def _lengths(source: TaskSource, components: Components, context: int | None) -> Iterator[str]:

@@ -11,12 +11,11 @@ from typing import Any
 
 import yaml
 
-from agenttrain.commands.play import checkpoint_of
 from agenttrain.settings.command_line import first_value
-from agenttrain.settings.saved import run_of
+from agenttrain.settings.saved import checkpoint_of, run_of
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import AgenttrainError, ConfigError
-from agenttrain.utils.hub import ID
+from agenttrain.utils.hub import ID, is_hub_id
 from agenttrain.utils.names import did_you_mean
 
 USAGE = (
@@ -128,15 +127,6 @@ def export(
         if form == "adapter":
             for file in ADAPTER_FILES:
                 shutil.copyfile(checkpoint / file, part / file)
-            settings, adapter = run_of(checkpoint) / "config.yaml", part / ADAPTER_FILES[0]
-            run = yaml.safe_load(settings.read_text("utf-8")) if settings.is_file() else {}
-            base = run.get("model", {})
-            # The checkpoint names the snapshot in this machine's cache.
-            if ID.fullmatch(str(base.get("path"))) and base.get("revision"):
-                described = json.loads(adapter.read_text(encoding="utf-8"))
-                described["base_model_name_or_path"] = base["path"]
-                described["revision"] = base["revision"]
-                adapter.write_text(json.dumps(described, indent=2), encoding="utf-8")
         else:
             wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
             with only_tensors(checkpoint):
@@ -156,7 +146,10 @@ def export(
 
 
 def _describe(checkpoint: Path, folder: Path, name: str, *, adapter: bool) -> None:
-    """Write the card and the run's settings; a checkpoint without its run gets none."""
+    """Write the card and the run's settings; adapters then name their base as the run did.
+
+    A checkpoint without its run gets none of it.
+    """
     from agenttrain.commands.model_card import SETTINGS, model_card, published_settings
 
     run = run_of(checkpoint)
@@ -168,6 +161,15 @@ def _describe(checkpoint: Path, folder: Path, name: str, *, adapter: bool) -> No
     card = model_card(name, config, read_summary(run), step=step, adapter=adapter)
     (folder / "README.md").write_text(card, encoding="utf-8")
     (folder / SETTINGS).write_text(published_settings(config), encoding="utf-8")
+    base = config.get("model", {})
+    # The checkpoint's own file names the snapshot in this machine's cache.
+    if adapter and ID.fullmatch(str(base.get("path"))) and base.get("revision"):
+        file = folder / ADAPTER_FILES[0]
+        described = json.loads(file.read_text(encoding="utf-8"))
+        if not is_hub_id(described["base_model_name_or_path"]):
+            described["base_model_name_or_path"] = base["path"]
+            described["revision"] = base["revision"]
+            file.write_text(json.dumps(described, indent=2), encoding="utf-8")
 
 
 def publish(checkpoint: Path, repo: str, dtype: str, form: str, *, public: bool) -> str:

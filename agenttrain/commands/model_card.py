@@ -11,15 +11,12 @@ import yaml
 
 from agenttrain.data.config import HUB_ROWS
 from agenttrain.evaluation import from_json
-from agenttrain.tools.config import without_password
+from agenttrain.tools.config import without_password, without_secrets
+from agenttrain.utils.hub import ID
 from agenttrain.utils.model_path import BUNDLED
 
 SETTINGS = "agenttrain.yaml"
 """The run's settings, beside the card."""
-HIDDEN = "***"
-PRIVATE = ("env", "headers")
-"""Keys of a tool whose values may be secrets, unless they are names of variables."""
-NAMES_VARIABLE = re.compile(r"\$(\w|\{)").search
 LICENSE = re.compile(r"^license: *(\S+)", re.MULTILINE)
 
 
@@ -39,7 +36,7 @@ def model_card(
     train = dict(data.get("train", {}))
     front: dict[str, Any] = {
         # An id of the hub, which turns it into a link; a folder means nothing to others.
-        **({"base_model": base} if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else {}),
+        **({"base_model": base} if ID.fullmatch(base) else {}),
         "license": _license(base),
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
@@ -110,17 +107,8 @@ def model_card(
 def published_settings(config: Mapping[str, Any]) -> str:
     """Return a run's config.yaml as a file for `--config-name`, without signature and secrets."""
     plain = {key: value for key, value in config.items() if key != "provenance"}
-    tools = {}
-    for name, section in dict(plain.get("tools", {})).items():
-        hidden = dict(section) if isinstance(section, Mapping) else section
-        for key in PRIVATE:
-            if isinstance(section, Mapping) and isinstance(section.get(key), Mapping):
-                hidden[key] = {
-                    variable: value if NAMES_VARIABLE(str(value).replace("$$", "")) else HIDDEN
-                    for variable, value in section[key].items()
-                }
-        tools[name] = hidden
-    plain["tools"] = tools
+    tools = plain.get("tools") or {}
+    plain["tools"] = {name: without_secrets(section) for name, section in tools.items()}
     text = yaml.safe_dump(
         {
             "defaults": ["run_config", "_self_"],

@@ -21,8 +21,9 @@ from rich.text import Text
 from agenttrain.engines.base import EngineDead
 from agenttrain.engines.registry import spec_of
 from agenttrain.settings.command_line import first_value
+from agenttrain.settings.engine_checks import typed_engine
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.settings.saved import first_model, run_of
+from agenttrain.settings.saved import checkpoint_of, first_model, run_of
 from agenttrain.tracking.console import one_line, printable
 from agenttrain.types import (
     AgenttrainError,
@@ -30,7 +31,6 @@ from agenttrain.types import (
     Message,
     Origin,
     Rollout,
-    Sampling,
     StopReason,
     Task,
 )
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from agenttrain.rollout.conversation import Conversation
     from agenttrain.runs.setup import Components
 
-BEST = "best"
 STYLES = {
     Origin.prompt: "dim",
     Origin.sampled: "green",
@@ -89,28 +88,13 @@ def parse(arguments: Sequence[str]) -> tuple[PlayOptions, list[str]]:
     return PlayOptions(folder=folder, before=step == "0", row=int(row or 0)), words
 
 
-def checkpoint_of(folder: Path, step: str) -> Path:
-    """Return the checkpoint of `step=N` or `step=best`; raises ConfigError if there is none."""
-    checkpoints = folder / "checkpoints"
-    if step != BEST and not step.isdecimal():
-        hint = did_you_mean(step, (BEST,))
-        raise ConfigError(f"step={step}: expected a step's number or {BEST}{hint}")
-    path = checkpoints / (BEST if step == BEST else f"step-{int(step):06d}")
-    if not path.is_dir():
-        names = sorted(file.name for file in checkpoints.glob("step-*"))
-        numbers = [str(int(name[5:])) for name in names if name[5:].isdecimal()]
-        kept = f"those of the steps {', '.join(numbers)}" if numbers else "none"
-        raise ConfigError(f"step={step}: {folder} has no such checkpoint; it has {kept}")
-    return path
-
-
-def check_engine(verb: str, config: RunConfig, overrides: Sequence[str]) -> None:
+def check_engine(config: RunConfig, overrides: Sequence[str]) -> None:
     """Raise ConfigError for a typed engine with weights of its own; a run's own is replaced."""
-    typed = next((text for text in overrides if text.startswith("engine=")), None)
+    typed = typed_engine(overrides)
     if typed is not None and spec_of(config.engine).own_weights:
         raise ConfigError(
-            f"{typed}: agenttrain {verb} samples from the model in its own process; leave it out, "
-            "or export the model and serve the folder with vLLM: agenttrain export run=… to=agent"
+            f"{typed}: agenttrain play samples from the model in its own process; leave it out, or "
+            f"serve the model: agenttrain serve {typed}"
         )
 
 
@@ -196,13 +180,7 @@ class Player:
             # The players share tools, which know a rollout by its id.
             session = f"play-{number}-{self.name.partition(' ')[0]}"
             seed = derive_seed(config.seed, "play", number)
-            sampling = Sampling(
-                temperature=config.eval.temperature,
-                top_p=config.eval.top_p,
-                top_k=config.eval.top_k,
-                min_p=config.eval.min_p,
-                seed=seed,
-            )
+            sampling = config.eval.sampling(seed)
             if isinstance(self.engine, Streaming):
                 self.engine.watch(session, self._show_token)
             request = RolloutRequest(
@@ -257,7 +235,7 @@ class Player:
         for message in messages:
             if message["role"] == "assistant":
                 if not isinstance(self.engine, Streaming):
-                    *_, last = rollout.trajectories[0].sampled_spans()
+                    *_, last = rollout.trajectories[-1].sampled_spans()
                     for token_id in last.token_ids:
                         self._show_token(token_id)
                 self._write(self._text.flush(), STYLES[Origin.sampled])

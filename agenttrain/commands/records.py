@@ -55,7 +55,7 @@ def replay(arguments: Sequence[str]) -> int:
     if crash is not None:
         runs = STAGES[crash]
     else:
-        runs = ("data",) if declared else ("data", "tools", "environment")
+        runs = ("data", "rollout") if declared else ("data", "rollout", "tools", "environment")
     with hydra_session(Source()):
         config = replayed(typed.folder, Source(), trust=trust, runs=runs).config
     try:

@@ -30,7 +30,13 @@ from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.tracking.rollouts import completions, prompt_messages, rollout_record, tool_results
+from agenttrain.tracking.rollouts import (
+    added_messages,
+    completions,
+    prompt_messages,
+    rollout_record,
+    tool_results,
+)
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import (
     Completion,
@@ -208,6 +214,8 @@ def difference(
     where = f"rollout {record['rollout_id']}: DIFFERS"
     recorded, replayed = record["trajectories"], made["trajectories"]
     for before, after in zip(recorded, replayed, strict=False):
+        if before["parent"] != after["parent"]:
+            return f"{where}: parent {before['parent']} was recorded, {after['parent']} replayed"
         if before["token_ids"] != after["token_ids"]:
             return where + _token_difference(before, after, decode, made.get("error"))
         if _mask(before) != _mask(after):
@@ -279,9 +287,8 @@ def recorded_tools(
     tools = RecordedToolbox(boxes, tool_results(record))
     if kind is None:
         return tools, Environments()
-    main = record["trajectories"][0]
-    before = prompt_messages(main)
-    asked = [m["content"] for m in main["messages"][len(before) :] if m["role"] == "user"]
+    before = prompt_messages(record["trajectories"][0])
+    asked = [message["content"] for message in added_messages(record) if message["role"] == "user"]
     ended = record["stop_reason"] == StopReason.environment_done
     replies = RecordedReplies(
         messages=tuple(before[len(task.messages) :]),
@@ -370,6 +377,10 @@ class RecordedEpisode(Episode):
     async def user(self, message: Message) -> str | None:
         """Return the user's next recorded message; None after the last."""
         return next(self._user, None)
+
+    async def state(self) -> str | None:
+        """Return None: no environment is started."""
+        return None
 
     async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
         """Return the recorded reward."""

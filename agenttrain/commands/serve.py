@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from socket import socket
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from agenttrain.commands.play import checkpoint_of
+from agenttrain.engines.config import DEFAULT_ENGINE
+from agenttrain.engines.registry import spec_of
+from agenttrain.engines.spec import ServedModel
+from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.command_line import first_value
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.settings.saved import run_of
-from agenttrain.types import AgenttrainError, ConfigError, Sampling
+from agenttrain.settings.saved import checkpoint_of, run_of
+from agenttrain.types import AgenttrainError, ConfigError
+from agenttrain.utils.child_process import ChildGone
+from agenttrain.utils.model_path import base_folder, model_folder, weights_folder
+
+if TYPE_CHECKING:
+    from agenttrain.chat.chat import Chat
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOST, PORT = LOOPBACK[0], 8000
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""Keys of `eval` for requests that name none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +62,28 @@ def parse(arguments: Sequence[str]) -> tuple[ServeOptions, list[str]]:
     return ServeOptions(host=host or HOST, port=int(port or PORT), name=served), words
 
 
-def serve(config: RunConfig, options: ServeOptions) -> int:
-    """Answer requests until SIGTERM or Ctrl-C; return the exit code. Raises ConfigError."""
-    from agenttrain.serving.app import build_app, listen, run
+def serve(config: RunConfig, options: ServeOptions, *, engine_named: bool = False) -> int:
+    """Answer requests until SIGTERM or Ctrl-C; return the exit code. Raises ConfigError.
 
+    An engine with a server of its own serves by it. Where that is not installed: an error if the
+    command names the engine (`engine_named`); in the place of a run's own comes our front.
+    """
+    from agenttrain.serving.app import listen
+
+    spec = spec_of(config.engine)
+    own_server = spec.server is not None
+    if engine_named and spec.own_weights and not own_server:
+        raise ConfigError(
+            f"engine={config.engine.name}: has no server of its own, and agenttrain serve samples "
+            "from the model in its own process; leave it out"
+        )
+    if own_server:
+        problems = list(spec.check_machine(config.engine, count_gpus))
+        if problems and engine_named:
+            raise ConfigError("\n".join(problems))
+        for problem in problems:
+            print(f"note: {problem}; until then engine={DEFAULT_ENGINE} answers")
+        own_server = not problems
     try:
         listener = listen(options.host, options.port)  # before the model is loaded
     except OSError as error:
@@ -60,37 +92,97 @@ def serve(config: RunConfig, options: ServeOptions) -> int:
             f"host={options.host} port={options.port}: cannot be bound: {reason}; name another "
             "port, or port=0 for a free one"
         ) from error
-    from transformers import AutoTokenizer
-
-    from agenttrain.runs.sampling import sampling_engine, verify_model
-    from agenttrain.runs.setup import chat_of
-    from agenttrain.serving.answers import ChatServer
-    from agenttrain.utils.model_path import model_folder
-
     with listener:
-        try:
-            verify_model(config)
-            folder = model_folder(config.model.path, revision=config.model.revision)
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            chat = chat_of(config, tokenizer, tools=bool(config.tools or config.environment))
-            engine = sampling_engine(config)
-        except (AgenttrainError, OSError, ValueError) as error:
-            raise ConfigError(str(error)) from error
-        defaults = Sampling(
-            temperature=config.eval.temperature,
-            top_p=config.eval.top_p,
-            top_k=config.eval.top_k,
-            min_p=config.eval.min_p,
-        )
-        server = ChatServer(engine=engine, chat=chat, model=options.name, defaults=defaults)
-        port = listener.getsockname()[1]
-        host = f"[{options.host}]" if ":" in options.host else options.host
         if options.host not in LOOPBACK:
             print(
                 f"note: host={options.host}: everybody who reaches this address can use the model; "
                 "nothing is authenticated"
             )
-        print(f"model  {config.model.path}")
-        print(f"serving {options.name} at http://{host}:{port}/v1", flush=True)
-        run(build_app(server, on_end=engine.aclose), listener)
+        try:
+            (_serve_by_engine if own_server else _serve_here)(config, options, listener)
+        except (AgenttrainError, OSError, ValueError) as error:
+            raise ConfigError(str(error)) from error
     return 0
+
+
+def _load_chat(config: RunConfig) -> Chat:
+    from transformers import AutoTokenizer
+
+    from agenttrain.runs.sampling import verify_model
+    from agenttrain.runs.setup import chat_of
+
+    verify_model(config)
+    folder = model_folder(config.model.path, revision=config.model.revision)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return chat_of(config, tokenizer, tools=bool(config.tools or config.environment))
+
+
+def _serve_here(config: RunConfig, options: ServeOptions, listener: socket) -> None:
+    """Serve by our own front, whose engine samples in this process."""
+    from agenttrain.runs.sampling import sampling_engine
+    from agenttrain.serving.answers import ChatServer
+    from agenttrain.serving.app import build_app, run
+
+    chat, engine = _load_chat(config), sampling_engine(config)
+    server = ChatServer(
+        engine=engine, chat=chat, model=options.name, defaults=config.eval.sampling()
+    )
+    _announce(config, options, listener.getsockname()[1])
+    run(build_app(server, on_end=engine.aclose), listener)
+
+
+def _serve_by_engine(config: RunConfig, options: ServeOptions, listener: socket) -> None:
+    """Serve by the engine's own server, with the template and the ends of turn of the training."""
+    from agenttrain.chat.encoding import ChatError
+    from agenttrain.chat.loading import server_parser
+    from agenttrain.serving.process import run_command
+
+    chat, parser = _load_chat(config), None
+    try:
+        parser = server_parser(chat, config.response_schema)
+    except ChatError:
+        if config.tools or config.environment:
+            raise
+    server = spec_of(config.engine).server
+    assert server is not None
+    path, revision = config.model.path, config.model.revision
+    model = model_folder(path, revision=revision)
+    base = base_folder(path, revision, config.model.base_revision)
+    port = listener.getsockname()[1]
+    weights = str(base or weights_folder(path, revision=revision))
+    with TemporaryDirectory(prefix="agenttrain-serve-") as temporary:
+        template = Path(temporary, "chat_template.jinja")
+        template.write_text(chat.saved_template, encoding="utf-8")
+        ends = {"eos_token_id": list(chat.stop_token_ids)}
+        Path(temporary, "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
+        served = ServedModel(
+            folder=weights,
+            tokenizer=str(model),
+            adapters=str(model) if base else None,
+            dtype=config.model.dtype,
+            name=options.name,
+            host=options.host,
+            port=port,
+            template=str(template),
+            generation=temporary,
+            call_parser=parser,
+            sampling={name: getattr(config.eval, name) for name in SAMPLING},
+            seed=config.seed,
+        )
+        print(f"engine={config.engine.name}: its server starts", flush=True)
+        listener.close()  # for the server to bind it
+        try:
+            run_command(
+                server(config.engine, served),
+                options.host,
+                port,
+                on_ready=lambda: _announce(config, options, port),
+            )
+        except ChildGone as error:
+            raise ConfigError(f"engine={config.engine.name}: its server {error}") from error
+
+
+def _announce(config: RunConfig, options: ServeOptions, port: int) -> None:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    print(f"model  {config.model.path}")
+    print(f"serving {options.name} at http://{host}:{port}/v1", flush=True)

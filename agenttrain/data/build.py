@@ -10,6 +10,7 @@ from typing import Any
 from agenttrain.data.config import HOLD_OUT, DataConfig, names_test_rows
 from agenttrain.data.tasks import COLUMN_SAMPLE, GeneratedRows, Rows, TaskSource
 from agenttrain.data.transform import (
+    RowCheck,
     RowSubset,
     RowTransform,
     TransformedRows,
@@ -56,9 +57,7 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
                 "is no share of them; leave it out"
             )
         changed = TransformedRows(train_rows, change)
-        usable = check_rows(changed, change, "data.train", needs_prompt=needs_prompt)
-        if note := report_bad_rows(usable, len(train_rows), "data.train", config.on_bad_row):
-            notes.append(note)
+        usable = _checked(changed, config, "data.train", notes, needs_prompt)
         trained, held_out = hold_out(usable, config.test_fraction, config.test_seed)
         train, test = RowSubset(changed, trained), RowSubset(changed, held_out)
         notes.append(
@@ -115,12 +114,29 @@ def _usable(
     needs_prompt: bool,
 ) -> Rows:
     changed = TransformedRows(rows, change)
-    if isinstance(rows, GeneratedRows):  # they have no end, so each is checked when it is used
-        return changed
-    usable = check_rows(changed, change, key, needs_prompt=needs_prompt)
+    if not isinstance(rows, GeneratedRows):
+        return RowSubset(changed, _checked(changed, config, key, notes, needs_prompt).good)
+    if config.where is not None:
+        raise ValueError(
+            f"data.where={config.where}: has no effect on {key}, whose rows have no end and are "
+            "made one by one; leave it out"
+        )
+    return changed  # each row is checked when it is used
+
+
+def _checked(
+    rows: TransformedRows, config: DataConfig, key: str, notes: list[str], needs_prompt: bool
+) -> RowCheck:
+    """Check all rows of the dataset at `key`; append notes on those that are left out."""
+    if note := getattr(rows.rows, "note", None):
+        notes.append(f"{key}: {note}")
+    usable = check_rows(rows, rows.change, key, needs_prompt=needs_prompt)
+    if config.where is not None:
+        share = f"{usable.kept} of {len(rows)} rows of {key}"
+        notes.append(f"data.where={config.where}: is true of {share}")
     if note := report_bad_rows(usable, len(rows), key, config.on_bad_row):
         notes.append(note)
-    return RowSubset(changed, usable.good)
+    return usable
 
 
 def column_names(source: TaskSource) -> list[str]:

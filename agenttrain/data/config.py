@@ -10,12 +10,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
+from glob import glob, has_magic
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import (
@@ -76,6 +78,17 @@ class CurriculumConfig:
         return self
 
 
+def _paths(value: object) -> str | list[str] | None:
+    texts = value if isinstance(value, list) else [value]
+    if value is None or (texts and all(isinstance(text, str) for text in texts)):
+        return value  # type: ignore[return-value]
+    raise PydanticCustomError("paths", "expected a text or a list of texts")
+
+
+Paths = Annotated[Any, PlainValidator(_paths, json_schema_input_type=str | list[str] | None)]
+"""A text, a list of texts, or None. OmegaConf has no such type."""
+
+
 @dataclass(config=SETTINGS)
 class DataConfig:
     """Sources of tasks: a bundled task generator (`_target_`), a file of rows, the hub."""
@@ -86,8 +99,9 @@ class DataConfig:
     """Rows of the evaluation, likewise; none: evaluations are left out."""
     shuffle: bool = False
     """Draw rows in an order seeded by (seed, epoch)."""
-    path: str | None = None
-    """data=file: a file or a `save_to_disk` folder; data=hub: a dataset's id. For both splits."""
+    path: Paths = None
+    """data=file, data=rollouts: a file, a folder, a pattern such as rows/*.jsonl, or several in a
+    list; data=hub: a dataset's id."""
     subset: str | None = None
     """data=hub: the dataset's configuration, where it has several (gsm8k: main)."""
     revision: Quoted = None
@@ -96,6 +110,10 @@ class DataConfig:
     """Share of data.train held out for evaluation, where data.test has no rows of its own."""
     test_seed: Whole = 0
     """Chooses which rows are held out; not `seed`, so that runs are compared on the same ones."""
+    where: str | None = None
+    """JMESPath expression over a row as it was read; rows of which it is not true are left out."""
+    min_reward: Number | None = None
+    """data=rollouts: least reward of a rollout to learn from; None: any, or none at all."""
     map: dict[str, str] = field(default_factory=dict)
     """Column -> JMESPath expression over the row, e.g. {prompt: question}; others stay."""
     prompt: str | None = None
@@ -109,10 +127,15 @@ class DataConfig:
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         problems = []
-        for name, group in (("path", "file or data=hub"), ("subset", "hub"), ("revision", "hub")):
+        for name, group in GROUPS.items():
             value = getattr(self, name)
             if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
                 problems.append(f"data.{name}={value}: is not used by these rows; add data={group}")
+        if self.where is not None and self.train.get("_target_") in ENDLESS:
+            problems.append(
+                f"data.where={self.where}: has no effect on rows without end, which are made one "
+                "by one; leave it out"
+            )
         if self.shuffle and self.train.get("_target_") in ENDLESS:
             problems.append(
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
@@ -143,7 +166,8 @@ HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
 
 def names_test_rows(data: DataConfig) -> bool:
     """Return whether data.test names rows: a path if it needs one, or another split of the same."""
-    if data.test.get("_target_") not in (FILE_ROWS, HUB_ROWS) or data.test.get("path") is not None:
+    has_path = data.test.get("_target_") in (FILE_ROWS, HUB_ROWS, ROLLOUT_ROWS)
+    if not has_path or data.test.get("path") is not None:
         return bool(data.test)
     return any(value not in (None, data.train.get(name)) for name, value in data.test.items())
 
@@ -156,6 +180,14 @@ def has_test_rows(data: DataConfig) -> bool:
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
 HUB_ROWS = "agenttrain.data.files.HubRows"
+ROLLOUT_ROWS = "agenttrain.rollout.recorded.RolloutRows"
+GROUPS = {
+    "path": "file, data=rollouts or data=hub",
+    "subset": "hub",
+    "revision": "hub",
+    "min_reward": "rollouts",
+}
+"""Setting -> the choices of `data` whose rows use it."""
 ENDLESS = tuple(
     f"agenttrain.data.bundled.{name}.row"
     for name in ("shop", "calculator", "code", "encyclopedia", "demonstrations")
@@ -164,14 +196,66 @@ ENDLESS = tuple(
 NO_PATH = "path=null: has no value; set data.path=…, or data.train.path=… and data.test.path=…"
 
 
+def row_files(path: object) -> list[str]:
+    """Return the files that `path` names: a file, a pattern, or a list of them.
+
+    The files of a pattern are sorted, and a file that is named twice counts once. Example:
+    ``row_files(["first.jsonl", "more/*.jsonl"])``. Raises ValueError that begins with the argument.
+    """
+    if path is None:
+        raise ValueError(NO_PATH)
+    named = path if isinstance(path, list | tuple) else [path]
+    if not named or not all(isinstance(one, str | Path) for one in named):
+        raise ValueError(f"path={path}: give a file, a pattern such as rows/*.jsonl, or a list")
+    files: dict[str, None] = {}
+    for one in map(str, named):
+        if not has_magic(one) or Path(one).expanduser().exists():
+            files[one] = None
+            continue
+        matches = sorted(glob(str(Path(one).expanduser()), recursive=True))
+        if not matches:
+            where = "" if Path(one).is_absolute() else f" in {Path.cwd()}"
+            raise ValueError(f"path={one}: the pattern matches no file{where}")
+        files |= dict.fromkeys(matches)
+    return list(files)
+
+
+def check_row_files(path: object, split: object = None, limit: object = None) -> list[str]:
+    """Return the files and folders that `path` names, each checked as by `check_row_file`.
+
+    Files of several kinds are refused: a cell without a value has another meaning in each.
+    """
+    files = row_files(path)
+    kinds = {check_row_file(file, split, limit).suffix for file in files}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"path={path}: names files that end in {', '.join(sorted(kinds))}; give files of one "
+            "kind"
+        )
+    return files
+
+
+def check_rollout_files(path: object, min_reward: object = None, limit: object = None) -> list[str]:
+    """Return the files of rollouts that `path` names; raises ValueError like `check_row_files`."""
+    if min_reward is not None and (
+        isinstance(min_reward, bool) or not isinstance(min_reward, int | float)
+    ):
+        raise ValueError(f"min_reward={min_reward}: must be a number, or null for any reward")
+    files = check_row_files(path, limit=limit)
+    if Path(files[0]).suffix != ".jsonl":
+        raise ValueError(
+            f"path={path}: a run writes its rollouts to <run>/rollouts/step-000001.jsonl; other "
+            "rows are read by data=file"
+        )
+    return files
+
+
 def check_row_file(path: object, split: object = None, limit: object = None) -> Path:
     """Return the file or folder at `path`; raises ValueError that begins with the argument.
 
     A file has to be there, of a kind that can be read, and not empty; a folder must be one that
     `save_to_disk` of `datasets` wrote, and have the `split`.
     """
-    if path is None:
-        raise ValueError(NO_PATH)
     check_limit(limit)
     file = Path(str(path)).expanduser()
     if file.is_dir():
@@ -219,6 +303,8 @@ def check_hub(
     """Raise ValueError for arguments of a hub dataset that cannot be right."""
     if path is None or not str(path):
         raise ValueError(NO_PATH)
+    if not isinstance(path, str):
+        raise ValueError(f"path={path}: give the id of one dataset")
     if not isinstance(split, str) or not split:
         raise ValueError(f"split={split}: give a split's name, e.g. train")
     if not isinstance(revision, str | None):
@@ -235,9 +321,16 @@ def known_rows(section: Mapping[str, Any]) -> int | None:
     target = section.get("_target_")
     if target in ENDLESS:
         return sys.maxsize
-    file, limit = Path(str(section.get("path"))).expanduser(), section.get("limit")
-    if target != FILE_ROWS or file.suffix != ".jsonl" or not file.is_file():
+    if target != FILE_ROWS:
         return None
-    with file.open("rb") as lines:
-        rows = sum(1 for line in lines if line.strip())
+    try:
+        files = [Path(file).expanduser() for file in row_files(section.get("path"))]
+    except ValueError:
+        return None
+    rows, limit = 0, section.get("limit")
+    for file in files:
+        if file.suffix != ".jsonl" or not file.is_file():
+            return None
+        with file.open("rb") as lines:
+            rows += sum(1 for line in lines if line.strip())
     return rows if limit is None else min(rows, limit)

@@ -1,20 +1,23 @@
-"""Read rows from a local file or folder, or from the Hugging Face hub, as plain JSON values.
+"""Read rows from local files or folders, or from the Hugging Face hub, as plain JSON values.
 
-`FileRows` reads JSON lines, JSON, CSV, parquet, or a folder that `save_to_disk` wrote. `HubRows`
+`FileRows` reads JSON lines, JSON, CSV, parquet, or folders that `save_to_disk` wrote. `HubRows`
 reads a dataset of the hub, or a local folder of data files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from agenttrain.data.config import check_hub, check_row_file
+from agenttrain.data.config import check_hub, check_row_file, check_row_files
+from agenttrain.types import ConfigError
+from agenttrain.utils.hub import DATA, data_commit, explained
 
 BLOCK = 128
 """Rows that are decoded together; reading in order is then many times faster."""
@@ -59,18 +62,60 @@ class ArrowRows:
 
 
 class FileRows:
+    """The rows of local files or folders of one kind, one file after the other.
+
+    Example: ``FileRows(["first.jsonl", "more/*.jsonl"], limit=100)``; a pattern's files are sorted.
+    """
+
+    def __init__(
+        self, path: str | Sequence[str], split: str | None = None, limit: int | None = None
+    ) -> None:
+        """Read the first `limit` rows of all files, or all; `split` selects one of a folder that
+        has several.
+
+        Raises ValueError, beginning with the argument, for a pattern without a file and for a file
+        that is missing, empty, of an unknown kind or unreadable. A line that is no row raises
+        BadRow on access.
+        """
+        self._files: list[_File] = []
+        self._starts: list[int] = []
+        self._rows = 0
+        for file in check_row_files(path, split, limit):
+            left = None if limit is None else limit - self._rows
+            if left == 0:
+                break
+            self._files.append(_File(file, split, left))
+            self._starts.append(self._rows)
+            self._rows += len(self._files[-1])
+        self.fills_missing = self._files[0].fills_missing
+        """Missing keys are None; see `ArrowRows`."""
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a fresh copy of a row."""
+        file, position = self._place(index)
+        return file[position]
+
+    def where(self, index: int) -> str:
+        """Return the row's place for error messages."""
+        file, position = self._place(index)
+        return file.where(position)
+
+    def _place(self, index: int) -> tuple[_File, int]:
+        number = bisect_right(self._starts, index) - 1
+        return self._files[number], index - self._starts[number]
+
+
+class _File:
     """The rows of one local file or folder.
 
     JSON is parsed here, so that errors have a line number and a row has only the columns of its
     own line. Other formats are read by `datasets`, with None in a cell without a value.
     """
 
-    def __init__(self, path: str, split: str | None = None, limit: int | None = None) -> None:
-        """Read the first `limit` rows, or all; `split` selects one of a folder that has several.
-
-        Raises ValueError, beginning with the argument, for a file that is missing, empty, of an
-        unknown kind or unreadable. A line that is no row raises BadRow on access.
-        """
+    def __init__(self, path: str, split: str | None, limit: int | None) -> None:
         file = check_row_file(path, split, limit)
         self._path = path
         self._table: ArrowRows | None = None
@@ -90,7 +135,6 @@ class FileRows:
                     )
             self._table = ArrowRows(table, name=path, limit=limit)
         self.fills_missing = self._table is not None
-        """Missing keys are None; see `ArrowRows`."""
         if len(self) == 0:
             raise ValueError(f"path={path}: the file has no rows")
 
@@ -98,7 +142,6 @@ class FileRows:
         return len(self._lines if self._table is None else self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a fresh copy of a row."""
         if self._table is not None:
             return self._table[index]
         try:
@@ -110,7 +153,6 @@ class FileRows:
         return row
 
     def where(self, index: int) -> str:
-        """Return the row's place for error messages."""
         if self._table is not None:
             return self._table.where(index)
         return f"{self._path}, {self._lines[index][0]}"
@@ -153,11 +195,18 @@ class HubRows(ArrowRows):
     ) -> None:
         """Raises ValueError, beginning with the argument, for anything the hub does not have."""
         check_hub(path, subset, split, revision, limit)
+        is_local = Path(path).exists()
+        try:
+            commit = None if is_local else data_commit(path, revision, "path")
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         import datasets
 
         def message(error: Exception) -> str:
             """Describe the error in terms of the setting that caused it."""
             text = " ".join(str(error).split())
+            if isinstance(error, ConfigError):
+                return text
             if isinstance(error, ConnectionError):
                 return (
                     f"path={path}: is not in the cache of datasets (HF_HOME), and the hub cannot "
@@ -172,8 +221,18 @@ class HubRows(ArrowRows):
             return f"path={path}: {reason(error)}"
 
         name = path if subset is None else f"{path} ({subset})"
-        with reading(message):
-            table = datasets.load_dataset(path, subset, split=split, revision=revision)
+        hub = nullcontext() if is_local else explained(path, revision, "path", DATA)
+        with reading(message), hub:
+            table = datasets.load_dataset(path, subset, split=split, revision=commit or revision)
+        # Without an answer of the hub `datasets` takes the newest revision in its cache, whichever
+        # was asked for.
+        cached = {Path(file["filename"]).parent.name for file in table.cache_files}
+        if commit is not None and cached and commit not in cached:
+            raise ValueError(
+                f"revision={commit}: the cache of datasets (HF_HOME) has another one of {path} "
+                f"({', '.join(sorted(cached))}); set data.revision to it, or load the rows "
+                "where the hub can be reached (HF_HUB_OFFLINE unset)"
+            )
         super().__init__(table, name=name, limit=limit)
         if len(self) == 0:
             raise ValueError(f"split={split}: has no rows")

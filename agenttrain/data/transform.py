@@ -1,7 +1,7 @@
 """Prepare the rows of a dataset: transform them by the settings, check them, hold some out.
 
-`RowTransform` applies `data.map`, `data.prompt` and `data.system` to a row. `check_rows` separates
-the rows that can become tasks from the others, with reasons.
+`RowTransform` applies `data.where`, `data.map`, `data.prompt` and `data.system` to a row.
+`check_rows` separates the rows that can become tasks from the others, with reasons.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from agenttrain.data.config import DataConfig, OnBadRow
 from agenttrain.data.files import BadRow
 from agenttrain.data.tasks import Rows, to_task
+from agenttrain.types import Message
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
 
@@ -35,6 +36,7 @@ class RowTransform:
         if config.prompt is not None:
             self._prompt = TextTemplate(config.prompt, "data.prompt")
         self._system = config.system
+        self.where = None if config.where is None else compiled(config.where, "data.where")
         self.mapped = dict(config.map)
 
     def __call__(self, row: Mapping[str, Any], *, fills_missing: bool = False) -> dict[str, Any]:
@@ -56,6 +58,24 @@ class RowTransform:
         if fills_missing and "tools" in changed:
             changed["tools"] = _without_none(changed["tools"])
         return changed
+
+    def keeps(self, row: Mapping[str, Any]) -> bool:
+        """Return whether `data.where` is true of a row as it was read, or is not set.
+
+        Raises BadRow if it cannot be computed, or is neither true nor false nor null.
+        """
+        if self.where is None:
+            return True
+        try:
+            value = self.where.search(row)
+        except ValueError as error:
+            raise BadRow(f"data.where={error}") from error
+        if not isinstance(value, bool | None):
+            raise BadRow(
+                f"data.where={self.where.text!r}: gives {value!r:.100}, neither true nor false; "
+                "compare it: hops > `2`"
+            )
+        return bool(value)
 
     def _messages(self, row: Mapping[str, Any]) -> Any:
         """Return the list of messages, or the value in its place if that is none."""
@@ -126,8 +146,11 @@ class TransformedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        fills_missing = getattr(self.rows, "fills_missing", False)
-        return self.change(self.rows[index], fills_missing=fills_missing)
+        return self.changed(self.rows[index])
+
+    def changed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row of the dataset after the change."""
+        return self.change(row, fills_missing=getattr(self.rows, "fills_missing", False))
 
     def where(self, index: int) -> str:
         """Return the row's place for error messages."""
@@ -161,6 +184,10 @@ class RowCheck:
     good: list[int] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
     """Place and reason of each bad row."""
+    kept: int = 0
+    """Rows of which `data.where` is true, or all without it."""
+    left_out: int = 0
+    """Rows of which it is not true."""
     keys: list[str] = field(default_factory=list)
     """A key of each good row's question; rows with equal keys ask the same."""
 
@@ -170,13 +197,19 @@ def check_rows(
 ) -> RowCheck:
     """Try to make a task of every row of the dataset at `key`.
 
-    Without `needs_prompt`, a row may lack messages. Raises ValueError for a `data.map.…` that finds
-    nothing in any row, which is probably misspelt.
+    Without `needs_prompt`, a row may lack messages. Raises ValueError for a `data.where` that is
+    true of no row, and for a `data.map.…` that finds nothing in any row: it is probably misspelt.
     """
-    usable, seen = RowCheck(), set[str]()
+    usable, read, seen = RowCheck(), set[str](), set[str]()
     for index in range(len(rows)):
         try:
-            row = rows[index]
+            given = rows.rows[index]
+            read.update(given)
+            if not change.keeps(given):
+                usable.left_out += 1
+                continue
+            usable.kept += 1
+            row = rows.changed(given)
             seen.update(row)
             task = to_task(row, index, needs_prompt=needs_prompt)
         except ValueError as error:
@@ -185,8 +218,13 @@ def check_rows(
             continue
         usable.good.append(index)
         # The environment makes the question of a row without messages from its columns.
-        asked = [task.messages or dict(task.columns), task.user_turns]
+        asked = [_question(task.messages) or dict(task.columns), task.user_turns]
         usable.keys.append(json.dumps(asked, default=str, sort_keys=True))
+    if change.where is not None and usable.left_out == len(rows):
+        raise ValueError(
+            f"data.where={change.where.text}: is true of none of the {len(rows)} rows of {key}; "
+            f"their columns are: {', '.join(sorted(read)) or 'none'}"
+        )
     for name in change.mapped if usable.good else ():
         if name not in seen:
             raise ValueError(
@@ -194,6 +232,14 @@ def check_rows(
                 f"columns are: {', '.join(sorted(seen)) or 'none'}"
             )
     return usable
+
+
+def _question(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages without the answers of a demonstration, which ends with one."""
+    if not messages or messages[-1]["role"] not in ("assistant", "tool"):
+        return messages
+    roles = [message["role"] for message in messages]
+    return messages[: roles.index("assistant")] if "assistant" in roles else messages
 
 
 def report_bad_rows(usable: RowCheck, total: int, key: str, policy: OnBadRow) -> str | None:

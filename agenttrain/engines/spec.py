@@ -43,6 +43,33 @@ class EngineInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model with its chat and an address, for an engine's own server of OpenAI's API."""
+
+    folder: str
+    """The model, with its weights; the base model's folder, where there are adapters."""
+    tokenizer: str
+    """Folder of the tokenizer."""
+    adapters: str | None
+    """Folder of adapters; None: there are none."""
+    dtype: str
+    """Number format of the model's weights, e.g. float32."""
+    name: str
+    """Name of the model for clients."""
+    host: str
+    port: int
+    template: str
+    """File of the chat template."""
+    generation: str
+    """Folder with a generation_config.json that has the tokens which end a turn."""
+    call_parser: str | None
+    """The server's name for a parser of the model's calls; None: calls stay text."""
+    sampling: dict[str, float]
+    """Temperature, top_p, top_k and min_p of requests that name none."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """Settings of other sections that an engine's check may see."""
 
@@ -96,6 +123,9 @@ class EngineSpec(Generic[S]):
     """Package of others that samples, beside agenttrain's own; `agenttrain doctor` imports it."""
     own_weights: bool = False
     """True: samples from weights of its own, which are sent to it; False: from the policy's."""
+    server: Callable[[S, ServedModel], list[str]] | None = None
+    """Return the command of the engine's own server of OpenAI's API, which answers `/health` once
+    it is ready and completes its answers after a SIGTERM; None: it has none."""
     deterministic: bool = False
     """True: can repeat a run bit for bit (`Lockstep`)."""
     grammars: bool = False

@@ -8,6 +8,7 @@ A class may have these members, all optional, with sync or async methods::
 
         def reset(self, row, seed): ...      # -> None, a text (a user message) or messages
         def user(self, message): ...         # -> what the user says to an answer without a call
+        def state(self): ...                 # -> a JSON value: equal states are one state
         def reward(self, rollout): ...       # -> float, or None: not applicable
         def close(self): ...                 # once, whatever happened
 
@@ -18,16 +19,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import inspect
+import json
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from agenttrain.environments.config import EnvironmentSettings
-from agenttrain.types import Message, Rollout, ToolUnavailable
+from agenttrain.types import Message, Rollout, ToolUnavailable, TurnReward
 from agenttrain.utils.threads import DaemonThreads, attempt, attempt_async
 
 RESET_ARGUMENTS = ("row", "seed", "group_seed")
@@ -67,8 +70,8 @@ class EnvironmentKind:
         self.settings = settings or EnvironmentSettings()
         pooled = self.settings.pooled
         self.pooled = bool(getattr(cls, "pooled", False)) if pooled is None else pooled
-        self.has_reset, self.has_reward, self.has_user = (
-            callable(getattr(cls, hook, None)) for hook in ("reset", "reward", "user")
+        self.has_reset, self.has_reward, self.has_user, self.has_state = (
+            callable(getattr(cls, hook, None)) for hook in ("reset", "reward", "user", "state")
         )
         self.episodes: dict[str, Episode] = {}
         """Episodes of the rollouts in flight, by rollout id."""
@@ -219,24 +222,40 @@ class Episode:
         is_async = inspect.iscoroutinefunction(function)
         return await self.instance.call(await_and_read_done if is_async else call_and_read_done)
 
-    async def user(self, message: Message) -> str | None:
+    async def user(self, message: Message) -> str | TurnReward | None:
         """Call the class's `user` for its reply to an answer without a call; None: no reply.
 
-        Raises ToolUnavailable if the hook fails, or returns something other than a text or None.
+        Raises ToolUnavailable if the hook fails, or returns something other than a text, None or
+        a TurnReward of these.
         """
         if not self.kind.has_user:
             return None
         limit = self.kind.settings.hook_timeout_s
         try:
-            text = await bounded(self.call("user", copy.deepcopy(message)), limit)
+            reply = await bounded(self.call("user", copy.deepcopy(message)), limit)
         except Exception as error:
             raise self.kind.unavailable("its user", error) from error
-        if not isinstance(text, str | None):
+        content = reply.content if isinstance(reply, TurnReward) else reply
+        if not isinstance(content, str | None):
             raise ToolUnavailable(
-                f"environment {self.kind.name!r}: its user gave a {type(text).__name__}; a text is "
-                "what the user says, None ends the conversation"
+                f"environment {self.kind.name!r}: its user gave a {type(content).__name__}; a text "
+                "is what the user says, None ends the conversation"
             )
-        return text
+        return cast("str | TurnReward | None", reply)
+
+    async def state(self) -> str | None:
+        """Return a digest of the class's `state`; None without such a hook.
+
+        Raises ToolUnavailable if the hook fails, or returns something other than a JSON value.
+        """
+        if not self.kind.has_state:
+            return None
+        limit = self.kind.settings.hook_timeout_s
+        try:
+            value = await bounded(self.call("state"), limit)
+            return await bounded(self.instance.call(_digest, value), limit)
+        except Exception as error:
+            raise self.kind.unavailable("its state", error) from error
 
     async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
         """Call the class's `reward` on the finished rollout and return its value, read by `read`.
@@ -269,6 +288,18 @@ class Episode:
             kind.idle.append(instance)
         else:
             await kind.close_instance(instance)
+
+
+def _digest(state: Any) -> str:
+    """Return a digest that equal states share, whatever the order of their keys."""
+    try:
+        text = json.dumps(state, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"it gave {state!r:.200}, which cannot be compared ({error}); return a text, a number, "
+            "or lists and dicts of them"
+        ) from error
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _to_messages(given: Any) -> tuple[Message, ...]:

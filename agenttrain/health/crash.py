@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class Evidence:
                 {
                     "rollout_id": sequence.rollout.rollout_id,
                     "trajectory": sequence.trajectory.index,
-                    "advantage": sequence.rollout.advantage,
+                    "advantages": list(sequence.trajectory.advantages or ()),
                     **{name: getattr(sequence, name) for name in TENSORS},
                 }
                 for sequence in error.sequences
@@ -124,9 +125,12 @@ def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[TrainingSequen
     sequences = []
     for saved in read_tensors(bundle / "batch.pt"):
         rollout = by_id[saved["rollout_id"]]
-        rollout.advantage = saved["advantage"]
         tensors: dict[str, Any] = {name: saved[name] for name in TENSORS}
-        # Older bundles do not name it.
+        # Older bundles do not name the trajectory, and have one advantage.
         trajectory = rollout.trajectories[saved.get("trajectory", 0)]
+        if "advantages" in saved:
+            trajectory.advantages = array("d", saved["advantages"])
+        else:
+            rollout.set_advantages(saved["advantage"])
         sequences.append(TrainingSequence(rollout=rollout, trajectory=trajectory, **tensors))
     return sequences

@@ -65,7 +65,11 @@ class Guards:
         Example: ``kl`` 0.31 with ``guards.kl.limit=0.2`` warns: "step 40: kl is 0.31, above
         guards.kl.limit=0.2".
         """
-        has_advantage = any(rollout.advantage for rollout in rollouts)
+        has_advantage = any(
+            any(trajectory.advantages or ())
+            for rollout in rollouts
+            for trajectory in rollout.trajectories
+        )
         self.streak = 0 if has_advantage else self.streak + 1
         guards, no_variance = self.config, self.config.no_variance.limit
         # NaN (nothing was measured) is neither above nor below a limit.

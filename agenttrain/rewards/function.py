@@ -22,7 +22,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from agenttrain.types import AgenttrainError, Rollout, Task, Trajectory
+from agenttrain.types import MAIN, AgenttrainError, Rollout, Task, Trajectory
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt, attempt_async, blocks
 
 RewardFunction = Callable[..., Any]
@@ -63,8 +63,9 @@ VISIT_S = 0.02
 Call = Callable[[], Any]
 KNOWN = ("builtins", "numpy", "torch")
 """Packages whose numbers can be read without running user code."""
-Score = float | None | RewardUnavailable
-"""A reward, None if the function does not apply, or the reason why there is none."""
+Score = float | tuple[float, ...] | None | RewardUnavailable
+"""A reward, one for each turn, None if the function does not apply, or the reason why there is
+none."""
 
 
 class FunctionScorer:
@@ -226,7 +227,7 @@ class FunctionScorer:
 
         def read() -> Score:
             try:
-                return as_reward(value)
+                return as_score(value, rollout)
             except (TypeError, ValueError) as error:
                 return NoNumber(str(error))
 
@@ -248,7 +249,7 @@ class FunctionScorer:
         if isinstance(outcome.value, RewardUnavailable):  # one of a batch
             return outcome.value
         try:
-            return as_reward(outcome.value)
+            return as_score(outcome.value, rollout)
         except (TypeError, ValueError) as error:
             if not self.strict:
                 return NoNumber(str(error))
@@ -257,6 +258,27 @@ class FunctionScorer:
 
 LARGEST = 1e100
 """Largest absolute reward: the sum of the squares of a step's rewards is still finite."""
+
+
+def as_score(value: Any, rollout: Rollout) -> float | tuple[float, ...] | None:
+    """Return `value` as a reward, or as one for each turn of the rollout if it is a list of them.
+
+    Lists, tuples, and arrays of one dimension are lists. Raises ValueError as `as_reward` does, and
+    for a list that is not as long as the rollout has turns, or has a None.
+    """
+    if hasattr(value, "tolist") and getattr(value, "ndim", 0) == 1:
+        value = value.tolist()
+    if type(value) not in (list, tuple):
+        return as_reward(value)
+    if len(value) != rollout.turns:
+        raise ValueError(
+            f"it returned {len(value)} numbers for {rollout.turns} turns; return one for each "
+            "sampled turn, or one number for the rollout"
+        )
+    scores = [as_reward(item) for item in value]
+    if not scores or None in scores:
+        raise ValueError(f"it returned {_excerpt(value)}; the reward of a turn is a number")
+    return tuple(score for score in scores if score is not None)
 
 
 def as_reward(value: Any) -> float | None:
@@ -332,20 +354,25 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     lists, `trainer_state`, `log_extra` and `log_metric`, and reads ``list[float | None]``.
 
     For each rollout, `completions` has the messages after the prompt and `completion_ids` the ids
-    after the prompt, tool results included, both of its last trajectory. The loggers do nothing and
-    `trainer_state` is None.
+    after the prompt, tool results included, both of its last `main` trajectory. The loggers do
+    nothing and `trainer_state` is None.
     """
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.task.columns)
-    last = [rollout.trajectories[-1] for rollout in rollouts]
+    last = [last_main(rollout) for rollout in rollouts]
     return {
         **{name: [rollout.task.columns.get(name) for rollout in rollouts] for name in names},
         "prompts": [list(rollout.task.messages) for rollout in rollouts],
         "completions": [t.added_messages for t in last],
-        "completion_ids": [list(t.token_ids[t.prompt_length :]) for t in last],
+        "completion_ids": [list(t.own_ids[t.prompt_length :]) for t in last],
         "trainer_state": None,
         "log_extra": _no_log,
         "log_metric": _no_log,
     }
+
+
+def last_main(rollout: Rollout) -> Trajectory:
+    """Return the last trajectory that attempts the task itself: no summary, no sub-agent."""
+    return next(one for one in reversed(rollout.trajectories) if one.role == MAIN)
 
 
 def _no_log(name: str, value: object) -> None: ...
@@ -375,12 +402,15 @@ def copy_rollout(rollout: Rollout) -> Rollout:
                 trajectory,
                 spans=list(trajectory.spans),
                 messages=copy_value(trajectory.messages),
+                turn_rewards=dict(trajectory.turn_rewards),
+                states=list(trajectory.states),
                 _ids=trajectory.token_ids,
             )
             for trajectory in rollout.trajectories
         ],
         tool_results=results,
         rewards=dict(rollout.rewards),
+        turn_scores=dict(rollout.turn_scores),
     )
 
 

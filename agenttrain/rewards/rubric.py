@@ -104,12 +104,18 @@ class Rubric:
                         f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)",
                         culprits=[rollout.rollout_id],
                     ) from score
-        scored: list[tuple[dict[str, float | None], float | None, str | None]] = []
+        scored: list[
+            tuple[dict[str, float | None], dict[str, tuple[float, ...]], float | None, str | None]
+        ] = []
         for index, rollout in enumerate(rollouts):
             rewards: dict[str, float | None] = {}
+            turns: dict[str, tuple[float, ...]] = {}
             reason: str | None = None
             for name in values:
                 score = values[name][index]
+                if isinstance(score, tuple):
+                    turns[name] = score
+                    score = math.fsum(score)
                 rewards[name] = None if isinstance(score, RewardUnavailable) else score
                 if isinstance(score, RewardUnavailable) and reason is None:
                     reason = f"{error_prefix(name, rollout)}: {score}"
@@ -120,12 +126,12 @@ class Rubric:
                 if self.strict:
                     raise RewardError(reason, culprits=[rollout.rollout_id]) from error
                 total = None
-            scored.append((rewards, total, reason))
-        for rollout, (rewards, total, reason) in zip(rollouts, scored, strict=True):
-            rollout.rewards, rollout.reward = rewards, total
+            scored.append((rewards, turns, total, reason))
+        for rollout, (rewards, turns, total, reason) in zip(rollouts, scored, strict=True):
+            rollout.rewards, rollout.turn_scores, rollout.reward = rewards, turns, total
             if reason:
                 rollout.error = reason
-        return [reason for _, _, reason in scored if reason]
+        return [reason for *_, reason in scored if reason]
 
     def weighted_sum(self, rewards: Mapping[str, float | None]) -> float | None:
         """Return the weighted sum; None if no function applies. Raises ValueError if too large."""

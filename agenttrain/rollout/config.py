@@ -8,6 +8,8 @@ from enum import StrEnum
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.types import Sampling
+from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
 
@@ -49,6 +51,14 @@ class OnToolFailure(StrEnum):
     """Stop the run."""
 
 
+NO_COMPACTION = "none"
+COMPACTIONS = {
+    "summary": "agenttrain.rollout.compaction.Summary",
+    "drop_tool_results": "agenttrain.rollout.compaction.DropToolResults",
+}
+"""Values of `rollout.compaction`; another one is the dotted path of a class."""
+
+
 @dataclass(config=SETTINGS)
 class RolloutConfig:
     """Limits and behaviour of a rollout."""
@@ -83,6 +93,16 @@ class RolloutConfig:
     structured_calls: bool = False
     """A call that the model opens can only become one that fits its tool's schema: a grammar rules
     the other tokens out. Needs engine=vllm, and for training algorithm.correction."""
+    compaction: str = NO_COMPACTION
+    """What takes the place of a context of more than compact_at tokens: none; summary: the task,
+    the policy's own summary, which is sampled and trained, and the last turns; drop_tool_results:
+    all turns with a marker for older replies; or a class of yours: my_pkg.MyCompaction."""
+    compact_at: Whole | None = Field(default=None, ge=1)
+    """Tokens of context, prompt included, past which it is replaced before the next turn."""
+    summary_tokens: Whole = Field(default=256, ge=1)
+    """Sampled tokens of a summary."""
+    keep_turns: Whole = Field(default=1, ge=0)
+    """Last turns that a compaction leaves as they are."""
     on_break: OnBreak = OnBreak.error
     """Consequence of a broken invariant of the token ledger."""
     on_tool_failure: OnToolFailure = OnToolFailure.drop
@@ -91,6 +111,29 @@ class RolloutConfig:
     """Consequence of a call that cannot be parsed."""
     on_parallel_calls: OnParallelCalls = OnParallelCalls.error_reply
     """Only where the chat template renders one call per turn (`agenttrain templates` says so)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutConfig:
+        chosen, problems = self.compaction, []
+        if chosen != NO_COMPACTION and self.compact_at is None:
+            problems.append(
+                f"rollout.compaction={chosen}: set rollout.compact_at=…, the tokens of context "
+                "past which it acts"
+            )
+        if chosen == NO_COMPACTION and self.compact_at is not None:
+            problems.append(
+                f"rollout.compact_at={self.compact_at}: has no effect with "
+                f"rollout.compaction=none; set rollout.compaction={' or '.join(COMPACTIONS)}, or "
+                "leave it out"
+            )
+        if chosen not in (NO_COMPACTION, *COMPACTIONS) and "." not in chosen:
+            problems.append(
+                f"rollout.compaction={chosen}: is unknown"
+                f"{did_you_mean(chosen, (NO_COMPACTION, *COMPACTIONS))}; expected "
+                f"{', '.join((NO_COMPACTION, *COMPACTIONS))}, or the dotted path of a class"
+            )
+        raise_problems(problems)
+        return self
 
 
 @dataclass(config=SETTINGS)
@@ -136,6 +179,16 @@ class EvalConfig:
             problems.append("eval.tools=[]: evaluated rollouts need a tool; null: all of the run's")
         raise_problems(problems)
         return self
+
+    def sampling(self, seed: int = 0) -> Sampling:
+        """Return the settings of sampled, not greedy, completions; the loop sets their budgets."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=seed,
+        )
 
 
 def tasks_of_round(missing: int, oversample: float) -> int:

@@ -1,8 +1,10 @@
-"""Recorded conversations as rollouts: ids, mask and messages as if the model had sampled them.
+"""Conversations of a dataset as rollouts: ids, mask and messages as if the model had sampled them.
 
 Messages before the first assistant message are the prompt. Every assistant message becomes a
 sampled turn, in the ids that the chat template writes for it. Tool replies and later user messages
 are context, rendered and clipped exactly as the loop does. Sampled tokens have log-probability 0.
+
+A rollout that a run recorded (`RolloutRows`) is learned in the ids that it was recorded in.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from agenttrain.chat.probing import REASONING_KEYS
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import verify
+from agenttrain.rollout.recorded import ROLLOUT, RecordedRollout, difference, read_again
 from agenttrain.rollout.replies import fit_replies
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
+from agenttrain.tracking.rollouts import completions
 from agenttrain.types import (
     AgenttrainError,
     AssistantTurn,
@@ -49,7 +53,7 @@ class BadDemonstration(AgenttrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrator:
-    """Turns the conversations of a dataset into rollouts.
+    """Turns the conversations of a dataset, or its recorded rollouts, into rollouts.
 
     Example: ``Demonstrator(chat=chat, toolbox=toolbox, limits=config.rollout)(task, "d0")`` gives
     two sampled turns for a task whose messages are a question, a call, its reply and an answer.
@@ -63,25 +67,66 @@ class Demonstrator:
 
     def __call__(self, task: Task, rollout_id: str) -> Rollout:
         """Return the rollout of `task.messages`, its ledger verified. Raises BadDemonstration."""
+        record = task.columns.get(ROLLOUT)
         try:
-            conversation = _Conversation(self, task, rollout_id)
-            while conversation.pending:
-                number = conversation.trajectory.turns
-                try:
-                    conversation.append_turn(number)
-                except (BadDemonstration, ChatError, ValueError) as error:
-                    raise BadDemonstration(f"turn {number}: {error}") from error
-            verify(conversation.rollout, self.chat, conversation.schemas)
+            if isinstance(record, RecordedRollout):
+                return self._recorded(record, task, rollout_id)
+            return self._rendered(task, rollout_id)
         except (BadDemonstration, ChatError, LedgerError, ValueError) as error:
             raise BadDemonstration(f"task {task.task_id}: {error}") from error
+
+    def _recorded(self, record: RecordedRollout, task: Task, rollout_id: str) -> Rollout:
+        """Return a recorded rollout in its ids, if this run would show the model the same ones.
+
+        Otherwise the run's own template and tools render its messages around the sampled ids, and
+        around new ids where its tokenizer reads these as another turn.
+        """
+        columns = {name: value for name, value in task.columns.items() if name != ROLLOUT}
+        task = replace(task, columns=columns)
+        rollout = read_again(record, task, rollout_id, self.chat.stop_token_ids)
+        schemas = RowTools(task, self.toolbox, self.environments).schemas
+        reason = difference(rollout, task.messages, self.chat, schemas)
+        if reason is None:
+            return rollout
+        if len(rollout.trajectories) > 1:
+            raise BadDemonstration(
+                f"its {len(rollout.trajectories)} trajectories can only be learned as they were "
+                f"recorded, and {reason}"
+            )
+        try:
+            sampled = completions(record, self.chat.stop_token_ids)
+            return self._rendered(task, rollout_id, sampled=sampled)
+        except (BadDemonstration, ChatError, LedgerError, ValueError) as error:
+            raise BadDemonstration(
+                f"{error}. It was not learned as recorded, because {reason}"
+            ) from error
+
+    def _rendered(self, task: Task, rollout_id: str, sampled: Sequence[Completion] = ()) -> Rollout:
+        """Return the rollout of `task.messages`, whose last turns were `sampled`."""
+        conversation = _Conversation(self, task, rollout_id, sampled)
+        while conversation.pending:
+            number = conversation.trajectory.turns
+            try:
+                conversation.append_turn(number)
+            except (BadDemonstration, ChatError, ValueError) as error:
+                raise BadDemonstration(f"turn {number}: {error}") from error
+        verify(conversation.rollout, self.chat, conversation.schemas)
         return conversation.rollout
 
 
 class _Conversation:
     """One conversation, turned into a rollout turn by turn; `pending` are the messages to come."""
 
-    def __init__(self, owner: Demonstrator, task: Task, rollout_id: str) -> None:
-        first = next((i for i, m in enumerate(task.messages) if m["role"] == "assistant"), None)
+    def __init__(
+        self,
+        owner: Demonstrator,
+        task: Task,
+        rollout_id: str,
+        sampled: Sequence[Completion] = (),
+    ) -> None:
+        spoken = [i for i, m in enumerate(task.messages) if m["role"] == "assistant"]
+        self.sampled = sampled if len(sampled) <= len(spoken) else ()
+        first = spoken[-len(self.sampled)] if spoken else 0  # [-0]: the first of all
         if not first:
             raise BadDemonstration(
                 "has nothing to learn: its messages need a question and, after it, an assistant "
@@ -123,19 +168,33 @@ class _Conversation:
             self._append_question(turn, completion, replies)
 
     def _append_sampled(self, turn: AssistantTurn, number: int) -> tuple[AssistantTurn, Completion]:
-        """Append a turn as if it had been sampled; return it as parsed from its tokens."""
+        """Append a turn as if it had been sampled; return it as parsed from its tokens.
+
+        Its ids are those that were sampled, if they read as the turn, or those of the template.
+        """
         sent = self.trajectory.token_ids
-        ids = completion_ids(
-            self.chat, self.trajectory.messages, self.schemas, turn, prompt=sent.tolist()
-        )
         after = self.trajectory.messages[-1]["role"]
-        parsed = self.chat.parse(ids, self.schemas, turn=number, after=after)
 
         def comparable(turn: AssistantTurn) -> tuple[Any, ...]:
             # Templates may trim the blanks around texts. Call ids are not rendered.
             calls = [(call.name, call.arguments, call.malformed) for call in turn.calls]
             return turn.content.strip(), (turn.reasoning or "").strip(), calls
 
+        def parse(ids: Sequence[int]) -> AssistantTurn:
+            return self.chat.parse(ids, self.schemas, turn=number, after=after)
+
+        ids: Sequence[int] = ()
+        if number < len(self.sampled) and self.sampled[number].finish is Finish.stop:
+            ids = self.sampled[number].token_ids
+        if (
+            not ids
+            or ids[-1] not in self.chat.stop_token_ids
+            or (comparable(parse(ids)) != comparable(turn))
+        ):
+            ids = completion_ids(
+                self.chat, self.trajectory.messages, self.schemas, turn, prompt=sent.tolist()
+            )
+        parsed = parse(ids)
         if comparable(parsed) != comparable(turn):
             raise BadDemonstration(
                 f"the chat template renders it as {self.chat.decode(ids)!r}, which is read as "

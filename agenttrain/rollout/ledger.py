@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -69,15 +68,17 @@ def verify(
     """
     parsed_turns = parsed_turns or ParsedTurns()
     for trajectory in rollout.trajectories:
-        # The spans hold all ids and begin with the only prompt span.
-        ids = array("q")
+        # The ids are those of the parent, if there is one, and of the spans.
+        ids = trajectory.context(rollout.trajectories[: trajectory.index])
         for span in trajectory.spans:
             ids.extend(span.token_ids)
         if ids != trajectory.token_ids:
             raise LedgerError(f"{trajectory.name}: its ids are not those of its spans")
+        # The spans begin with the only prompt span; none is needed if the context has the prompt.
         first = trajectory.spans[0].origin if trajectory.spans else None
         prompts = sum(span.origin is Origin.prompt for span in trajectory.spans)
-        if first is not Origin.prompt or prompts != 1:
+        valid = prompts == (first is Origin.prompt) and (prompts == 1 or trajectory.parent)
+        if not valid:
             raise LedgerError(
                 f"{trajectory.name}: {prompts} prompt spans, the first span is {first}"
             )
@@ -98,13 +99,22 @@ def verify(
             turn, token_ids = spans[0].turn, _check_finish(trajectory, spans, chat)
             if parsed_turns.matches(trajectory, token_ids, message, turn=turn, after=after):
                 continue
-            parsed = chat.parse(token_ids, schemas, turn=turn, after=after).message()
+            name = turn_name(trajectory, turn)
+            parsed = chat.parse(token_ids, schemas, turn=name, after=after).message()
             if parsed != message:
                 raise LedgerError(
                     f"{_where(trajectory, spans[0])}: the sampled tokens decode to "
                     f"{chat.decode(token_ids)!r}, which parses to {parsed!r}, but the recorded "
                     f"message is {message!r}"
                 )
+
+
+def turn_name(trajectory: Trajectory, turn: int) -> str:
+    """Return the name of a turn in the ids of its calls, unlike those of other trajectories.
+
+    Example: ``call_3_0`` in the first trajectory, ``call_2.3_0`` in that of index 2.
+    """
+    return f"{trajectory.index}.{turn}" if trajectory.index else str(turn)
 
 
 def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:
@@ -128,7 +138,7 @@ def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tupl
 def _where(trajectory: Trajectory, span: Span) -> str:
     """Return the place of a span in an error's text, e.g. ``rollout r trajectory 0 turn 1 position
     7``."""
-    position = 0
+    position = trajectory.context_length
     for earlier in trajectory.spans:
         if earlier is span:
             break

@@ -10,24 +10,30 @@ lists what ends the run instead.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from agenttrain.chat.chat import Chat
 from agenttrain.engines.base import Engine, EngineDead, EngineError
 from agenttrain.environments.environment import Episode
 from agenttrain.environments.environments import Environments
-from agenttrain.rewards.function import copy_task
+from agenttrain.rewards.function import LARGEST, RewardError, copy_task
+from agenttrain.rollout.call_limits import over_limits, repeats_a_call
+from agenttrain.rollout.compaction import (
+    SUMMARY,
+    PastTurn,
+    make_compaction,
+    request_message,
+    summary_room,
+)
 from agenttrain.rollout.config import OnMalformedCall, OnParallelCalls, OnToolFailure, RolloutConfig
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
-from agenttrain.rollout.ledger import ParsedTurns
+from agenttrain.rollout.ledger import ParsedTurns, turn_name
 from agenttrain.rollout.monitoring import Throttle
-from agenttrain.rollout.replies import fit_replies
+from agenttrain.rollout.replies import Suffix, fit_replies
 from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
@@ -46,7 +52,10 @@ from agenttrain.types import (
     ToolError,
     ToolResult,
     ToolUnavailable,
+    TurnReward,
 )
+from agenttrain.utils.arrays import common_prefix
+from agenttrain.utils.seeds import derive_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +162,7 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
 
 
 class _Loop:
-    """The turns of one rollout, in its main trajectory."""
+    """The turns of one rollout, in its main trajectory and those that a compaction begins."""
 
     def __init__(
         self,
@@ -169,73 +178,190 @@ class _Loop:
         self.parsed_turns = context.parsed_turns
         self.user, self.on_messages = context.user, context.on_messages
         self.trajectory = rollout.trajectories[0]
-        self._prompt_length = self.trajectory.prompt_length
+        self._begins = self.trajectory.prompt_length
+        """Tokens of the trajectory that do not count as spent: its prompt, what is shown again."""
+        self._tokens_before = 0
+        """Sampled and tool tokens of the trajectories that came before."""
+        self._user_turns = 0
+        """User's messages since the prompt."""
         self._calls_made: list[ToolCall] = []
+        self._compaction = make_compaction(context.limits)
+        self._past: list[PastTurn] = []
+        """The turns of the current context, if it may be compacted."""
+        self._reserved = 0
+        """Tokens at the end of the engine's context that are kept free for a summary."""
+        if self._compaction is not None:
+            self._reserved = summary_room(self._compaction, context.limits, context.chat)
         self._task: Task | None = None
         """The rollout's copy of its task, which its tools may change."""
 
     async def run(self) -> None:
         """Sample a turn, parse it, answer it; repeat until the rollout has a stop reason."""
-        rollout, trajectory = self.rollout, self.trajectory
+        rollout = self.rollout
         while rollout.stop_reason is None:
+            if self._must_compact():
+                rollout.stop_reason = await self._compact()
+                continue
             budget = min(self.limits.max_turn_tokens, self._room())
             if budget <= 0:
                 rollout.stop_reason = self._reason_without_room()
                 return
-            sent = trajectory.token_ids
-            sampling = turn_sampling(
-                self.request.sampling,
-                trajectory,
-                self.chat,
-                self.tools,
-                self.limits,
-                budget=budget,
+            turn, completion = await self._sample(budget)
+            rollout.stop_reason = _reason_cut(completion) or await self._reply_to(turn, completion)
+
+    async def _sample(self, budget: int) -> tuple[AssistantTurn, Completion]:
+        """Sample a turn of the trajectory, in at most `budget` tokens; append and parse it."""
+        rollout, trajectory = self.rollout, self.trajectory
+        state = None if self.episode is None else await self.episode.state()
+        sent = trajectory.token_ids
+        seed = self.request.sampling.seed
+        if trajectory.index:
+            seed = derive_seed(seed, "trajectory", trajectory.index)
+        sampling = turn_sampling(
+            replace(self.request.sampling, seed=seed),
+            trajectory,
+            self.chat,
+            self.tools,
+            self.limits,
+            budget=budget,
+        )
+        completion = await self.engine.generate(sent, sampling, session=rollout.rollout_id)
+        await self.throttle.wait()  # where many rollouts resume together, a few at a time
+        if not completion.token_ids:
+            raise EngineError(
+                f"rollout {rollout.rollout_id}: the engine returned no token ({completion})"
             )
-            completion = await self.engine.generate(sent, sampling, session=rollout.rollout_id)
-            await self.throttle.wait()  # where many rollouts resume together, a few at a time
-            if not completion.token_ids:
-                raise EngineError(
-                    f"rollout {rollout.rollout_id}: the engine returned no token ({completion})"
-                )
-            trajectory.append_sampled(completion, sent)
+        trajectory.append_sampled(completion, sent)
+        if state is not None:
+            # Summarising is another decision than acting in the same state.
+            prefix = f"{SUMMARY} " if trajectory.role == SUMMARY else ""
+            trajectory.states.append(prefix + state)
 
-            ids, turn_index = completion.token_ids, trajectory.turns - 1
-            after = trajectory.messages[-1]["role"]
-            turn = self.chat.parse(ids, self.tools.schemas, turn=turn_index, after=after)
-            message = turn.message()
-            if self.parsed_turns is not None:
-                self.parsed_turns.record(trajectory, ids, message, turn=turn_index, after=after)
-            self._add(message)
+        ids, index = completion.token_ids, trajectory.turns - 1
+        name, after = turn_name(trajectory, index), trajectory.messages[-1]["role"]
+        turn = self.chat.parse(ids, self.tools.schemas, turn=name, after=after)
+        message = turn.message()
+        if self.parsed_turns is not None:
+            self.parsed_turns.record(trajectory, ids, message, turn=index, after=after)
+        self._add(message)
+        return turn, completion
 
-            if completion.finish is Finish.length:
-                rollout.stop_reason = StopReason.max_tokens
-            elif completion.finish is Finish.abort:
-                rollout.stop_reason = StopReason.aborted
-            else:
-                rollout.stop_reason = await self._reply_to(turn, completion)
+    async def _compact(self) -> StopReason | None:
+        """Replace the context by a shorter one, in a new trajectory; return a reason to stop.
+
+        What was sampled keeps its ids. A user's message that is not answered yet stands in place of
+        "Go on …" and of the turns kept::
+
+            prompt of the task | summary | "Go on …" | kept turn, replies | kept turn, replies | …
+        """
+        compaction, main, limit = self._compaction, self.trajectory, self.limits.compact_at or 0
+        assert compaction is not None
+        first = self.rollout.trajectories[0]
+        ids = [*first.token_ids[: first.prompt_length]]
+        messages = [*first.messages[: first.prompt_messages]]
+        self._tokens_before += main.length - self._begins
+        if compaction.request is not None:
+            if len(ids) >= limit:
+                return StopReason.context_full
+            last, request = self._past[-1], request_message(compaction)
+            unanswered = last.replies[-1]["role"] == "user"
+            replies = [] if unanswered else [*last.replies]
+            suffix = self._suffix(last.turn, [*replies, request], last.completion)
+            position = main.length - sum(len(own) for _, own in last.suffix or ())
+            self.trajectory = self.rollout.branch(main.index, position, role=SUMMARY)
+            before = len(main.messages) - len(last.replies)
+            self.trajectory.messages += [*main.messages[:before], *replies]
+            self.trajectory.prompt_messages = before + len(replies) + 1
+            for origin, own in suffix:
+                self.trajectory.append_context(own, origin)
+            self._add(request)
+            self._begins = self.trajectory.length
+            budget = min(self.limits.summary_tokens, self._room())
+            if budget <= 0:
+                return self._reason_without_room()
+            summary, completion = await self._sample(budget)
+            if reason := _reason_cut(completion):
+                return reason
+            if self._calls_to_answer(summary) or not summary.content.strip():
+                return StopReason.invalid_summary
+            resume: Message = {"role": "user", "content": compaction.resume}
+            if unanswered:
+                self._past, resume = [], last.replies[-1]
+            ids += completion.token_ids
+            suffix = self._suffix(summary, [resume], completion)
+            ids += [token_id for _, own in suffix for token_id in own]
+            messages += [summary.message(), resume]
+            self._tokens_before += self.trajectory.length - self._begins
+        self._past = [*compaction.keep(self._past, limit - len(ids), self.chat)]
+        for past in self._past:
+            ids += past.ids(self.chat)
+            messages += [past.turn.message(), *past.replies]
+        if len(ids) > limit:
+            return StopReason.context_full
+        shared = common_prefix(np.array(main.token_ids), np.array(ids))
+        self.trajectory = self.rollout.branch(main.index, shared)
+        self.trajectory.append_context(ids[shared:], Origin.prompt)
+        self.trajectory.messages += messages
+        self.trajectory.prompt_messages = len(messages)
+        self._begins = len(ids)
+        return None
+
+    def _must_compact(self) -> bool:
+        """Return True if the context has grown too long and a turn is left to use a shorter one."""
+        grown = self._past and self.trajectory.length > (self.limits.compact_at or 0)
+        return bool(grown) and (self._may_summarise() or not self._reserved)
+
+    def _may_summarise(self) -> bool:
+        """Return True if there may be a summary, and a turn after it."""
+        return self._reserved > 0 and self.rollout.turns + 1 < self.limits.max_turns
+
+    def _suffix(
+        self, turn: AssistantTurn, replies: Sequence[Message], completion: Completion
+    ) -> Suffix:
+        """Return the ids of the replies to a turn and of the next generation prompt."""
+        return self.chat.suffix(
+            turn,
+            replies,
+            completion_ids=completion.token_ids,
+            finish=completion.finish,
+            generation_prompt=True,
+        )
 
     def _add(self, *messages: Message) -> None:
         self.trajectory.messages.extend(messages)
         if self.on_messages is not None:
             self.on_messages(self.rollout, messages)
 
+    def _reward_turn(self, value: float, giver: str) -> None:
+        """Add a reward to the last turn."""
+        if not abs(value) <= LARGEST:  # NaN is not
+            raise RewardError(
+                f"{giver} on rollout {self.rollout.rollout_id!r}, turn {self.trajectory.turns - 1}:"
+                f" returned TurnReward({value}); its value is a number of at most {LARGEST:g}",
+                culprits=[self.rollout.rollout_id],
+            )
+        turn, rewards = self.trajectory.turns - 1, self.trajectory.turn_rewards
+        rewards[turn] = rewards.get(turn, 0.0) + value
+
     def _room(self) -> int:
         """Return the number of tokens that may still follow, sampled or not."""
-        length = self.trajectory.length
-        return min(
-            self.limits.max_completion_tokens - (length - self._prompt_length),
-            self.engine.max_context - length,
-        )
+        spent = self._tokens_before + self.trajectory.length - self._begins
+        return min(self.limits.max_completion_tokens - spent, self._context_left())
+
+    def _context_left(self) -> int:
+        """Return the room in the engine's context, without what a summary of it will need."""
+        free = self.trajectory.role == SUMMARY or not self._may_summarise()
+        reserved = 0 if free else self._reserved
+        return self.engine.max_context - reserved - self.trajectory.length
 
     def _reason_without_room(self) -> StopReason:
         """Return the limit that leaves the least room: the engine's context or the rollout's."""
-        context_left = self.engine.max_context - self.trajectory.length
-        return StopReason.context_full if context_left <= self._room() else StopReason.max_tokens
+        full = self._context_left() <= self._room()
+        return StopReason.context_full if full else StopReason.max_tokens
 
     async def _reply_to(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
         """Append the replies to a turn's calls, or the user's reply; return a reason to stop."""
-        ignored = self.limits.on_malformed_call is OnMalformedCall.ignore
-        calls = [call for call in turn.calls if not (ignored and call.malformed)]
+        calls = self._calls_to_answer(turn)
         if not calls:
             return await self._append_user_turn(turn, completion)
         # `tools.stop_tools` are the task's own: another stop tool of the run is an unknown tool.
@@ -249,6 +375,9 @@ class _Loop:
             if result.error is ToolError.unavailable:
                 # The tool is broken: the model must not learn from its answer.
                 raise ToolUnavailable(f"tool {result.call.name}: {result.content}")
+        for result in results:
+            if result.reward is not None:
+                self._reward_turn(result.reward, f"tool {result.call.name}")
         reason = StopReason.stop_tool if stops else self._reason_after_calls(results)
         # Clipped so that the replies and one sampled token still fit.
         replies, suffix = fit_replies(
@@ -264,10 +393,29 @@ class _Loop:
             ],
             generation_prompt=reason is None,
         )
+        self._append(turn, completion, replies, suffix)
+        return reason
+
+    def _append(
+        self,
+        turn: AssistantTurn,
+        completion: Completion,
+        replies: Sequence[Message],
+        suffix: Suffix,
+    ) -> None:
+        """Append the replies to the last turn, and the next generation prompt."""
         for origin, token_ids in suffix:
             self.trajectory.append_context(token_ids, origin)
         self._add(*replies)
-        return reason
+        if self._compaction is not None:
+            self._past.append(
+                PastTurn(turn=turn, completion=completion, replies=tuple(replies), suffix=suffix)
+            )
+
+    def _calls_to_answer(self, turn: AssistantTurn) -> list[ToolCall]:
+        """Return the calls of a turn, without those that the limits ignore."""
+        ignored = self.limits.on_malformed_call is OnMalformedCall.ignore
+        return [call for call in turn.calls if not (ignored and call.malformed)]
 
     async def _append_user_turn(
         self, turn: AssistantTurn, completion: Completion
@@ -278,16 +426,19 @@ class _Loop:
         a `user` of its own has those alone.
         """
         scripted = self.rollout.task.user_turns
-        asked = sum(message["role"] == "user" for message in self.trajectory.added_messages)
         text: str | None = None
         if self.user is not None:
             if self.rollout.turns >= self.limits.max_turns:
                 return StopReason.max_turns  # before a message is asked for that cannot be answered
             text = await self.user(self.trajectory.messages[-1])
-        elif asked < len(scripted):
-            text = scripted[asked]
+        elif self._user_turns < len(scripted):
+            text = scripted[self._user_turns]
         elif self.episode is not None:
-            text = await self.episode.user(self.trajectory.messages[-1])
+            reply = await self.episode.user(self.trajectory.messages[-1])
+            if isinstance(reply, TurnReward):
+                self._reward_turn(reply.value, f"environment {self.episode.kind.name}: its user")
+                reply = reply.content
+            text = reply
         episode_done = self.episode is not None and self.episode.done
         if text is None:
             return StopReason.environment_done if episode_done else StopReason.completed
@@ -303,9 +454,8 @@ class _Loop:
         )
         # A tool's text may be clipped to fit, a question may not: it would be another question.
         if sum(len(ids) for _, ids in suffix) + int(not episode_done) <= self._room():
-            for origin, token_ids in suffix:
-                self.trajectory.append_context(token_ids, origin)
-            self._add(question)
+            self._append(turn, completion, [question], suffix)
+            self._user_turns += 1
         elif not episode_done:
             return self._reason_without_room()
         return StopReason.environment_done if episode_done else None
@@ -359,7 +509,7 @@ class _Loop:
             return ToolContext(
                 rollout_id=self.rollout.rollout_id,
                 task=self._task,
-                turn=self.trajectory.turns - 1,
+                turn=self.rollout.turns - 1,
                 call_id=call.id,
                 tool=call.name,
             )
@@ -396,6 +546,13 @@ class _Loop:
         invalid = sum(error.invalid_call for error in errors)
         limit = self.limits.max_invalid_calls
         return StopReason.max_invalid_calls if limit is not None and invalid > limit else None
+
+
+def _reason_cut(completion: Completion) -> StopReason | None:
+    """Return the reason to stop if the engine did not let the completion end; None: it ended."""
+    if completion.finish is Finish.length:
+        return StopReason.max_tokens
+    return StopReason.aborted if completion.finish is Finish.abort else None
 
 
 def _reply(result: ToolResult) -> Message:
@@ -435,53 +592,3 @@ def check_room(task: Task, prompt_length: int, max_context: int) -> None:
             f"task {task.task_id}: its prompt has {prompt_length} tokens, the engine's context "
             f"{max_context}: shorten the prompt or raise engine.max_context"
         )
-
-
-def over_limits(
-    calls: Sequence[ToolCall],
-    before: Sequence[ToolResult],
-    *,
-    most: int | None,
-    own_limit: Callable[[str], int | None],
-) -> list[str | None]:
-    """Return, for each call of a turn, the limit that forbids it in words for the model, or None.
-
-    `most` limits all calls of a rollout, `own_limit(name)` those of one tool. `before` are the
-    results of earlier turns. Example: with ``most=None``, ``own_limit=lambda name: 1`` and nothing
-    before, the calls ``[search, sql, search]`` give ``[None, None, "the limit of 1 call of search
-    is reached"]``.
-    """
-    own = [own_limit(call.name) for call in calls]
-    ran: Counter[str] = Counter()
-    if any(limit is not None for limit in own):
-        # Calls that never reached the tool do not use up its own limit.
-        for result in before:
-            error = result.error
-            if error not in (ToolError.limit, ToolError.parallel) and not (
-                error and error.invalid_call
-            ):
-                ran[result.call.name] += 1
-    refusals: list[str | None] = []
-    for place, (call, limit) in enumerate(zip(calls, own, strict=True), start=len(before)):
-        if most is not None and place >= most:
-            refusals.append(f"the limit of {most} tool calls is reached")
-        elif limit is not None and call.malformed is None and ran[call.name] >= limit:
-            plural = "" if limit == 1 else "s"
-            refusals.append(f"the limit of {limit} call{plural} of {call.name} is reached")
-        else:
-            ran[call.name] += call.malformed is None
-            refusals.append(None)
-    return refusals
-
-
-def repeats_a_call(calls: Sequence[ToolCall], limit: int) -> bool:
-    """Return True if more than `limit` calls in a row are equal, the order of arguments aside."""
-    texts = []
-    for call in calls:
-        text = call.text
-        if call.malformed is None:
-            # Arguments may be nested as deeply as could just be parsed.
-            with suppress(RecursionError, ValueError):
-                text = json.dumps([call.name, call.arguments], sort_keys=True)
-        texts.append(text)
-    return any(len(list(run)) > limit for _, run in groupby(texts))

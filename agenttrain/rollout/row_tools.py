@@ -283,6 +283,11 @@ def tool_sets(toolbox: Toolbox, environments: Environments) -> list[Schemas]:
     return [run + methods.schemas() for methods in environments.toolboxes.values()] or [run]
 
 
+def checked_rows(source: TaskSource) -> int:
+    """Return how many rows of a source are checked before a run: of an endless one the first."""
+    return COLUMN_SAMPLE if len(source) == sys.maxsize else min(len(source), CHECKED)
+
+
 def row_tool_sets(
     key: str, source: TaskSource, toolbox: Toolbox, environments: Environments
 ) -> Iterator[Schemas]:
@@ -292,8 +297,7 @@ def row_tool_sets(
     (data.train) and names the row.
     """
     seen: set[str] = set()
-    count = COLUMN_SAMPLE if len(source) == sys.maxsize else min(len(source), CHECKED)
-    for index in range(count):
+    for index in range(checked_rows(source)):
         try:
             task = source.row(index)
             tools = RowTools(task, toolbox, environments)

@@ -1,7 +1,8 @@
 """The groups of a training step: sample more tasks where groups teach nothing, choose the best.
 
-A group whose rewards are all exactly equal has no advantage. Groups are replaced as a whole:
-dropping single rollouts would bias the rest, since of rewards [1, 0, 0, 0] only the 1 differs.
+A group whose rewards are all exactly equal has no advantage; with credit per turn, one in which no
+turn has an advantage. Groups are replaced as a whole: dropping single rollouts would bias the rest,
+since of rewards [1, 0, 0, 0] only the 1 differs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from agenttrain.algorithms.config import AlgorithmConfig, Rewards
+from agenttrain.algorithms.config import AlgorithmConfig, Credit, Rewards
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, Collector
 from agenttrain.rollout.config import tasks_of_round
@@ -78,7 +79,7 @@ async def sample_groups(
                 samples=config.group_size,
                 sampling=sampling,
                 seed_path=(*seed_path, f"r{number}") if number else seed_path,
-                is_informative=lambda group: informative(group, config.rewards, weights),
+                is_informative=lambda group: informative(group, config, weights),
                 minibatches=config.minibatches,
                 may_be_empty=number > 0,
             )
@@ -104,15 +105,24 @@ async def sample_groups(
 
 
 def informative(
-    group: Sequence[Rollout], rewards: Rewards, weights: Mapping[str, float] | None = None
+    group: Sequence[Rollout],
+    config: AlgorithmConfig,
+    weights: Mapping[str, float] | None = None,
 ) -> bool:
-    """Return True if a group's rewards differ.
+    """Return True if a group's rewards differ, or with credit per turn if one has an advantage.
 
     If the algorithm normalises each reward function by itself, those of any function must differ.
     Functions of weight 0 are only measured; a function that `weights` lacks has weight 1. Example:
     rewards 1, 1, None do not differ; 1, 0, None do; a single reward does not.
     """
-    if rewards is Rewards.sum:
+    if config.credit is not Credit.rollout:
+        from agenttrain.algorithms.credit import rewards_of_turns, turn_advantages  # imports torch
+
+        (by_rollout,) = turn_advantages(
+            [[rewards_of_turns(one, weights or {}) for one in group]], config
+        ).advantages
+        return any(any(advantages or ()) for advantages in by_rollout)
+    if config.rewards is Rewards.sum:
         return len({r.reward for r in group if r.reward is not None}) > 1
     weights = weights or {}
     names = {name for r in group for name in r.rewards if weights.get(name, 1.0) != 0}

@@ -128,7 +128,7 @@ async def collect_share(
         failure = error
     groups = []
     for place, group in zip(collected.places, collected.groups, strict=True):
-        later = sum(t.length - t.prompt_length for r in group for t in r.trajectories)
+        later = sum(len(t.own_ids) - t.prompt_length for r in group for t in r.trajectories)
         info = GroupInfo(
             place=place,
             owner=peers.rank,

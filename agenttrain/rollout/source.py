@@ -203,7 +203,7 @@ class Demonstrations:
                     break
                 batch.bad += 1
                 continue
-            if rollout.length > self.max_tokens:
+            if max(trajectory.length for trajectory in rollout.trajectories) > self.max_tokens:
                 batch.overlong += 1
                 continue
             rollout.reward = 1.0

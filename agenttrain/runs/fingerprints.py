@@ -27,6 +27,7 @@ from agenttrain.settings.run_config import RunConfig, RunPart
 from agenttrain.settings.saved import done_steps
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import ConfigError
+from agenttrain.utils.files import digest_of_blocks
 from agenttrain.utils.hub import is_hub_id
 from agenttrain.utils.locate import locate
 from agenttrain.utils.model_path import model_folder
@@ -36,7 +37,7 @@ ROWS = 20_000
 """Rows of a dataset that are hashed, evenly spaced."""
 ENDLESS_ROWS = 16
 """Rows of a dataset without end that are hashed: the first ones."""
-BLOCKS, BLOCK_BYTES = 64, 2**16
+BLOCK_BYTES = 2**16
 """Blocks of each file of weights that are hashed, evenly spaced: training changes all of them."""
 OURS = "agenttrain."
 FILE_ARGUMENTS = ("path", "database")
@@ -66,7 +67,7 @@ def fingerprints(components: Components) -> Fingerprints:
         RunPart.reward: _code("reward", config.reward),
         RunPart.model: {
             "tokenizer": _digest(_json(components.tokenizer.get_vocab())),
-            **_model(config),
+            **_model(config, training=components.verb == "train"),
         },
     }
     return {str(part): digests for part, digests in parts.items()}
@@ -184,27 +185,28 @@ def _files(sections: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
-def _model(config: RunConfig) -> dict[str, str]:
-    """Return the commit of a model of the hub, or the digest of a folder's first weights.
+def _model(config: RunConfig, *, training: bool) -> dict[str, str]:
+    """Return the commits of models of the hub, or the digests of folders' first weights.
 
-    The latter only if a resumed run still reads them: for the reference of the KL penalty, or as
-    the model under adapters.
+    The latter only if a resumed run still reads them: the policy's for the reference of the KL
+    penalty, or as the model under adapters, and the teacher's with `training` by reinforcement.
     """
-    if is_hub_id(config.model.path):
-        return {"revision of model.path": str(config.model.revision)}
-    if not (config.algorithm.beta or config.model.lora.rank):
+    teacher = config.algorithm.teacher
+    read = bool(config.algorithm.beta or config.model.lora.rank)
+    digests = _weights("model.path", config.model.path, config.model.revision, read)
+    if teacher.path is not None and training:
+        digests |= _weights("algorithm.teacher.path", teacher.path, teacher.revision, True)
+    return digests
+
+
+def _weights(key: str, path: str, revision: str | None, read: bool) -> dict[str, str]:
+    if is_hub_id(path):
+        return {f"revision of {key}": str(revision)}
+    if not read:
         return {}
-    digests = []
-    for file in sorted(model_folder(config.model.path).glob("*.safetensors")):
-        # Its size and some blocks: a file may have many gigabytes.
-        size = file.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with file.open("rb") as opened:
-            for number in range(BLOCKS):
-                opened.seek(number * max(size - BLOCK_BYTES, 0) // BLOCKS)
-                digest.update(opened.read(BLOCK_BYTES))
-        digests.append(digest.hexdigest())
-    return {"weights of model.path": _hashed(digests)} if digests else {}
+    files = sorted(model_folder(path, key=key).glob("*.safetensors"))
+    digests = [digest_of_blocks(file, BLOCK_BYTES) for file in files]
+    return {f"weights of {key}": _hashed(digests)} if digests else {}
 
 
 def _json(value: Any) -> str:

@@ -20,14 +20,14 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
 from agenttrain.training.config import Init
 from agenttrain.training.logprobs import checkpoint_layers
-from agenttrain.training.lora import add_lora, base_of, is_adapted
+from agenttrain.training.lora import add_lora, is_adapted
 from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import is_hub_id
-from agenttrain.utils.model_path import model_folder
+from agenttrain.utils.model_path import base_folder, model_folder
 from agenttrain.utils.seeds import derive_seed
 
 
@@ -111,10 +111,11 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
     Raises ConfigError for an engine that is to get weights and has no methods for them.
     """
     spec, lora = spec_of(config.engine), config.model.lora
-    folder_of_model = model_folder(config.model.path, revision=config.model.revision)
+    path, revision = config.model.path, config.model.revision
+    folder_of_model = model_folder(path, revision=revision)
     inputs = EngineInputs(
         policy=None if spec.own_weights else policy.sampler,
-        model=base_of(folder_of_model),
+        model=base_folder(path, revision, config.model.base_revision) or folder_of_model,
         dtype=config.model.dtype,
         adapters=lora if lora.rank else None,
         tokenizer=folder_of_model if config.rollout.structured_calls else None,

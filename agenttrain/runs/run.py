@@ -43,6 +43,7 @@ from agenttrain.runs.loading import make_engine, make_policy
 from agenttrain.runs.provenance import write_config
 from agenttrain.runs.report import print_losses, print_scores
 from agenttrain.runs.setup import Components, prepare, sampling_note
+from agenttrain.runs.teacher import make_teacher, teacher_prompt
 from agenttrain.settings.command_line import resuming
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
@@ -468,6 +469,11 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         engine = make_engine(config, policy, run.folder)
         stack.push_async_callback(engine.aclose)
     stack.push_async_callback(components.aclose)
+    teacher = None
+    if run.verb == "train" and config.algorithm.has_teacher:
+        prompt = config.algorithm.teacher.prompt
+        prompt_ids = teacher_prompt(prompt, components.chat, components.schemas)
+        teacher = make_teacher(config, policy, prompt_ids)
     run.record_kernel(components, policy)
     collector = None if engine is None else components.collector(engine)
     run.watchdog.watch(collector, policy.model.get_input_embeddings())
@@ -495,6 +501,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         policy=policy,
         evaluator=evaluator,
         engine=engine,
+        teacher=teacher,
         checkpoints=checkpoints,
         stop_when=StopWhen(config.stop_when),
         guards=None if supervised else Guards(config=config.guards),

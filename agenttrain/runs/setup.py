@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from agenttrain.chat.certificate import Certificate, certify
@@ -26,6 +25,7 @@ from agenttrain.engines.base import Engine
 from agenttrain.environments.environments import Environments, build_kinds
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.rollout.collector import Collector
+from agenttrain.rollout.compaction import check_compaction
 from agenttrain.rollout.config import tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
 from agenttrain.rollout.row_tools import (
@@ -41,7 +41,7 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import AssistantTurn, Finish, Message, Task
-from agenttrain.utils.model_path import model_folder
+from agenttrain.utils.model_path import base_folder, model_folder
 from agenttrain.utils.names import did_you_mean
 
 RENDERED_TASKS = 8
@@ -306,10 +306,15 @@ def complete(components: Components) -> None:
                 f"eval.tools={name}: is no tool of this run{did_you_mean(name, declared)}; its "
                 f"tools are: {', '.join(declared) or 'none'}"
             )
+    check_compaction(config.rollout, components.chat, context_of(config))
     rubric = components.rubric
     _check_room(components, training=verb == "train")
     for key, source in tasks.by_key.items():
         check_reward_columns(source, rubric.columns, key)
+    if verb == "train" and config.algorithm.has_teacher:
+        from agenttrain.runs.teacher import check_teacher
+
+        check_teacher(config, components.tokenizer, tasks.train)
 
 
 def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:
@@ -343,10 +348,10 @@ def context_of(config: RunConfig) -> int | None:
 
     if config.engine.max_context is not None:
         return config.engine.max_context
-    folder = model_folder(config.model.path, revision=config.model.revision)
-    if (adapters := folder / "adapter_config.json").is_file():  # the limit is their base model's
-        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        folder = Path(base)
+    model = config.model
+    folder = base_folder(model.path, model.revision, model.base_revision, weights=False)
+    if folder is None:
+        folder = model_folder(model.path, revision=model.revision)
     text = AutoConfig.from_pretrained(folder).get_text_config()
     return getattr(text, "max_position_embeddings", None)
 

@@ -14,7 +14,8 @@ from math import isqrt
 from pathlib import Path
 
 from agenttrain.algorithms.config import Correction, CorrectionMode, Reference, load_objective
-from agenttrain.data.config import HOLD_OUT, has_test_rows
+from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, has_test_rows
+from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
@@ -93,15 +94,24 @@ def _reference(config: RunConfig) -> Iterator[str]:
 
 
 def _texts_and_files(config: RunConfig) -> Iterator[str]:
-    """Check `data.map` and `data.prompt`, which other libraries parse, and the names of files."""
-    for name, text in config.data.map.items():
+    """Check the texts of `data` that other libraries parse, and the names of files."""
+    expressions = {f"data.map.{name}": text for name, text in config.data.map.items()}
+    if config.data.where is not None:
+        expressions["data.where"] = config.data.where
+    for key, text in expressions.items():
         try:
-            compiled(text, f"data.map.{name}")
+            compiled(text, key)
         except ValueError as error:
             yield str(error)
     if config.data.prompt is not None:
         try:
             TextTemplate(config.data.prompt, "data.prompt")
+        except ValueError as error:
+            yield str(error)
+    teacher = config.algorithm.teacher
+    if teacher.prompt is not None:
+        try:
+            TextTemplate(teacher.prompt, "algorithm.teacher.prompt")
         except ValueError as error:
             yield str(error)
     template = config.chat_template
@@ -206,17 +216,39 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
 )
 
 
+def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) -> None:
+    """Raise ConfigError for settings that are fine by themselves, but not for this verb.
+
+    `overrides`: those that were typed.
+    """
+    check_test_rows(verb, config)
+    check_structured(verb, config)
+    check_teacher_folder(verb, config)
+    check_stop_when(verb, config, overrides)
+    check_own_objective(verb, config)  # last: it imports the user's module, and torch with it
+
+
 def check_test_rows(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError for an evaluation without rows."""
+    """Raise ConfigError for an evaluation without rows, and for tasks that hold their answers."""
+    for split in ("train", "test") if verb in ("train", "eval") else ():
+        if getattr(config.data, split).get("_target_") == ROLLOUT_ROWS:
+            raise ConfigError(
+                f"data.{split}._target_={ROLLOUT_ROWS}: rollouts hold the answers and are learned "
+                "by agenttrain sft; name the tasks, as the run that recorded them did"
+            )
     if verb == "eval" and not has_test_rows(config.data):
         raise ConfigError("data.test: names no rows to evaluate on; add data.test.path=<file>")
 
 
-def check_own_objective(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError for problems of an objective of the user's, which is called once.
+def check_teacher_folder(verb: str, config: RunConfig) -> None:
+    """Raise ConfigError if there is no model where a run's teacher should be."""
+    teacher = config.algorithm.teacher
+    if verb not in UNTRAINED and teacher.path is not None:
+        model_folder(teacher.path, revision=teacher.revision, key="algorithm.teacher.path")
 
-    Call it last: it imports the user's module, and torch with it.
-    """
+
+def check_own_objective(verb: str, config: RunConfig) -> None:
+    """Raise ConfigError for problems of an objective of the user's, which is called once."""
     objective = config.algorithm.objective
     if verb in UNTRAINED or not objective.is_own:
         return
@@ -238,10 +270,17 @@ SUPERVISED = ("Training", "Time", "Supervised")
 """Sections of METRICS that supervised learning writes."""
 
 
-def check_stop_when(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError if `stop_when` names a metric that the verb does not write."""
+def check_stop_when(verb: str, config: RunConfig, overrides: Sequence[str] = ()) -> None:
+    """Raise ConfigError if `stop_when` names a metric that the verb does not write.
+
+    The reward of an experiment that is shared with reinforcement learning has no effect on
+    supervised learning, unless `overrides` ask for it.
+    """
     name, objective = config.stop_when.metric, config.algorithm.objective
     if not config.stop_when.enabled or (verb in UNTRAINED and verb != "sft"):
+        return
+    typed = any(key_of(override).startswith("stop_when") for override in overrides)
+    if verb == "sft" and name == StopWhenConfig.metric and not typed:
         return
     sections = SUPERVISED if verb == "sft" else tuple(METRICS)
     rows = [row for section in sections for row in METRICS[section]]

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from inspect import isclass, signature
 from typing import Any
 
+from agenttrain.algorithms.config import Credit
 from agenttrain.data.config import (
     ENDLESS,
     FILE_ROWS,
     HUB_ROWS,
+    ROLLOUT_ROWS,
     check_hub,
-    check_row_file,
+    check_rollout_files,
+    check_row_files,
     names_test_rows,
 )
 from agenttrain.environments.config import EnvironmentSettings
@@ -66,6 +69,11 @@ TOTAL_LIMITS = {"max_calls": "max_tool_calls", "max_result_tokens": "max_complet
 
 def section_problems(config: RunConfig) -> Iterator[str]:
     """Yield problems of every component's section except its `_target_`; imports nothing."""
+    if config.algorithm.credit is Credit.gigpo and not config.environment:
+        yield (
+            "algorithm.credit=gigpo: compares turns that began in equal states of an environment, "
+            "and the run has none; add one with a state(), or set algorithm.credit=turn_baseline"
+        )
     for key, section, others in _components(config):
         kind, *_, name = key.split(".")
         if not isinstance(section, Mapping) or "_target_" not in section:
@@ -178,6 +186,12 @@ def _environment(
     config: RunConfig, key: str, section: Mapping[str, Any], target: Any
 ) -> Iterator[str]:
     yield from _errors_to_retry(key, beside(EnvironmentSettings, section, key)[0])
+    if config.algorithm.credit is Credit.gigpo and not callable(getattr(target, "state", None)):
+        yield (
+            f"{key}._target_={section['_target_']}: has no state(), and algorithm.credit=gigpo "
+            "compares turns that began in equal states; add the method, or set "
+            "algorithm.credit=turn_baseline"
+        )
     if not isclass(target):
         yield (
             f"{key}._target_={section['_target_']}: is a function; each rollout gets an instance "
@@ -234,7 +248,9 @@ def _rows(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
     bound = {name: value for name, value in section.items() if name != "_target_"}
     try:
         if path == FILE_ROWS:
-            check_row_file(**bound)
+            check_row_files(**bound)
+        elif path == ROLLOUT_ROWS:
+            check_rollout_files(**bound)
         elif path == HUB_ROWS:
             check_hub(**bound)
         elif path in ENDLESS:

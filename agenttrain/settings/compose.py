@@ -84,8 +84,9 @@ def schema() -> DictConfig:
     return node
 
 
+@cache
 def register() -> None:
-    """Make the typed settings known to Hydra as `run_config`."""
+    """Make the typed settings known to Hydra as `run_config`, once a process."""
     ConfigStore.instance().store(name="run_config", node=schema())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from agenttrain.engines.config import LEAST_TEMPERATURE
 from agenttrain.engines.registry import OutsideEngine, admit, names_with, plain, spec_of
@@ -12,6 +12,12 @@ from agenttrain.settings.compose import Composed
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.types import ConfigError
+
+
+def typed_engine(overrides: Sequence[str]) -> str | None:
+    """Return the override that chooses the engine; None: it is a preset's, or the run's own."""
+    named = ("engine=", "engine._target_=")
+    return next((text for text in overrides if text.startswith(named)), None)
 
 
 def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Models of the hub that a run names: pinned to the commits that the names stand for now.
+"""Models and data sets of the hub that a run names: pinned to the commits that they stand for now.
 
 config.yaml has the commits, so that a resumed run reads the same files. `fetch` downloads weights
 before a run starts: in the launcher, or in the first rank to come, for which the others wait.
@@ -8,15 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from agenttrain.data.config import HUB_ROWS
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
-from agenttrain.utils.hub import COMMIT, download_command, has_weights, is_hub_id, snapshot
-from agenttrain.utils.model_path import model_folder, weights_folder
+from agenttrain.utils.hub import (
+    COMMIT,
+    data_commit,
+    download_command,
+    has_weights,
+    is_hub_id,
+    snapshot,
+)
+from agenttrain.utils.model_path import base_model, model_folder, weights_folder
 
+WITHOUT_DATA = ("plan", "serve")
+"""Verbs that read no rows."""
+WITHOUT_TEACHER = ("eval", "sft", "play", "serve")
+"""Verbs in which nothing is learned from rewards."""
 REWARD_MODEL = "agenttrain.rewards.builtin.reward_model.RewardModel"
 
 
@@ -30,35 +43,73 @@ class HubModel:
     revision: str | None
     loaded: bool
     """True if the run needs its weights."""
+    part: str = ""
+    """`base_` for the model that adapters in the section's path are for."""
 
     @property
     def key(self) -> str:
         """The setting that names it."""
-        return ".".join([*self.section, "path"])
+        return ".".join([*self.section, f"{self.part}path"])
+
+    @property
+    def revision_key(self) -> str:
+        """The setting of its revision."""
+        return ".".join([*self.section, f"{self.part}revision"])
 
 
 def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
     """Yield the models of the hub that a verb reads of those that the settings name."""
-    template = config.chat_template
+    template, policy = config.chat_template, config.model
     named: list[tuple[tuple[str, ...], Any, Any, bool]] = [
-        (
-            ("model",),
-            config.model.path,
-            config.model.revision,
-            config.model.init is not Init.random,
-        ),
+        (("model",), policy.path, policy.revision, policy.init is not Init.random),
         (("chat_template",), template.path, template.revision, False),
     ]
     for name, section in {} if verb == "sft" else config.reward.items():
         if isinstance(section, Mapping) and section.get("_target_") == REWARD_MODEL:
             named.append((("reward", name), section.get("path"), section.get("revision"), True))
+    teacher = config.algorithm.teacher
+    if verb not in WITHOUT_TEACHER:
+        named.append((("algorithm", "teacher"), teacher.path, teacher.revision, True))
     for section_keys, path, revision, loaded in named:
         if isinstance(path, str) and is_hub_id(path):
             yield HubModel(section=section_keys, path=path, revision=revision, loaded=loaded)
+    base, saved = base_model(policy.path, policy.revision) or (None, None)
+    if base is not None and is_hub_id(base):
+        revision = policy.base_revision or saved
+        yield HubModel(section=("model",), path=base, revision=revision, loaded=True, part="base_")
+    elif policy.base_revision is not None:
+        raise ConfigError(
+            f"model.base_revision={policy.base_revision}: model.path={policy.path} holds no "
+            "adapters for a model of the hub; leave it out"
+        )
+
+
+def hub_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
+    """Yield the data sets of the hub that a verb reads, by each section that names one."""
+    data = config.data
+    sections = {("data", "train"): data.train, ("data", "test"): data.test}
+    named: dict[tuple[str, ...], tuple[Any, Any]] = {
+        keys: (section.get("path"), section.get("revision"))
+        for keys, section in sections.items()
+        if section.get("_target_") == HUB_ROWS
+    }
+    if data.path in [path for path, _ in named.values()]:
+        named["data",] = (data.path, data.revision)
+    for section_keys, (path, revision) in () if verb in WITHOUT_DATA else named.items():
+        if isinstance(path, str) and not Path(path).exists():
+            yield HubModel(section=section_keys, path=path, revision=revision, loaded=False)
 
 
 def pin(composed: Composed, verb: str) -> None:
-    """Replace every revision by its commit, in the settings and in those for config.yaml."""
+    """Replace every revision by its commit, in the settings and in those for config.yaml.
+
+    The hub need not answer for a data set, whose rows may be in the cache.
+    """
+    for rows in hub_rows(composed.config, verb):
+        key = "data.path" if rows.path == composed.config.data.path else rows.key
+        commit = data_commit(rows.path, rows.revision, key)
+        if commit is not None:
+            _set_revision(composed, rows, commit)
     for model in hub_models(composed.config, verb):
         folder = model_folder(model.path, (), revision=model.revision, key=model.key)
         _set_revision(composed, model, folder.name)
@@ -66,11 +117,16 @@ def pin(composed: Composed, verb: str) -> None:
 
 def adopt_pins(composed: Composed, started: Composed) -> None:
     """Give models the commits that a run was started with, unless the command names others."""
-    begun = {model.section: model for model in hub_models(started.config, "train")}
-    for model in hub_models(composed.config, "train"):
-        earlier = begun.get(model.section)
+    begun = {model.key: model for model in _named(started.config, "train")}
+    for model in _named(composed.config, "train"):
+        earlier = begun.get(model.key)
         if earlier and earlier.path == model.path and not COMMIT.fullmatch(model.revision or ""):
             _set_revision(composed, model, earlier.revision)
+
+
+def _named(config: RunConfig, verb: str) -> Iterator[HubModel]:
+    yield from hub_models(config, verb)
+    yield from hub_rows(config, verb)
 
 
 def _set_revision(composed: Composed, model: HubModel, revision: str | None) -> None:
@@ -79,18 +135,20 @@ def _set_revision(composed: Composed, model: HubModel, revision: str | None) -> 
     for name in model.section:
         section = section[name] if isinstance(section, dict) else getattr(section, name)
         plain = plain[name]
-    plain["revision"] = revision
+    name = f"{model.part}revision"
+    plain[name] = revision
     if isinstance(section, dict):
-        section["revision"] = revision
+        section[name] = revision
     else:
-        section.revision = revision
+        setattr(section, name, revision)
 
 
 def pins(config: RunConfig, verb: str) -> list[str]:
     """Return the pinned revisions as overrides, for other processes that compose the same run."""
     return [
-        f'++{".".join(model.section)}.revision="{model.revision}"'
-        for model in hub_models(config, verb)
+        f'++{named.revision_key}="{named.revision}"'
+        for named in _named(config, verb)
+        if named.revision is not None  # the hub did not answer for a data set
     ]
 
 

@@ -60,7 +60,8 @@ class RunPart(StrEnum):
     reward = "reward"
     """The code of the user's functions."""
     model = "model"
-    """The tokenizer; the weights in model.path, where a reference or adapters need them."""
+    """The tokenizer; the weights in model.path, where a reference or adapters need them, and the
+    teacher's."""
 
 
 @dataclass(config=SETTINGS)

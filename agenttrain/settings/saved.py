@@ -55,6 +55,9 @@ USED = {
 """Sections whose code a verb runs that uses an agent: nothing is scored, and a server's clients run
 the tools."""
 
+BEST = "best"
+"""Name of the best checkpoint in a run's folder."""
+
 
 def check_new(config: RunConfig) -> None:
     """Raise ConfigError for settings that only a resumed run can have."""
@@ -203,6 +206,21 @@ def run_of(folder: Path) -> Path:
     inside = folder.resolve().parent
     is_checkpoint = inside.name == "checkpoints" and not (folder / "config.yaml").exists()
     return folder.parent.parent if is_checkpoint else folder
+
+
+def checkpoint_of(folder: Path, step: str) -> Path:
+    """Return the checkpoint of `step=N` or `step=best`; raises ConfigError if there is none."""
+    checkpoints = folder / "checkpoints"
+    if step != BEST and not step.isdecimal():
+        hint = did_you_mean(step, (BEST,))
+        raise ConfigError(f"step={step}: expected a step's number or {BEST}{hint}")
+    path = checkpoints / (BEST if step == BEST else f"step-{int(step):06d}")
+    if not path.is_dir():
+        names = sorted(file.name for file in checkpoints.glob("step-*"))
+        numbers = [str(int(name[5:])) for name in names if name[5:].isdecimal()]
+        kept = f"those of the steps {', '.join(numbers)}" if numbers else "none"
+        raise ConfigError(f"step={step}: {folder} has no such checkpoint; it has {kept}")
+    return path
 
 
 def finished_steps(folder: Path) -> int | None:

@@ -30,8 +30,8 @@ from agenttrain.utils.files import PACKAGE, conf_folder
 from agenttrain.utils.moved import MOVED
 from agenttrain.utils.names import did_you_mean
 
-ENGINE, TRACKER = "engine", "tracker"
-SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE)
+ENGINE, TRACKER, ROLLOUT = "engine", "tracker", "rollout"
+SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE, ROLLOUT)
 """Sections that name code."""
 SIGNATURE = "signature"
 """Key of `provenance` in config.yaml."""
@@ -57,6 +57,11 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
             path = components.get("_target_") if isinstance(components, Mapping) else None
             if path is not None:
                 code.append(f"{ENGINE}._target_={path}")
+            continue
+        if section == ROLLOUT:
+            path = components.get("compaction") if isinstance(components, Mapping) else None
+            if "." in str(path):
+                code.append(f"{ROLLOUT}.compaction={path}")
             continue
         if section == TRACKER and isinstance(components, Mapping):
             for name, key in DESTINATIONS:
@@ -172,6 +177,8 @@ def _signed(plain: Mapping[str, Any]) -> Any:
         signed["algorithm.objective"] = plain["algorithm"]["objective"]
     if named_code(plain, (ENGINE,)):
         signed[ENGINE] = plain.get(ENGINE)
+    if named_code(plain, (ROLLOUT,)):
+        signed["rollout.compaction"] = plain["rollout"]["compaction"]
     if named_code(plain, (TRACKER,)):
         signed[TRACKER] = plain.get(TRACKER)
     return signed

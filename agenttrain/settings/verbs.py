@@ -269,6 +269,7 @@ VERBS: dict[str, Verb] = {
             "host=ADDRESS": "the address to listen on (127.0.0.1); nothing is authenticated",
             "port=N": "the port (8000); 0 takes a free one",
             "name=NAME": "the model's name for clients (the run folder's)",
+            "engine=vllm": "vLLM's own server, where vLLM is installed",
             "trust=true": SAVED["trust=true"],
         },
         examples={

@@ -105,6 +105,27 @@ def without_password(text: str) -> str:
     return re.sub(r"(\w://)([^/\s?#]+)@", hidden, text)
 
 
+def without_secrets(settings: Any) -> Any:
+    """Hide passwords in the addresses of settings, and the values of `env` and `headers`.
+
+    Texts that name variables stay, such as ``Bearer $TOKEN``; the names of hidden values stay too.
+
+    Example: ``{"headers": {"x-key": "s3cret"}}`` -> ``{"headers": {"x-key": "***"}}``.
+    """
+    if isinstance(settings, Mapping):
+        shared = {str(key): without_secrets(value) for key, value in settings.items()}
+        for section in (shared.get(name) for name in ("env", "headers")):
+            if isinstance(section, dict):
+                for name, value in section.items():
+                    # ``$$`` is a literal dollar.
+                    if not re.search(r"\$(\w|\{)", str(value).replace("$$", "")):
+                        section[name] = "***"
+        return shared
+    if isinstance(settings, list | tuple):
+        return [without_secrets(value) for value in settings]
+    return without_password(settings) if isinstance(settings, str) else settings
+
+
 def _is_named(credentials: str) -> bool:
     """Return True if the secret of ``name:secret``, or ``secret``, is a variable: ``$NAME``."""
     name, _, secret = credentials.partition(":")
@@ -261,7 +282,7 @@ def text_files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-HOOKS = ("reset", "done", "user", "reward", "close")
+HOOKS = ("reset", "done", "state", "user", "reward", "close")
 """Methods of an environment that are no tools."""
 LIFE_CYCLE = ("release", "close")
 """Methods of a class in `tools` that are no tools."""

@@ -108,6 +108,7 @@ class ToolWorker:
                 content=str(answer["content"]),
                 error=None if error is None else ToolError(error),
                 done=answer["done"] is True,
+                reward=answer["reward"],
             )
         except (KeyError, ValueError) as wrong:
             self.kill()

@@ -15,7 +15,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -127,7 +127,7 @@ def main() -> None:
         while isinstance(server, Server):
             request: WorkerRequest = pickle.loads(connection.recv_bytes())
             reply = server.answer(request)
-            send({"content": reply.content, "error": reply.error, "done": reply.done})
+            send(asdict(reply))
 
 
 if __name__ == "__main__":

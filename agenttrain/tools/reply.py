@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.tools.arguments import InvalidArguments
-from agenttrain.types import Done, ToolError, ToolFailure, ToolUnavailable
+from agenttrain.types import Done, ToolError, ToolFailure, ToolUnavailable, TurnReward
 from agenttrain.utils.threads import with_fixed_text
 
 MAX_RESULT_CHARS = 2_000_000
@@ -23,18 +23,23 @@ class Reply:
     error: ToolError | None = None
     done: bool = False
     """The tool returned `Done`."""
+    reward: float | None = None
+    """Value of the `TurnReward` that the tool returned."""
 
 
-def make_reply(value: object, *, max_chars: int) -> Reply:
+def make_reply(value: Any, *, max_chars: int) -> Reply:
     """Make a reply of a tool's return value; a value without a text becomes an error reply."""
-    done = isinstance(value, Done)
+    reward: float | None = None
     try:
+        if isinstance(value, TurnReward):
+            reward, value = float(value.value), value.content
+        done = isinstance(value, Done)
         text = result_to_text(
             value.content if isinstance(value, Done) else value, max_chars=max_chars
         )
     except BaseException as error:  # e.g. the value's own __str__ or __iter__ raises
         return error_reply(with_fixed_text(error), max_chars=max_chars)
-    return Reply(content=text, done=done)
+    return Reply(content=text, done=done, reward=reward)
 
 
 def error_reply(

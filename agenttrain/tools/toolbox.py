@@ -229,7 +229,12 @@ class Toolbox:
             if reply.error is not ToolError.unavailable:
                 break
         return ToolResult(
-            call=call, content=reply.content, error=reply.error, done=reply.done, seconds=seconds
+            call=call,
+            content=reply.content,
+            error=reply.error,
+            seconds=seconds,
+            done=reply.done,
+            reward=reply.reward,
         )
 
     async def _attempt(

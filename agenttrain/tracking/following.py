@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from http import HTTPStatus
 from itertools import islice
 from pathlib import Path
 from threading import Event
@@ -35,11 +36,13 @@ TABLE_ROWS = 4
 """Number of rollouts that they get of such a step."""
 MOST_ROWS = 200
 """Steps that are sent before they are acknowledged together."""
+HTTP_CLIENTS = {"httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "requests"}
+"""Packages whose errors without an answer are of the network."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Cursor:
-    """What one tracker has of a run."""
+    """The place in a run's files up to which one tracker has them."""
 
     id: str
     """`TrackedRun.id`."""
@@ -187,15 +190,36 @@ def _send_table(
         if step_path(folder, step).exists():
             tracker.rollouts(step, list(islice(read_step(folder, step), TABLE_ROWS)))
             tracker.flush()
-    except OSError:  # of the network: the next process sends it again
-        raise
-    except Exception:
-        # The tracker refuses this table: it must not block what follows.
-        cursor.table = step
-        cursor.write(path)
+    except Exception as error:
+        if not is_passing(error):  # the tracker refuses this table: it must not block what follows
+            cursor.table = step
+            cursor.write(path)
         raise
     cursor.table = step
     cursor.write(path)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return True for an error of the network or the disk: the next process tries again.
+
+    Errors of httpx are no OSError, and some have none for their cause. An answer with a status
+    below 500 is a refusal, except 429 (too many requests).
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status >= HTTPStatus.INTERNAL_SERVER_ERROR or (
+                status == HTTPStatus.TOO_MANY_REQUESTS
+            )
+        modules = {kind.__module__.partition(".")[0] for kind in type(cause).__mro__}
+        if isinstance(cause, OSError) or modules & HTTP_CLIENTS:
+            return True
+        # An error that a client raises while it handles another is about that one; any other
+        # error in such a place may have nothing to do with it.
+        hidden = cause.__suppress_context__ or type(cause).__module__ == "builtins"
+        cause = cause.__cause__ or (None if hidden else cause.__context__)
+    return False
 
 
 def points(row: Mapping[str, Any]) -> dict[str, float]:

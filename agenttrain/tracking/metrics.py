@@ -45,6 +45,7 @@ def rollout_metrics(
         "completions/clipped_ratio": _mean([rollout.truncated for rollout in rollouts]),
         **{f"stop/{r}": _mean([ro.stop_reason is r for ro in rollouts]) for r in StopReason},
         "turns/mean": _mean([rollout.turns for rollout in rollouts]),
+        "trajectories/mean": _mean([len(rollout.trajectories) for rollout in rollouts]),
     }
 
 

@@ -45,6 +45,11 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("rewards/<function>/mean", "Mean of one reward function, unweighted."),
         ("rewards/<function>/std", "Standard deviation of one reward function."),
     ),
+    "Credit per turn": (
+        ("credit/turn_reward", "Mean reward of a turn; the rollout's own is in its last."),
+        ("credit/step_groups", "Share of turns whose state another rollout was in (gigpo)."),
+        ("credit/variance/<turn>", "Mean square of the advantages of one turn."),
+    ),
     "Tools": (
         ("tools/call_frequency", "Tool calls per rollout."),
         ("tools/failure_frequency", "Share of calls that ended in an error of any kind."),
@@ -58,6 +63,7 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "Rollouts": (
         ("turns/mean", "Sampled completions per rollout."),
+        ("trajectories/mean", "Trajectories per rollout: 1 if no context was compacted."),
         ("completions/mean_length", "Mean sampled tokens of a rollout; tool text does not count."),
         ("completions/min_length", "Fewest sampled tokens of a rollout."),
         ("completions/max_length", "Most sampled tokens of a rollout."),
@@ -91,6 +97,9 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("entropy", "Mean entropy of the trainer's distribution at sampled tokens, in nats."),
         ("entropy_coef", "Coefficient of the entropy bonus."),
         ("kl", "KL divergence from the reference, in nats per sampled token."),
+        ("teacher/kl", "KL divergence from the teacher, in nats per sampled token."),
+        ("teacher/gated_in", "Share of rollouts whose tokens get the teacher's part."),
+        ("teacher/too_long", "Share of rollouts too long for the teacher, which are not trained."),
         ("mask/truncated", "Share of rollouts without a gradient because they were cut."),
         ("mask/top_entropy", "Share of tokens left out by `algorithm.top_entropy`."),
         ("mask/off_policy", "Share of rollouts left out by `algorithm.off_policy_threshold`."),

@@ -92,6 +92,10 @@ def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
     head = f"{record['task_id']}  reward {reward}  {record['stop_reason']}"
     text.append(one_line(head, 200) + "\n", style="bold")
     for trajectory in record["trajectories"]:
+        if trajectory["parent"] is not None:
+            parent, position = trajectory["parent"]
+            head = f"{trajectory['role']}, after {position} tokens of trajectory {parent}"
+            text.append(f"\n{one_line(head, 200)}\n", style="bold")
         for span in trajectory["spans"]:
             origin = span["origin"]
             content = printable(decode(trajectory["token_ids"][span["start"] : span["end"]]))

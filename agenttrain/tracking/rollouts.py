@@ -1,10 +1,11 @@
 """rollouts/step-000001.jsonl: one object per rollout, with everything that the loss uses.
 
 The keys are `task_id, group_id, rollout_id, stop_reason, tool_calls, rewards, reward, columns,
-trajectories`, and `error` and `environment_reward` if there is one. A trajectory has the keys
-`role, parent, messages, token_ids, spans, logprobs`, and `trainer_logprobs` and `entropies` if the
-trainer computed them. It does not for rollouts without a gradient, such as those of a group whose
-rewards are equal.
+trajectories`, and `error`, `environment_reward`, `turn_scores` and the row's own `tools` if there
+are any. A trajectory has the keys `role, parent, messages, token_ids, spans, logprobs`;
+`turn_rewards` and `states` if there are any; and `trainer_logprobs` and `entropies` if the trainer
+computed them. It does not for rollouts without a gradient, such as those of a group whose rewards
+are equal.
 
 `read_rollout` makes a Rollout of an object; `completions` and `tool_results` give the outputs of
 the engine and the tools.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from agenttrain.types import (
     Message,
     Origin,
     Rollout,
-    Span,
     StopReason,
     Task,
     ToolCall,
@@ -47,11 +47,13 @@ OF_A_TRAJECTORY = ("messages", "token_ids", "spans", "logprobs", "trainer_logpro
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """Return a rollout as a JSON object.
 
-    The `spans` of a trajectory cover its `token_ids` [T] exactly, one after the other. `logprobs`
-    [T] is 0.0 at tokens that were not sampled; `trainer_logprobs` [S] and `entropies` [S] are those
-    of the sampled tokens, to 6 decimals. Example of a span: ``{"origin": "sampled", "start": 3,
-    "end": 5, "turn": 0, "policy_version": 7, "advantage": 0.5, "finish": "stop"}``. `advantage` is
-    null for other origins or without a reward. Only the last sampled span of a turn has `finish`.
+    The `spans` of a trajectory cover its `token_ids` [O] exactly, one after the other. With
+    `parent` (index, position) the first `position` tokens of that trajectory come before them.
+    `logprobs` [O] is 0.0 at tokens that were not sampled; `trainer_logprobs` [S] and `entropies`
+    [S] are those of the sampled tokens, to 6 decimals. Example of a span: ``{"origin": "sampled",
+    "start": 3, "end": 5, "turn": 0, "policy_version": 7, "advantage": 0.5, "finish": "stop"}``.
+    `advantage` is null for other origins or without a reward, and a list where the tokens of a span
+    differ (`algorithm.teacher`). Only the last sampled span of a turn has `finish`.
 
     `columns` are the task's, with values that JSON does not have as text.
 
@@ -72,14 +74,18 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "trajectories": [],
     }
     for trajectory in rollout.trajectories:
-        written = {
+        written: dict[str, Any] = {
             "role": trajectory.role,
             "parent": trajectory.parent,
             "messages": trajectory.messages,
-            "token_ids": list(trajectory.token_ids),
-            "spans": _span_records(trajectory.spans, rollout.advantage),
+            "token_ids": list(trajectory.own_ids),
+            "spans": _span_records(trajectory),
             "logprobs": trajectory.rollout_logprobs,
         }
+        if trajectory.turn_rewards:
+            written["turn_rewards"] = {str(t): v for t, v in trajectory.turn_rewards.items()}
+        if trajectory.states:
+            written["states"] = trajectory.states
         if trajectory.trainer_logprobs is not None and trajectory.entropies is not None:
             scores = {
                 "trainer_logprobs": trajectory.trainer_logprobs,
@@ -89,6 +95,12 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
                 # Drop the digits that single precision does not have.
                 written[name] = np.asarray(values, dtype=np.float64).round(6).tolist()
         record["trajectories"].append(written)
+    if rollout.task.tools is not None:
+        record["tools"] = [
+            tool if isinstance(tool, str) else _plain(asdict(tool)) for tool in rollout.task.tools
+        ]
+    if rollout.turn_scores:
+        record["turn_scores"] = rollout.turn_scores
     if rollout.environment_reward is not None:
         record["environment_reward"] = rollout.environment_reward
     if rollout.error is not None:
@@ -115,18 +127,24 @@ def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
     return texts
 
 
-def _span_records(spans: Sequence[Span], advantage: float | None) -> list[dict[str, Any]]:
+def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
-    start = 0
-    for span in spans:
+    start = sampled = 0
+    for span in trajectory.spans:
         end = start + len(span.token_ids)
+        advantage: float | list[float] | None = None
+        if span.origin is Origin.sampled:
+            if trajectory.advantages is not None:
+                each = trajectory.advantages[sampled : sampled + len(span.token_ids)].tolist()
+                advantage = each if len(set(map(repr, each))) > 1 else each[0]  # all may be NaN
+            sampled += len(span.token_ids)
         record = {
             "origin": span.origin,
             "start": start,
             "end": end,
             "turn": span.turn,
             "policy_version": span.policy_version,
-            "advantage": advantage if span.origin is Origin.sampled else None,
+            "advantage": advantage,
         }
         if span.finish is not None:
             record["finish"] = span.finish
@@ -150,6 +168,8 @@ def _tool_call(result: ToolResult, shown: Mapping[str, list[str]]) -> dict[str, 
         record["done"] = True
     if result.stop:
         record["stop"] = True
+    if result.reward is not None:
+        record["reward"] = result.reward
     return record
 
 
@@ -188,19 +208,26 @@ def write_step(
 def read_step(run_folder: Path, step: int) -> Iterator[dict[str, Any]]:
     """Yield the records of a step; those of older files in today's form.
 
-    In older files a rollout is one trajectory, and its `columns`, which were not written, become
-    null. Raises FileNotFoundError if the step has no file.
+    Raises FileNotFoundError if the step has no file.
     """
-    for record in read_rows(step_path(run_folder, step)):
-        if "trajectories" in record:
-            yield record
-            continue
-        advantage = record.pop("advantage")
-        for span in record["spans"]:
-            span["advantage"] = advantage if span["origin"] == Origin.sampled else None
-        names = [name for name in OF_A_TRAJECTORY if name in record]
-        trajectory = {"role": MAIN, "parent": None, **{name: record.pop(name) for name in names}}
-        yield {**record, "columns": None, "trajectories": [trajectory]}
+    yield from map(current_form, read_rows(step_path(run_folder, step)))
+
+
+def current_form(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record, of an older file too, in today's form.
+
+    In older files a rollout is one trajectory, and its `columns`, which were not written, become
+    null.
+    """
+    if "trajectories" in record:
+        return record
+    record = dict(record)
+    advantage = record.pop("advantage")
+    for span in record["spans"]:
+        span["advantage"] = advantage if span["origin"] == Origin.sampled else None
+    names = [name for name in OF_A_TRAJECTORY if name in record]
+    trajectory = {"role": MAIN, "parent": None, **{name: record.pop(name) for name in names}}
+    return {**record, "columns": None, "trajectories": [trajectory]}
 
 
 Record = Mapping[str, Any]
@@ -259,9 +286,15 @@ def prompt_messages(trajectory: Record) -> list[Message]:
     return messages[: spoken[-turns]] if turns and len(spoken) >= turns else messages
 
 
+def added_messages(record: Record) -> list[Message]:
+    """Return the messages after the prompts of a record's trajectories."""
+    trajectories = record["trajectories"]
+    return [m for t in trajectories for m in t["messages"][len(prompt_messages(t)) :]]
+
+
 def tool_results(record: Record) -> list[ToolResult]:
     """Return the results of a record's calls, in their order."""
-    added = [m for t in record["trajectories"] for m in t["messages"][len(prompt_messages(t)) :]]
+    added = added_messages(record)
     shown = replies(added)
     written: dict[str, list[Mapping[str, Any]]] = {}
     for message in added:
@@ -286,6 +319,7 @@ def tool_results(record: Record) -> list[ToolResult]:
                 seconds=made["seconds"],
                 done=made.get("done", False),
                 stop=made.get("stop", False),
+                reward=made.get("reward"),
             )
         )
     return results
@@ -302,26 +336,28 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
     if "environment_reward" in record:
         environment_reward = _number(record["environment_reward"])
     prompt = prompt_messages(record["trajectories"][0])
+    trajectories: list[Trajectory] = []
+    for index in range(len(record["trajectories"])):
+        trajectories.append(_trajectory(record, index, stop_token_ids, trajectories))
     return Rollout(
         task=replace(task, messages=tuple(prompt)),
         rollout_id=record["rollout_id"],
         group_id=record["group_id"],
         sample=int(sample) if sample.isdecimal() else 0,
-        trajectories=[
-            _trajectory(record, index, stop_token_ids)
-            for index in range(len(record["trajectories"]))
-        ],
+        trajectories=trajectories,
         tool_results=tool_results(record),
         stop_reason=None if record["stop_reason"] is None else StopReason(record["stop_reason"]),
         error=record.get("error"),
         environment_reward=environment_reward,
         rewards=dict(record["rewards"]),
+        turn_scores={n: tuple(values) for n, values in record.get("turn_scores", {}).items()},
         reward=record["reward"],
-        advantage=next((s["advantage"] for t in record["trajectories"] for s in _sampled(t)), None),
     )
 
 
-def _trajectory(record: Record, index: int, stop_token_ids: Collection[int]) -> Trajectory:
+def _trajectory(
+    record: Record, index: int, stop_token_ids: Collection[int], before: Sequence[Trajectory]
+) -> Trajectory:
     written = record["trajectories"][index]
     # Absent if the trainer computed none or an older version wrote none.
     scores = {
@@ -333,11 +369,15 @@ def _trajectory(record: Record, index: int, stop_token_ids: Collection[int]) -> 
         rollout_id=record["rollout_id"],
         index=index,
         role=written["role"],
+        parent=None if written["parent"] is None else tuple(written["parent"]),
         messages=[dict(message) for message in written["messages"]],
         prompt_messages=len(prompt_messages(written)),
+        turn_rewards={int(t): v for t, v in written.get("turn_rewards", {}).items()},
+        states=list(written.get("states", ())),
         trainer_logprobs=scores.get("trainer_logprobs"),
         entropies=scores.get("entropies"),
     )
+    trajectory._ids = trajectory.context(before)
     aborted = record["stop_reason"] == StopReason.aborted
     sampled = iter(_completions(written, stop_token_ids, aborted=aborted))
     for (origin, _), spans in groupby(written["spans"], key=lambda s: (s["origin"], s["turn"])):
@@ -347,4 +387,10 @@ def _trajectory(record: Record, index: int, stop_token_ids: Collection[int]) -> 
         for span in spans:
             ids = written["token_ids"][span["start"] : span["end"]]
             trajectory.append_context(ids, Origin(span["origin"]))
+    advantages: list[float] = []
+    for span in _sampled(written):
+        each, length = span["advantage"], span["end"] - span["start"]
+        advantages += each if isinstance(each, list) else [each] * length
+    if advantages and None not in advantages:
+        trajectory.advantages = array("d", advantages)
     return trajectory

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +16,7 @@ from uuid import uuid4
 
 from rich.console import Console
 
-from agenttrain.tools.config import without_password
+from agenttrain.tools.config import without_secrets
 from agenttrain.tracking import rollouts as rollouts_file
 from agenttrain.tracking.backends.base import TrackedRun
 from agenttrain.tracking.config import TrackerConfig
@@ -42,7 +41,6 @@ ONCE = {
     "rollout/dropped": "dropped {:.0f} rollouts, which failed or whose ledger is broken",
 }
 """Metrics that are logged to the console the first time they are above 0."""
-NAMES_VARIABLE = re.compile(r"\$(\w|\{)")
 UNREWARDED = "not one rollout has a reward, so that nothing was trained"
 
 
@@ -104,7 +102,7 @@ class Tracker:
             shared=shared or run_folder.parent,
             pid=os.getpid(),
         )
-        settings = _shareable(run_config or {})
+        settings = without_secrets(run_config or {})
         followers, sections = [], config.sections()
         longest_s = max((section.finish_s for section in sections), default=0.0)
         for section in sections:
@@ -258,11 +256,6 @@ class MetricsFile:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics.jsonl, except a last one torn by a crash."""
-    return list(read_rows(path))
-
-
 def cut(path: Path, step: int) -> None:
     """Cut a metrics.jsonl after the line of `step`, atomically, to resume from there.
 
@@ -293,21 +286,3 @@ def cut_evaluations(path: Path, step: int) -> None:
         rows = read_rows(path)
         lines = [dumps(row) + "\n" for row in rows if int(row.get("step", 0)) <= step]
         write_atomically(path, "".join(lines))
-
-
-def _shareable(settings: Any) -> Any:
-    """Return settings without passwords in addresses and values of `env` and `headers`.
-
-    Texts that name variables stay, such as ``Bearer $TOKEN``.
-    """
-    if isinstance(settings, Mapping):
-        shared = {str(key): _shareable(value) for key, value in settings.items()}
-        for section in (shared.get(name) for name in ("env", "headers")):
-            if isinstance(section, dict):
-                for name, value in section.items():
-                    if not NAMES_VARIABLE.search(str(value).replace("$$", "")):
-                        section[name] = "***"
-        return shared
-    if isinstance(settings, list | tuple):
-        return [_shareable(value) for value in settings]
-    return without_password(settings) if isinstance(settings, str) else settings

@@ -27,7 +27,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from agenttrain.training.batch import Block, Segment
+from agenttrain.training.batch import Block, Segment, packed_positions
 from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
 from agenttrain.types import AgenttrainError
 
@@ -141,11 +141,13 @@ def _padded(block: Block, own: Tensor, blocks: Sequence[Tensor] = ()) -> Tensor:
     if block.padding.numel():
         own = _Select.apply(own, block.gather, block.scatter, None)
     padded = own.unflatten(0, (block.segments, block.length)).transpose(1, 2)
-    if not blocks or not block.prefix_length:
+    if not blocks or not block.prefix:
         return padded
-    prefix = blocks[block.prefix_block][block.prefix : block.prefix + block.prefix_length]
-    repeated = prefix.transpose(0, 1).expand(block.segments, -1, -1, -1)
-    return torch.cat((repeated, padded), dim=2)
+    prefix = [
+        blocks[index][first:last].transpose(0, 1).expand(block.segments, -1, -1, -1)
+        for index, first, last in block.prefix
+    ]
+    return torch.cat((*prefix, padded), dim=2)
 
 
 def _check_supported(
@@ -351,12 +353,7 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
     keys = [segment.prefix_length + segment.length for segment in segments]
     gather = None
     if keys != queries:
-        spans = [
-            (start, start + length)
-            for s in segments
-            for start, length in ((s.prefix, s.prefix_length), (s.start, s.length))
-        ]
-        gather = torch.cat([torch.arange(*span) for span in spans]).to(device)
+        gather = torch.cat([packed_positions(segment) for segment in segments]).to(device)
     queries_B, keys_B = (
         torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         for lengths in (queries, keys)

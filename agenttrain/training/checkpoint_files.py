@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 from agenttrain.types import AgenttrainError
 
@@ -55,6 +56,21 @@ def only_tensors(path: Path) -> Iterator[None]:
             f"{path}: holds a pickle with more than tensors and plain values, which could run code "
             "when it is read; it is refused"
         ) from error
+
+
+def loading_options(folder: Path) -> dict[str, Any]:
+    """Return options of `from_pretrained` for a folder: MXFP4 weights are dequantized (gpt-oss).
+
+    Their kernels have no backward pass, and need Triton.
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") != "mxfp4":
+        return {}
+    from transformers import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def latest(folder: Path) -> Path:

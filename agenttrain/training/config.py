@@ -212,12 +212,12 @@ def optimizer_settings(section: Any) -> OptimizerConfig:
 
 
 class SharePrefix(StrEnum):
-    """When the rollouts of a group are computed with their common prompt once."""
+    """When the tokens that sequences have in common at their start are computed once."""
 
     auto = "auto"
-    """Where the model's layers allow it and the prompt is long enough to gain from it."""
+    """Where the model's layers allow it and enough tokens are in common to gain from it."""
     always = "always"
-    """Whatever the prompt's length; a model that cannot is refused."""
+    """However few tokens are in common; a model that cannot is refused."""
     never = "never"
 
 
@@ -234,7 +234,7 @@ class TrainingConfig:
     """How a step's rollouts become optimizer updates."""
 
     token_budget: Whole = Field(default=16384, ge=1)
-    """Tokens of one microbatch, a shared prompt's once; a longer rollout is one alone."""
+    """Tokens of one microbatch, shared ones once; a longer rollout is one alone."""
     logits_budget_mb: Whole = Field(default=1024, ge=1)
     """Logits kept for the backward pass; above it they are computed again, tile by tile."""
     share_prefix: SharePrefix = SharePrefix.auto
@@ -305,6 +305,9 @@ class ModelConfig:
     `org/name` one of the Hugging Face hub, if there is no such folder."""
     revision: Quoted = None
     """Branch, tag or commit of a model of the hub; None: main. config.yaml has its commit."""
+    base_revision: Quoted = None
+    """The same of the model that adapters in model.path are for, if that is one of the hub; None:
+    the revision in adapter_config.json."""
     dtype: Dtype = Dtype.float32
     """Number format of the weights; the optimizer keeps float32 copies of others."""
     init: Init = Init.pretrained

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,17 +27,19 @@ from agenttrain.training.attention import UnsupportedAttention, has_kernel, make
 from agenttrain.training.batch import (
     Microbatch,
     Segment,
+    SequenceKey,
     TrainingSequence,
-    bundle_sequences,
-    least_prompt,
     make_blocks,
     one_after_the_other,
     pack,
+    packed_positions,
     positions,
+    stand_in,
 )
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.head import LogitTransform, linear_logprobs
 from agenttrain.training.kernels import Kernel, counting_calls
+from agenttrain.training.prefixes import least_prefix
 from agenttrain.training.sharding import release_gathered
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError
@@ -137,12 +139,12 @@ class Scorer(nn.Module):
             warnings.warn(
                 f"{name} is trained with one forward pass per rollout: {reason}.", stacklevel=3
             )
-        # Least length of a prompt that a group shares; None: prompts are never shared.
+        # Least length of a shared prefix; None: prefixes are never shared.
         self.least_shared: int | None = None
         if self.packed and self._share_prefix is SharePrefix.always:
             self.least_shared = 1
         elif self.packed and self._share_prefix is SharePrefix.auto:
-            self.least_shared = least_prompt(model.config.get_text_config().hidden_size)
+            self.least_shared = least_prefix(model.config.get_text_config().hidden_size)
         ids_T = trial_ids(model, device)
         with (
             torch.no_grad(),
@@ -165,17 +167,15 @@ class Scorer(nn.Module):
     ) -> list[Microbatch]:
         """Pack sequences into microbatches of at most `token_budget` tokens.
 
-        Groups share their prompt where that pays; its tokens then count once. Sequences whose
+        Common prefixes are shared where that pays; their tokens then count once. Sequences whose
         lengths have different rotary frequencies never share a microbatch.
         """
-        share, least = self.least_shared is not None, self.least_shared or 1
         kinds: dict[tuple[int, ...], list[TrainingSequence]] = {}
         for sequence in sequences:
             kinds.setdefault(self.lengths.kind(sequence.length), []).append(sequence)
         microbatches: list[Microbatch] = []
         for alike in kinds.values():
-            bundles = bundle_sequences(alike, share=share, least=least)
-            microbatches += pack(bundles, token_budget, device)
+            microbatches += pack(alike, token_budget, device, least=self.least_shared)
         return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
     @contextmanager
@@ -200,7 +200,9 @@ class Scorer(nn.Module):
         """Return the logprob of every sampled token and the entropy at its position, [S] each."""
         hidden_TH = self._hidden(microbatch.token_ids_T, microbatch.segments)
         return head_logprobs(
-            hidden_TH[microbatch.targets_S],
+            # Not `hidden_TH[...]`: on CPU threads its gradient adds up the sequences that share a
+            # position in any order, so that two runs differ in their last bits.
+            hidden_TH.index_select(0, microbatch.targets_S),
             self.model.get_output_embeddings(),
             microbatch.labels_S,
             transform=self.transform,
@@ -212,6 +214,39 @@ class Scorer(nn.Module):
         if self.packed:
             return packed_hidden(self.model, token_ids_T, segments, varlen=self.varlen)
         return separate_hidden(self.model, token_ids_T, segments)
+
+
+def pack_evenly(
+    scorer: Scorer,
+    sequences: Sequence[TrainingSequence],
+    token_budget: int,
+    device: torch.device,
+    peers: World | None,
+) -> list[Microbatch]:
+    """Pack sequences, into as many microbatches in every process of `peers`.
+
+    Processes that hold a part of each weight meet in every forward pass.
+    """
+    made = scorer.pack(sequences, token_budget, device) if sequences else []
+    if peers is not None:
+        most = int(peers.max(len(made), "the number of microbatches"))
+        made += scorer.pack([stand_in()], token_budget, device) * (most - len(made))
+    return made
+
+
+def score_microbatches(
+    scorer: Any, microbatches: Iterable[Microbatch]
+) -> dict[SequenceKey, tuple[Tensor, Tensor]]:
+    """Return (logprobs_S, entropy_S) of each sequence by its key, on the CPU, detached."""
+    scores: dict[SequenceKey, tuple[Tensor, Tensor]] = {}
+    with scorer.ready(), torch.no_grad():
+        for microbatch in microbatches:
+            lengths = [sequence.sampled_length for sequence in microbatch.sequences]
+            pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
+            for sequence, logprobs_S, entropy_S in zip(microbatch.sequences, *pieces, strict=True):
+                if sequence.sampled_length:  # not a stand-in
+                    scores[sequence.key] = (logprobs_S, entropy_S)
+    return scores
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -350,14 +385,14 @@ def separate_hidden(
     """Run one forward pass per segment after its prefix, [T, H], with the model's own attention."""
     pieces = []
     for segment in segments:
-        prefix_T = token_ids_T[segment.prefix : segment.prefix + segment.prefix_length]
-        own_T = token_ids_T[segment.start : segment.end]
-        output = backbone(model)(input_ids=torch.cat((prefix_T, own_T))[None], use_cache=False)
+        sequence_T = token_ids_T[packed_positions(segment)]
+        output = backbone(model)(input_ids=sequence_T[None], use_cache=False)
         pieces.append(output.last_hidden_state[0, segment.prefix_length :])
     return torch.cat(pieces)
 
 
-TRIAL = (Segment(0, 9), Segment(9, 6), Segment(15, 5, 9, 6), Segment(20, 3, 9, 6))
+PROMPT = Segment(9, 6)
+TRIAL = (Segment(0, 9), PROMPT, Segment(15, 5, PROMPT), Segment(20, 3, PROMPT))
 """A sequence of its own, and two that share the six tokens of their prompt."""
 
 

@@ -1,4 +1,7 @@
-"""Low-rank adapters through peft: added in place, saved alone, switched off for the reference."""
+"""Low-rank adapters through peft: added in place, saved alone, switched off for the reference.
+
+peft is imported where there are adapters: it takes as long as a tenth of a start.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import load_peft_weights
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from agenttrain.training.checkpoint_files import loading_options
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.sharding import assign, full_tensor
+from agenttrain.utils.model_path import base_folder
 from agenttrain.utils.names import did_you_mean
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
@@ -30,6 +31,9 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     with adapters continues with them. Raises ValueError for targets that the model does not have,
     and for loaded adapters whose rank, alpha or targets differ from the settings.
     """
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     targets = settings.targets
     if is_adapted(model):
         _check_loaded(model, settings)
@@ -94,7 +98,10 @@ def is_adapted(model: PreTrainedModel) -> bool:
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the adapters' weights by peft's names, on the CPU; all processes gather together."""
-    state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    from peft import get_peft_model_state_dict
+
+    # "auto" compares the base with that on the hub, and saves its embeddings if they differ.
+    state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return {
         f"base_model.model.{name}": full_tensor(t).contiguous().cpu() for name, t in state.items()
     }
@@ -111,6 +118,8 @@ def save_adapter(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Load the weights that `save_adapter` wrote into the adapters of `model`."""
+    from peft.utils import load_peft_weights
+
     state = load_peft_weights(str(folder), device="cpu")
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -119,14 +128,11 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             assign(parameter, state[f"base_model.model.{saved}"])
 
 
-def base_of(folder: Path) -> Path:
-    """Return the base model's folder of a folder of adapters; any other folder itself."""
-    if not (folder / CONFIG_FILE).is_file():
-        return folder
-    return Path(LoraConfig.from_pretrained(str(folder)).base_model_name_or_path)
-
-
 def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """Load the base model of a folder of adapters and merge the adapters into its weights."""
-    base = AutoModelForCausalLM.from_pretrained(base_of(folder), dtype=dtype)
-    return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+    from peft import PeftModel
+
+    base = base_folder(str(folder))
+    assert base is not None
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **loading_options(base))
+    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()

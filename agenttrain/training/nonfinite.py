@@ -76,7 +76,7 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
     engine are finite."""
     world = world or World()
     positions = [
-        (rollout.rollout_id, position)
+        (rollout.rollout_id, trajectory.context_length + position)
         for rollout in rollouts
         for trajectory in rollout.trajectories
         if (position := _first_broken(trajectory.rollout_logprobs)) is not None
@@ -126,8 +126,11 @@ def culprits(
 
         # In the order of computation: the first broken number breaks all later ones.
         problems = []
-        if not math.isfinite(sequence.advantage):
-            problems.append(f"its advantage is {sequence.advantage}")
+        # In double precision: a huge one breaks the loss first, which says more.
+        given = sequence.trajectory.advantages or ()
+        index = _first_broken(given)
+        if index is not None:
+            problems.append(f"its advantage is {given[index]}")
         for name, values_S in (
             ("the engine's logprob", sequence.behaviour_S),
             ("the reference's logprob", sequence.ref_logprobs_S),

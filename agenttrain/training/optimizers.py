@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel
 
 from agenttrain.training.config import (
     AdamWSettings,
@@ -184,6 +184,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
     Example: lr 1, 2 steps of warm-up, linear over 6: .5, 1, .8, .6, .4, .2.
     """
+    from transformers import get_scheduler  # imports peft
+
     constant = config.schedule is Schedule.constant
     scheduler = get_scheduler(
         "constant_with_warmup" if constant else str(config.schedule),

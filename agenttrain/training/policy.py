@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
@@ -35,7 +35,12 @@ from agenttrain.training.batch import (
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.heap import return_free_memory
 from agenttrain.training.kernels import check_kernels, kernel_names
-from agenttrain.training.logprobs import Scorer, checkpoint_layers
+from agenttrain.training.logprobs import (
+    Scorer,
+    checkpoint_layers,
+    pack_evenly,
+    score_microbatches,
+)
 from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, listed
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
 from agenttrain.training.reference import make_reference
@@ -453,12 +458,8 @@ class Policy:
 
     def _pack(self, sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
         """Pack sequences; with sharded weights, return as many microbatches in every process."""
-        budget = self._training.token_budget
-        made = self._scorer.pack(sequences, budget, self.device) if sequences else []
-        if self._sharding is not None:
-            most = int(self.world.max(len(made), "the number of microbatches"))
-            made += self._scorer.pack([stand_in()], budget, self.device) * (most - len(made))
-        return made
+        peers = None if self._sharding is None else self.world
+        return pack_evenly(self._scorer, sequences, self._training.token_budget, self.device, peers)
 
     def _sum_of_ranks(self, count: int) -> int:
         local = torch.tensor(count, device=self.device)
@@ -468,21 +469,6 @@ class Policy:
         """Return (sum, count) of a metric that all processes have: only the main one counts it."""
         counts = self.accelerator.is_main_process
         return torch.tensor((value, 1.0) if counts else (0.0, 0.0), device=self.device)
-
-
-def score_microbatches(
-    scorer: Any, microbatches: Iterable[Microbatch]
-) -> dict[SequenceKey, tuple[Tensor, Tensor]]:
-    """Return (logprobs_S, entropy_S) of each sequence by its key, on the CPU, detached."""
-    scores: dict[SequenceKey, tuple[Tensor, Tensor]] = {}
-    with scorer.ready(), torch.no_grad():
-        for microbatch in microbatches:
-            lengths = [sequence.sampled_length for sequence in microbatch.sequences]
-            pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
-            for sequence, logprobs_S, entropy_S in zip(microbatch.sequences, *pieces, strict=True):
-                if sequence.sampled_length:  # not a stand-in
-                    scores[sequence.key] = (logprobs_S, entropy_S)
-    return scores
 
 
 def token_origins(

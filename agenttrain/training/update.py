@@ -10,18 +10,33 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from agenttrain.algorithms.advantages import advantages, normalized_advantages
-from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Behaviour, Rewards, Scale
-from agenttrain.algorithms.loss import LossInputs
+from agenttrain.algorithms.config import (
+    Advantage,
+    AlgorithmConfig,
+    Behaviour,
+    Credit,
+    Rewards,
+    Scale,
+)
+from agenttrain.algorithms.credit import (
+    VARIANCES,
+    TurnRewards,
+    rewards_of_turns,
+    turn_advantages,
+)
+from agenttrain.algorithms.loss import LossInputs, Metrics, mean_parts
 from agenttrain.algorithms.losses import top_entropy_mask
 from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
+
+Item = TypeVar("Item")
 
 
 def assign_advantages(
@@ -31,28 +46,33 @@ def assign_advantages(
     *,
     penalties: Mapping[str, float],
     reward_weights: Mapping[str, float],
-) -> None:
-    """Set `advantage` of every rollout; None for one without a reward.
+) -> Metrics:
+    """Set the advantages of every rollout; None for one without a reward. Return their metrics.
 
     `penalties` (rollout id -> KL over its sampled tokens) are subtracted from the rewards, times
     beta, before the baseline. `reward_weights` are the rubric's; a missing function has weight 1.
     Statistics of the batch are taken over all processes.
     """
+
+    def penalty_of(rollout: Rollout) -> float:
+        return config.beta * penalties.get(rollout.rollout_id, 0.0)
+
+    if config.credit is not Credit.rollout:
+        by_turn = [
+            [rewards_of_turns(one, reward_weights, penalty_of(one)) for one in group]
+            for group in groups
+        ]
+        return _assign_by_turn(groups, by_turn, config, world)
     # Of each rollout by function, or under the name "" if the algorithm uses their sum.
     rewards: list[list[dict[str, float | None]]] = [[] for _ in groups]
     for own, members in zip(rewards, groups, strict=True):
         for rollout in members:
-            penalty = config.beta * penalties.get(rollout.rollout_id, 0.0)
             if config.rewards is Rewards.normalize_each:
                 own.append(dict(rollout.rewards))
             else:
-                own.append({"": None if rollout.reward is None else rollout.reward - penalty})
-    first, everyone = 0, rewards
-    if world.size > 1 and (config.scale is Scale.batch or config.advantage is Advantage.batch):
-        shares = world.gather([rewards], "the rewards of a batch")
-        first = sum(map(len, shares[: world.rank]))
-        everyone = [group for share in shares for group in share]
-
+                reward = rollout.reward
+                own.append({"": None if reward is None else reward - penalty_of(rollout)})
+    first, everyone = _of_the_batch(rewards, config, world)
     names = sorted({name for group in everyone for values in group for name in values}) or [""]
     width = max((len(group) for group in everyone), default=0) or 1
     rewards_FPG = torch.full((len(names), len(everyone), width), torch.nan, dtype=torch.float64)
@@ -70,7 +90,45 @@ def assign_advantages(
     for rollouts, own_G in zip(groups, own_PG, strict=True):
         for rollout, advantage in zip(rollouts, own_G, strict=False):
             # NaN although there is a reward: no function of non-zero weight gave one.
-            rollout.advantage = None if math.isnan(advantage) else advantage
+            rollout.set_advantages(None if math.isnan(advantage) else advantage)
+    return {}
+
+
+def _of_the_batch(
+    groups: list[list[Item]], config: AlgorithmConfig, world: World
+) -> tuple[int, list[list[Item]]]:
+    """Return the groups of all processes if a statistic is of the batch, and the first own one."""
+    if world.size == 1 or not (config.scale is Scale.batch or config.advantage is Advantage.batch):
+        return 0, groups
+    shares = world.gather([groups], "the rewards of a batch")
+    return sum(map(len, shares[: world.rank])), [group for share in shares for group in share]
+
+
+def _assign_by_turn(
+    groups: Sequence[Sequence[Rollout]],
+    rewards: list[list[TurnRewards]],
+    config: AlgorithmConfig,
+    world: World,
+) -> Metrics:
+    """`assign_advantages` for credit per turn; `rewards` are those of the rollouts."""
+    first, everyone = _of_the_batch(rewards, config, world)
+    result = turn_advantages(everyone, config)
+    own = slice(first, first + len(groups))
+    by_turn: list[list[float]] = [[] for _ in range(VARIANCES)]
+    for rollouts, advantages_G in zip(groups, result.advantages[own], strict=True):
+        for rollout, advantages_K in zip(rollouts, advantages_G, strict=True):
+            rollout.set_advantages(advantages_K)
+            for values, advantage in zip(by_turn, advantages_K or (), strict=False):
+                values.append(advantage)
+    given = [r for group in rewards for one in group for r in one.rewards or ()]
+    flags = [flag for row in result.compared[own] for one in row for flag in one]
+    metrics = {"credit/turn_reward": mean_parts(torch.tensor(given))}
+    if config.credit is Credit.gigpo:
+        metrics["credit/step_groups"] = mean_parts(torch.tensor(flags))
+    for turn, values in enumerate(by_turn, start=1):
+        # Their mean is near 0: the mean square is the variance, also over processes.
+        metrics[f"credit/variance/turn_{turn}"] = mean_parts(torch.tensor(values).square())
+    return metrics
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,7 +164,7 @@ class Minibatch:
             sequence
             for sequence in self.sequences
             if sequence.weight > 0
-            and (sequence.advantage != 0 or config.kl_in_loss or config.has_bonus)
+            and (config.kl_in_loss or config.has_bonus or any(sequence.trajectory.advantages or ()))
         ]
 
     def record(self, microbatch: Microbatch, inputs: LossInputs, loss: Tensor) -> None:
@@ -176,7 +234,7 @@ def loss_inputs(
         entropy_S=entropy_S,
         kept_S=kept_S,
         sequence_S=microbatch.sequence_S,
-        advantages_B=microbatch.advantages_B,
+        advantages_S=microbatch.advantages_S,
         weights_B=microbatch.weights_B,
         bonus=minibatch.bonus,
     )
@@ -199,4 +257,5 @@ def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     With one update per step, its forward pass computes these probabilities anyway.
     """
     recomputed = config.behaviour is Behaviour.recomputed
-    return config.top_entropy < 1 or (recomputed and (config.updates > 1 or config.kl_in_reward))
+    before = config.updates > 1 or config.kl_in_reward or config.has_teacher
+    return config.top_entropy < 1 or (recomputed and before)

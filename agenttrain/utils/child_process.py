@@ -53,12 +53,14 @@ class ChildProcess:
         own_session: bool = True,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        tail_bytes: int = MAX_TAIL,
     ) -> None:
         """Start the command; raises OSError.
 
         `requests`: `send` writes to its standard input, which is otherwise empty. `replies`:
         `receive` reads its standard output, which otherwise counts as printed. Without a session of
-        its own it gets the signals of this process's group, and `kill` ends only it.
+        its own it gets the signals of this process's group, and `kill` ends only it. Of its output
+        the last `tail_bytes` are kept.
         """
         self._process = subprocess.Popen(
             command,
@@ -74,6 +76,7 @@ class ChildProcess:
         self._own_session = own_session
         self._replies = replies
         self._tail = b""
+        self._tail_bytes = tail_bytes
         self._unread = b""
         printed = self._process.stderr if replies else self._process.stdout
         self._reader = Thread(target=self._collect, args=(printed,), daemon=True)
@@ -120,6 +123,12 @@ class ChildProcess:
             return False
         return True
 
+    def exited(self) -> bool:
+        """Return True if it has ended, without collecting it: `kill` still ends its group."""
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def gone(self) -> ChildGone:
         """Return an error with its end and last output, after at most two `LAST_WORDS_S`."""
         self.ended(LAST_WORDS_S)
@@ -161,7 +170,7 @@ class ChildProcess:
     def _collect(self, pipe: IO[bytes]) -> None:
         with pipe:
             while piece := os.read(pipe.fileno(), 65536):
-                self._tail = (self._tail + piece)[-MAX_TAIL:]
+                self._tail = (self._tail + piece)[-self._tail_bytes :]
 
 
 def end_with_parent(message: str = "", *, after_s: float = 0.0) -> None:

@@ -49,7 +49,7 @@ class Expression:
         """Return its value on plain data; raise ValueError if it cannot be computed."""
         try:
             return self.parsed.search(value, OPTIONS)
-        except (JMESPathError, regex.error, TimeoutError, ValueError) as error:
+        except (JMESPathError, regex.error, TimeoutError, TypeError, ValueError) as error:
             problem = str(error).partition("\n")[0]
             raise ValueError(f"{self.text!r}: {problem}") from error
 

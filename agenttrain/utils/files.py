@@ -1,8 +1,12 @@
-"""The folder of the YAML files, and the options of each group."""
+"""YAML files: their folder, parsing, the options of each group. Digests of large files."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -11,6 +15,11 @@ def conf_folder() -> Path:
     """Return the folder of train.yaml: packaged, or the repository's in an editable install."""
     packaged = PACKAGE / "conf"
     return packaged if packaged.is_dir() else PACKAGE.parent / "conf"
+
+
+def parse_yaml(text: str) -> Any:
+    """Return `yaml.safe_load`, ten times as fast where PyYAML has libyaml."""
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def list_groups(*folders: Path) -> dict[str, list[str]]:
@@ -26,3 +35,17 @@ def list_groups(*folders: Path) -> dict[str, list[str]]:
             if folder == folders[0] or "/" not in group or group in options:
                 options.setdefault(group, set()).add(file.stem)
     return {group: sorted(names) for group, names in sorted(options.items())}
+
+
+def digest_of_blocks(file: Path, block_bytes: int) -> str:
+    """Return the SHA-256 digest of a file's size and of 64 blocks that are spread over it.
+
+    For files of many gigabytes, which are too long to read whole. Raises OSError.
+    """
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as opened:
+        for number in range(64):
+            opened.seek(number * max(size - block_bytes, 0) // 64)
+            digest.update(opened.read(block_bytes))
+    return digest.hexdigest()

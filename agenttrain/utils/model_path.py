@@ -15,9 +15,10 @@ from agenttrain.utils.names import did_you_mean
 
 BUNDLED = "bundled:"
 MODELS = PACKAGE / "data" / "models"
+ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "file of weights (*.safetensors, *.bin)"
 PARTS = {
-    "config.json": ("config.json", "adapter_config.json"),
+    "config.json": ("config.json", ADAPTER_CONFIG),
     WEIGHTS: ("*.safetensors", "*.bin"),
     "tokenizer (tokenizer.json)": ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json"),
 }
@@ -25,6 +26,8 @@ PARTS = {
 SIZES = ("config.json",)
 """The part from which a model's size is computed."""
 SIZE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+BASE = "model.base_path"
+"""Name of the base model of adapters in messages; its revision is model.base_revision."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 FORMS = "a folder that transformers' from_pretrained can load, bundled:shop, or an id of the hub"
 
@@ -72,6 +75,50 @@ def weights_folder(path: str, *, revision: str | None = None, key: str = "model.
     """Return `model_folder`; the weights of a model of the hub are downloaded if need be."""
     folder = model_folder(path, revision=revision, key=key)
     return fetch_weights(path, revision, key) if is_hub_id(path) else folder
+
+
+def base_model(path: str, revision: str | None = None) -> tuple[str, str | None] | None:
+    """Return the path and the revision of the model that adapters are for; None: it has none.
+
+    Example: ``("Qwen/Qwen3-0.6B", None)``, as the adapters' own adapter_config.json has them.
+    """
+    if not (is_hub_id(path) or Path(path).expanduser().is_dir()):
+        return None
+    file = model_folder(path, (), revision=revision) / ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        return str(saved["base_model_name_or_path"]), saved.get("revision")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path={path}: {ADAPTER_CONFIG} in it names no base model ({error}); save the "
+            "adapters with peft"
+        ) from error
+
+
+def base_folder(
+    path: str,
+    revision: str | None = None,
+    base_revision: str | None = None,
+    *,
+    weights: bool = True,
+) -> Path | None:
+    """Return the folder of the model that adapters are for; None: `path` has none.
+
+    `weights`: those of a model of the hub are downloaded if need be. Raises ConfigError.
+    """
+    base = base_model(path, revision)
+    if base is None:
+        return None
+    name, saved = base
+    pinned = (base_revision or saved) if is_hub_id(name) else None
+    try:
+        if weights:
+            return weights_folder(name, revision=pinned, key=BASE)
+        return model_folder(name, SIZES, revision=pinned, key=BASE)
+    except ConfigError as error:
+        raise ConfigError(f"model.path={path}: holds adapters, and {error}") from error
 
 
 def is_foreign(path: str) -> bool:

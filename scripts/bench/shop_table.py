@@ -7,6 +7,7 @@ object a line, so that an interrupted table goes on where it stopped. The flat f
     grpo_before / grpo_after / grpo_after_lowest     sampled reward, unseen databases
     grpo_phrasing                                    sampled reward after, unseen phrasings as well
     grpo_hops_<n>_before / grpo_hops_<n>_after       by number of chained queries, mean over runs
+    grpo_steps                                       of the longest run: stop_when ends it
     grpo_seconds                                     of training, longest run
     rloo_…                                           the same for RLOO
 """
@@ -49,7 +50,8 @@ def main() -> None:
             continue
         model = f"bundled:{arguments.experiment}" if warm == "A" else str(arguments.warm_b)
         extra = ["debug=tiny"] if arguments.quick else []
-        overrides = [f"experiment={arguments.experiment}", f"model.path={model}", *extra]
+        overrides = [f"experiment={arguments.experiment}", f"model.path={model}"]
+        overrides += ["eval.questions=400", *extra]
         row = {"algorithm": algorithm, "seed": seed, "warm": warm}
         row |= one_run(overrides, algorithm, seed)
         done.append(row)
@@ -80,6 +82,7 @@ def one_run(overrides: list[str], algorithm: str, seed: int) -> dict[str, Any]:
         "after": scores(summary["eval"]["after"]),
         "phrasing_before": scores(before["eval"]["after"]),
         "phrasing_after": scores(after["eval"]["after"]),
+        "steps": summary["steps"],
         "training_seconds": summary["training_seconds"],
         "seconds": summary["seconds"],
     }
@@ -108,7 +111,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     head = (
         "| algorithm | seed | warm start | before | after | unseen phrasings | "
-        "1 query | 2 queries | 3 queries | greedy | training |\n" + "|---" * 11 + "|\n"
+        "1 query | 2 queries | 3 queries | greedy | steps | training |\n" + "|---" * 12 + "|\n"
     )
     return head + "\n".join(line(row) for row in rows)
 
@@ -125,6 +128,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['phrasing_before']['sampled']:.3f} → {phrasing['sampled']:.3f}",
         *(f"{before['groups'][g]:.2f} → {after['groups'][g]:.2f}" for g in sorted(after["groups"])),
         f"{before['greedy']:.2f} → {after['greedy']:.2f}",
+        row["steps"],
         f"{row['training_seconds']:.0f} s",
     ]
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
@@ -143,6 +147,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
             for when in ("before", "after"):
                 values = [row[when]["groups"][hops] for row in mine]
                 found[f"{name}_hops_{hops}_{when}"] = mean(values)
+        found[f"{name}_steps"] = max(row["steps"] for row in mine)
         found[f"{name}_seconds"] = max(row["training_seconds"] for row in mine)
     return found
 

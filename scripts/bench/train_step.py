@@ -4,8 +4,9 @@ Side by side in one run, on the same random Qwen3 (4 layers of 256, fp32) and th
 prompt of 64 tokens, then a log-normal number of tokens, a quarter of them a tool's):
 
     bare    each rollout alone, no padding, head on sampled positions only, log_softmax, backward
-    ours    make no use of shared prompts: packing, `Scorer`, the same loss
+    ours    make no use of common prefixes: packing, `Scorer`, the same loss
     shared  the same with training.share_prefix=auto, as a run has it
+    flat    the tokens of shared, each once, but every branch a sequence of its own
     trl     TRL's own `GRPOTrainer._compute_loss` (loss_type=dapo, no gradient checkpointing) and
             backward, on the batch that its trainer would make of the rollouts: prompts padded to
             the left, completions to the right, tool tokens masked by `tool_mask`
@@ -18,6 +19,9 @@ nothing else is said:
     time_over_bare_sigma_<s>              ours / bare; s is the log-normal's sigma
     time_over_bare_sigma_0.8_2_threads    the same with two threads
     time_over_bare_shared_prefix          shared / bare, prompts of 768 tokens, groups of 8
+    time_over_unique_tokens_tree          shared / flat, 4 prompts of 64 tokens in groups of 4 after
+                                          256 tokens that all share
+    time_over_bare_tree                   shared / bare, the same rollouts
     speedup_vs_trl_sigma_<s>              trl / ours
     speedup_vs_trl_group_<g>, speedup_vs_trl_vocabulary_<v>      the same at sigma 0.8; of 152,000
                                           with 4 rollouts only, for TRL holds all their logits
@@ -77,6 +81,7 @@ def measure(quick: bool) -> dict[str, float]:
             for variant in seconds:
                 figures[f"peak_mb_{variant}_{name}"] = peak_mb(variant, case=vars(case))
     figures.update(shared_prefix(repetitions))
+    figures.update(tree(repetitions))
     torch.set_num_threads(2)
     both = fewest(steps(REFERENCE, ("bare", "ours")), repetitions, time.perf_counter)
     figures["time_over_bare_sigma_0.8_2_threads"] = both["ours"] / both["bare"]
@@ -90,6 +95,17 @@ def shared_prefix(repetitions: int) -> dict[str, float]:
     return {
         **{f"seconds_{name}_shared_prefix": value for name, value in seconds.items()},
         "time_over_bare_shared_prefix": seconds["shared"] / seconds["bare"],
+    }
+
+
+def tree(repetitions: int) -> dict[str, float]:
+    """Two levels of prefixes: of all rollouts, and of each group."""
+    case = Case(sigma=0.4, system=256, tasks=4, group_size=4, median=128)
+    seconds = fewest(steps(case, ("bare", "shared", "flat")), repetitions, time.process_time)
+    return {
+        **{f"seconds_{name}_tree": value for name, value in seconds.items()},
+        "time_over_unique_tokens_tree": seconds["shared"] / seconds["flat"],
+        "time_over_bare_tree": seconds["shared"] / seconds["bare"],
     }
 
 

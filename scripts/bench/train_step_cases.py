@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agenttrain.training.batch import TrainingSequence, make_sequences
+from agenttrain.training.batch import TrainingSequence, make_sequences, one_after_the_other
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import Scorer
 from agenttrain.types import Completion, Finish, Origin, Rollout, Task
@@ -31,6 +31,8 @@ class Case:
     group_size: int = 8
     tasks: int = 2
     vocabulary: int = 32_000
+    system: int = 0
+    """Tokens before the prompts, the same in all of them."""
     prompt: int = 64
     median: int = 192
     """Tokens after the prompt: half of the rollouts have fewer."""
@@ -58,9 +60,11 @@ def rollouts(case: Case) -> list[Rollout]:
     """Rollouts whose every fourth token after the prompt is a tool's, in runs of 16."""
     noise = torch.Generator().manual_seed(1)
     lengths = torch.empty(case.tasks, case.group_size).log_normal_(0, case.sigma, generator=noise)
+    system = torch.randint(case.vocabulary, (case.system,), generator=noise).tolist()
     made = []
     for task in range(case.tasks):
-        prompt = torch.randint(case.vocabulary, (case.prompt,), generator=noise).tolist()
+        own = torch.randint(case.vocabulary, (case.prompt,), generator=noise).tolist()
+        prompt = system + own
         for sample in range(case.group_size):
             own = min(case.longest, max(4, round(case.median * lengths[task, sample].item())))
             ids = torch.randint(case.vocabulary, (own,), generator=noise).tolist()
@@ -84,7 +88,7 @@ def _rollout(group: str, sample: int, prompt: list[int], ids: list[int]) -> Roll
             grown.trajectories[0].token_ids,
         )
         grown.trajectories[0].append_context(tool, Origin.tool)
-    grown.advantage = (-1.0) ** sample
+    grown.set_advantages((-1.0) ** sample)
     return grown
 
 
@@ -103,13 +107,15 @@ def bare_step(net: Any, rows: Sequence[TrainingSequence]) -> Step:
             logits = net.lm_head(hidden.last_hidden_state[0, row.targets_S])
             labels = row.token_ids_T[row.targets_S + 1]
             logprobs = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-            _loss(logprobs, torch.tensor(row.advantage), tokens).backward()
+            _loss(logprobs, row.advantages_S, tokens).backward()
 
     return step
 
 
-def our_step(net: Any, rows: Sequence[TrainingSequence], share_prefix: SharePrefix) -> Step:
-    """Packing, `Scorer`, and the same loss."""
+def our_step(
+    net: Any, rows: Sequence[TrainingSequence], share_prefix: SharePrefix, *, flat: bool = False
+) -> Step:
+    """Packing, `Scorer`, and the same loss; `flat` makes each branch a sequence of its own."""
     scorer = Scorer(net, temperature=1.0, logits_budget_mb=BUDGET_MB, share_prefix=share_prefix)
     tokens = sum(row.sampled_length for row in rows)
 
@@ -117,8 +123,11 @@ def our_step(net: Any, rows: Sequence[TrainingSequence], share_prefix: SharePref
         net.zero_grad()
         with scorer.ready():
             for batch in scorer.pack(rows, TOKEN_BUDGET, CPU):
+                if flat:
+                    lengths = [segment.length for segment in batch.segments]
+                    batch = replace(batch, segments=one_after_the_other(lengths))
                 logprobs, _ = scorer(batch)
-                _loss(logprobs, batch.advantages_B[batch.sequence_S], tokens).backward()
+                _loss(logprobs, batch.advantages_S, tokens).backward()
 
     return step
 
@@ -182,7 +191,7 @@ def _trl_inputs(made: Sequence[Rollout]) -> dict[str, Tensor]:
         "completion_ids": _padded(own),
         "completion_mask": _padded([torch.ones_like(row) for row in own]),
         "tool_mask": _padded([row[n:] for row, n in zip(masks, cut, strict=True)]),
-        "advantages": torch.tensor([one.advantage for one in made]),
+        "advantages": torch.tensor([one.trajectories[0].advantages[0] for one in made]),
         "num_items_in_batch": torch.tensor(sum(one.sampled_length for one in made)),
     }
 
@@ -199,6 +208,7 @@ def steps(case: Case, names: Sequence[str]) -> dict[str, Step]:
         "bare": lambda net: bare_step(net, rows),
         "ours": lambda net: our_step(net, rows, SharePrefix.never),
         "shared": lambda net: our_step(net, rows, SharePrefix.auto),
+        "flat": lambda net: our_step(net, rows, SharePrefix.auto, flat=True),
         "trl": lambda net: trl_step(net, made),
     }
     return {name: build[name](model(case)) for name in names}

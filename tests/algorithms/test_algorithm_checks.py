@@ -83,7 +83,7 @@ def loss(settings: AlgorithmConfig) -> float:
         engine_S=ENGINE,
         ref_logprobs_S=REF,
         sequence_S=ROW,
-        advantages_B=torch.tensor([1.5, -0.75], dtype=torch.float64),
+        advantages_S=torch.tensor([1.5, -0.75], dtype=torch.float64)[ROW],
         weights_B=token_weights(
             torch.tensor([4, 3]), settings.aggregation, tokens=7, rollouts=2, fixed_length=8
         ),
@@ -138,6 +138,7 @@ def test_every_key_of_an_objective_acts_and_those_of_others_are_refused(
 def test_every_setting_of_the_loss_is_in_the_matrix() -> None:
     outside = {
         *("name", "group_size", "num_epochs", "minibatches", "rewards", "advantage", "scale"),
+        *("credit", "gamma", "step_weight", "teacher"),  # of advantages
         *("objective", "aggregation", "mask_truncated", "top_entropy", "correction"),
         # below, one by one
         *("dynamic_sampling", "oversample", "kl_in", "reference", "ref_sync_steps", "ref_mixup"),

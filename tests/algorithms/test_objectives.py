@@ -210,7 +210,7 @@ def test_a_loss_of_another_shape_in_an_update_is_an_error() -> None:
         logprobs_S=two,
         behaviour_S=two,
         sequence_S=torch.tensor([0, 0]),
-        advantages_B=torch.tensor([1.0]),
+        advantages_S=torch.tensor([1.0, 1.0]),
         weights_B=torch.tensor([0.5]),
     )
     with pytest.raises(ValueError, match=r"mean_of_two returned a loss_S of shape \[\];"):
@@ -432,6 +432,8 @@ def test_an_objective_over_a_preset_has_no_key_of_the_presets_own(preset: str) -
     with hydra_session(Source()):
         for option, section in OPTIONS.items():
             words = [f"algorithm={preset}", f"algorithm/objective={option}"]
+            if preset == "gigpo" and build_objective(**section).registered.whole_sequence:
+                words += ["algorithm.credit=rollout", "algorithm.gamma=1"]
             if section["name"] == "reinforce":
                 words.append("algorithm.behaviour=engine")
             composed = compose_run(words, Source())

@@ -40,8 +40,8 @@ def built(tokenizer: Any, source: str, name: str = "auto") -> Chat:
 
 @cache
 def small(family: str, source: str) -> Chat:
-    if family == "hermes":
-        return built(small_tokenizer(families()["gemma"]), "gemma3", "hermes")
+    if family in ("hermes", "pythonic"):
+        return built(small_tokenizer(families()["gemma"]), "gemma3", family)
     return built(small_tokenizer(families()[family]), source)
 
 

@@ -348,6 +348,24 @@ def test_lfm(text: str, expected: Expected) -> None:
     check(parse("lfm2", text), expected)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[f(x=1)]", ("", None, [("f", {"x": 1})])),
+        (
+            """Hm [1]. [f(x=1, y='a]'), g()] [h()]""",
+            ("Hm [1].", None, [("f", {"x": 1, "y": "a]"}), ("g", {}), ("h", {})]),
+        ),
+        ("See [this](url), [f (x) or [].", ("See [this](url), [f (x) or [].", None, [])),
+        ("[f(x=1), g(1)]", ("", None, [("f", {"x": 1}), "expected KEY=VALUE"])),
+        ("[f(x='a", ("", None, ["a string is not closed"])),
+        ("[f(x=1)", ("", None, [("f", {"x": 1}), "the list of calls is not closed"])),
+    ],
+)
+def test_pythonic(text: str, expected: Expected) -> None:
+    check(parse("pythonic", text), expected)
+
+
 BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
@@ -484,7 +502,7 @@ def test_what_is_no_json(body: str, strict: Any, lenient: Any) -> None:
 def test_every_family_has_a_format() -> None:
     assert spec_names() == [
         *("deepseek", "gemma4", "glm4_moe", "gpt_oss", "hermes", "lfm2", "llama3", "mistral"),
-        *("nemotron3", "qwen", "qwen_xml"),
+        *("nemotron3", "pythonic", "qwen", "qwen_xml"),
     ]
 
 

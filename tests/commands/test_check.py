@@ -156,7 +156,7 @@ def test_everything_that_stands_against_a_run_is_told_at_once(
 
 def test_single_prompts_without_room_are_counted(capsys: pytest.CaptureFixture) -> None:
     assert main(["check", "engine.max_context=36", "rollout.max_turn_tokens=8"]) == 0
-    told = "note: 6 of the first 8 of data.train fill the context of 36 tokens and would be left"
+    told = "note: 7 of the first 8 of data.train fill the context of 36 tokens and would be left"
     assert told in capsys.readouterr().out
 
 

@@ -186,7 +186,9 @@ def test_a_card_of_a_model_and_data_of_the_hub() -> None:
 def test_settings_are_published_without_secrets() -> None:
     headers = {"Authorization": "Bearer x1", "X-Key": "$KEY", "X-Dollar": "pa$$word"}
     section = {"headers": headers, "env": {"A": "b2"}}
-    config = {"tools": {"mcp": section}, "provenance": {"signature": "s3"}}
+    tools = {"mcp": section, "env": {"_target_": "my.Env", "limit": 3}}
+    config = {"tools": tools, "provenance": {"signature": "s3"}}
     text = published_settings(config)
     assert "$KEY" in text
+    assert yaml.safe_load(text)["tools"]["env"] == {"_target_": "my.Env", "limit": 3}
     assert not any(secret in text for secret in ("x1", "b2", "s3", "pa$$word"))

@@ -71,7 +71,9 @@ def test_resume_goes_on_where_the_run_ended():
 def test_resume_auto_sees_the_settings_that_the_run_was_started_with(capsys):
     """The recorded paths equal those that the same words are composed to now."""
     job = json.loads(Path("sweep/sweep.json").read_text())["jobs"][0]
-    words = [*job["overrides"], f"hydra.run.dir={RUN}", "resume=auto"]
+    # Values of the experiment and of the rows that have changed since.
+    older = ("optimizer.lr=8e-4", "~data.train.curriculum")
+    words = [*job["overrides"], *older, f"hydra.run.dir={RUN}", "resume=auto"]
     assert main(words) == 0
     assert "finished after 2 steps" in capsys.readouterr().out
 

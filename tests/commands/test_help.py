@@ -68,14 +68,14 @@ def test_examples_with_settings_compose(
         assert cli.compose_all(command)
 
 
-OTHERS = ("settings --json", "data", "tools", "plan --gpu-memory-gb 80", "view --help")
+LONG = ("templates", "check", "data", "tools", "plan --gpu-memory-gb 80", "view --help")
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        *("templates", "check", "--cfg job"),
-        *(pytest.param(words, marks=pytest.mark.slow) for words in OTHERS),
+        *("settings --json", "--cfg job"),
+        *(pytest.param(words, marks=pytest.mark.slow) for words in LONG),
     ],
 )
 def test_a_reader_that_stops_early_ends_a_verb_quietly(words: str, tmp_path: Path) -> None:

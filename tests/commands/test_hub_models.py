@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from stub_hub import StubHub, bundled_files, use
+from stub_hub import StubHub, bundled_files
 
 from agenttrain import cli
 from agenttrain.commands.sweep.command import new_sweep
@@ -17,21 +16,11 @@ from agenttrain.settings.command_line import parse
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.settings.pinning import pin, pins
 from agenttrain.settings.saved import resumed_as_begun
-from agenttrain.utils import hub as hub_module
 from agenttrain.utils.hub import snapshot
 
 NAME = "Qwen/Qwen3-0.6B"
 TOKEN = "hf_a_secret_token"
 SHORT = ("experiment=shop", "debug=tiny", "tracker=none", "eval.questions=1", "steps=1")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub_module, "PAUSES_S", (0.0, 0.0))
-    with StubHub() as server:
-        use(server, tmp_path / "hf", monkeypatch)
-        yield server
 
 
 def with_limits() -> dict[str, bytes]:
@@ -193,3 +182,48 @@ def test_all_jobs_of_a_sweep_have_the_commit_of_its_start(hub: StubHub) -> None:
         _, record = new_sweep(search, cli.compose_all(search))
     assert record.search is not None
     assert {repeat[-1] for repeat in record.search.repeats} == {f'++model.revision="{first}"'}
+
+
+def test_the_base_of_adapters_is_pinned_too(
+    hub: StubHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = hub.publish(NAME)
+    first = ("experiment=shop", *SHORT[1:], "model.lora.rank=2", "hydra.run.dir=first")
+    assert cli.main(list(first)) == 0
+    adapters = tmp_path / "adapters"
+    assert cli.main(["export", "run=first", f"to={adapters}", "format=adapter"]) == 0
+    file = adapters / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": NAME}))
+    run = [f"model.path={adapters}", "model.lora.rank=2", *SHORT, "hydra.run.dir=out"]
+    assert cli.main(run) == 0
+    assert "downloading 1.3 MB of weights" in capsys.readouterr().out
+    saved = yaml.safe_load(Path("out/config.yaml").read_text())["model"]
+    assert (saved["path"], saved["revision"]) == (str(adapters), None)
+    assert saved["base_revision"] == commit
+    described = json.loads(Path("out/checkpoints/latest/adapter_config.json").read_text())
+    assert (described["base_model_name_or_path"], described["revision"]) == (NAME, commit)
+    hub.publish(NAME, {**bundled_files(), "config.json": b"{}"})  # main has moved on
+    evaluation = ["eval", "run=out", "eval.questions=1", "tracker=none"]
+    assert cli.main([*evaluation, "hydra.run.dir=eval"]) == 0
+    assert cli.main(["resume=out", "steps=2"]) == 0
+
+    message = errors(capsys, "check", "experiment=shop", "model.base_revision=v1")
+    assert message == (
+        "agenttrain: model.base_revision=v1: model.path=bundled:shop holds no adapters for a "
+        "model of the hub; leave it out\n"
+    )
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "a/b"}))
+    message = errors(
+        capsys, "check", "experiment=shop", f"model.path={adapters}", "model.lora.rank=2"
+    )
+    assert "model.base_path=a/b: there is no such folder, and" in message
+
+
+def test_a_download_that_fails_leaves_no_run_folder(
+    hub: StubHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.publish(NAME)
+    hub.fail("/resolve/.*safetensors", status=503)
+    message = errors(capsys, f"model.path={NAME}", *SHORT, "hydra.run.dir=out/run")
+    assert f"model.path={NAME}: {hub.url} answers with status 503" in message
+    assert not Path("out").exists()

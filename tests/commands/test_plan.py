@@ -198,7 +198,7 @@ def test_the_bundled_model_in_words(capsys):
     assert cli.main(["plan", "--gpu-memory-gb", "8"]) == 0
     told = capsys.readouterr().out
     assert "model       bundled:shop: Qwen3ForCausalLM, 650,176 weights" in told
-    assert "rollouts    128 per step, 10,240 in all" in told
+    assert "rollouts    128 per step, 3,328 in all" in told
     assert "fits: 6." in told
     assert "the host's memory is not known; give its size: --host-memory-gb 512" in told
     assert cli.main(["plan"]) == 0

@@ -170,3 +170,55 @@ def test_only_ids_that_extend_the_cached_ones_keep_the_cache():
         assert seat.pending == pending
         assert list(seat.next_ids()) == list(ids[-pending:])
         scheduler.finish(seat)
+
+
+SYSTEM = tuple(range(100, 120))  # 20 ids
+
+
+def test_a_group_is_fed_once_and_groups_share_how_their_prompts_begin():
+    scheduler = expecting("a0", "a1", "b0", "b1", "c0")
+    a, b = (*SYSTEM, 1, 2, 3), (*SYSTEM, 1, 5)
+    for session, ids in (("b1", b), ("a0", a), ("c0", (7, 8)), ("a1", a), ("b0", b)):
+        scheduler.add(request(session, *ids))
+    assert scheduler.ready()
+    shares = {
+        seat.session: (seat.wave, seat.source and seat.source.session, seat.shared)
+        for seat in scheduler.active
+    }
+    assert shares == {
+        "c0": (0, None, 0),
+        "a0": (0, None, 0),
+        "a1": (1, "a0", 22),  # all but the last id, whose logits are wanted
+        "b0": (1, "a0", 21),  # SYSTEM and the 1
+        "b1": (2, "b0", 21),
+    }
+    assert [seat.session for seat in scheduler.active] == ["c0", "a0", "a1", "b0", "b1"]
+
+
+def test_a_later_session_shares_with_a_row_that_is_cached():
+    scheduler = Scheduler(4, 2)
+    scheduler.add(request("a", *SYSTEM, 1))
+    step(scheduler, "a")
+    scheduler.add(request("same", *SYSTEM, 1))
+    scheduler.add(request("begun", *SYSTEM, 4, 5))
+    scheduler.add(request("short", *SYSTEM[:15], 6))  # 15 ids are not worth a pass
+    assert scheduler.ready()
+    shares = {seat.session: (seat.wave, seat.shared) for seat in scheduler.active}
+    assert shares == {"same": (0, 20), "begun": (0, 20), "short": (0, 0)}
+
+
+@pytest.mark.parametrize("released", ["before", "after"])
+def test_what_is_shared_does_not_depend_on_when_a_release_arrives(released):
+    scheduler = expecting("a", "b", "c", max_rows=3)
+    scheduler.add(request("a", *SYSTEM, 1))
+    scheduler.add(request("b", 7, 8))
+    scheduler.add(request("c", 8, 9))
+    step(scheduler, "a")  # a is idle until it is due
+    scheduler.expect(["d"])
+    scheduler.add(request("d", *SYSTEM, 1))
+    scheduler.max_rows = 4
+    if released == "before":
+        scheduler.release("a")
+    assert scheduler.ready()
+    (d,) = [seat for seat in scheduler.active if seat.session == "d"]
+    assert d.source is None

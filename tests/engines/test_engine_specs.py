@@ -23,6 +23,7 @@ ALLOWED = {
     ("tracking/run_folder.py", "transformers"): "the package, whose version is recorded",
     ("commands/templates.py", "transformers"): "the package, whose version is recorded",
     ("commands/doctor.py", "transformers"): "the package, which is examined",
+    ("settings/verbs.py", "vllm"): "the help of serve, whose engines it names",
     ("commands/export.py", "transformers"): "the format of an export",
     ("commands/model_card.py", "transformers"): "the library that loads an export",
 }

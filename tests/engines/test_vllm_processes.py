@@ -15,7 +15,7 @@ RUN = (
     *("debug=tiny", "tasks_per_step=3", "steps=3", "tracker=none", "eval.questions=2"),
     *("eval.greedy=false", "engine=vllm", "engine.kv_cache_mb=64"),
     # at each step some group has rewards that differ, so that there is an update to compare
-    *("algorithm.group_size=4", "seed=1"),
+    *("algorithm.group_size=4", "seed=1", "data.train.curriculum=[[0,[0.5,0.3,0.2]]]"),
 )
 TWO = "distributed.processes=2"
 

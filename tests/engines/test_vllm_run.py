@@ -141,7 +141,7 @@ def test_a_sweep_whose_second_run_goes_on_until_it_is_interrupted(tmp_path: Path
             assert running.poll() is None
             time.sleep(0.1)
         running.send_signal(signal.SIGINT)
-        assert running.wait(60) == 130
+        assert running.wait(240) == 130
         with pytest.raises(ProcessLookupError):  # no process of its group is left
             os.killpg(running.pid, 0)
     finally:

@@ -22,7 +22,7 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.environments.environments import Environments
-from agenttrain.rewards.builtin.tools import environment
+from agenttrain.rewards.builtin.tools import environment, turn_rewards
 from agenttrain.rewards.function import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector, NoRollouts
@@ -33,7 +33,16 @@ from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.toolbox import StuckTools
 from agenttrain.tracking.rollouts import read_rollout, rollout_record
-from agenttrain.types import Origin, Rollout, Sampling, StopReason, Task, ToolError, ToolUnavailable
+from agenttrain.types import (
+    Origin,
+    Rollout,
+    Sampling,
+    StopReason,
+    Task,
+    ToolError,
+    ToolUnavailable,
+    TurnReward,
+)
 from agenttrain.utils.json_lines import dumps
 
 BYE = "I give up.<|im_end|>"
@@ -666,3 +675,80 @@ def test_whatever_models_do_every_world_is_closed_once_and_every_call_answered(
         assert (done.stop_reason is StopReason.environment_done) == (at >= 3)
         replied = [m["tool_call_id"] for m in done.trajectories[0].messages if m["role"] == "tool"]
         assert replied == [result.call.id for result in done.tool_results]
+
+
+def test_turn_rewards_and_states_of_an_environment_are_recorded() -> None:
+    done = run(move(1), move(1), move(9), worlds_=environments(worlds.Doors))
+    (trajectory,) = done.trajectories
+    assert trajectory.turn_rewards == {0: 0.25, 1: 0.25, 2: 2.25}
+    assert [result.reward for result in done.tool_results] == [0.25, 0.25, 2.25]
+    assert done.stop_reason is StopReason.environment_done
+    assert len(trajectory.states) == len(set(trajectory.states)) == 3
+    other = run(move(2), move(9), worlds_=environments(worlds.Doors)).trajectories[0]
+    assert other.states == [trajectory.states[0], trajectory.states[2]]  # at 0, at 2
+    assert turn_rewards(done) == [0.25, 0.25, 2.25]
+    asyncio.run(Rubric({"steps": turn_rewards}, {"steps": 2.0}).score([done]))
+    assert (done.turn_scores, done.reward) == ({"steps": (0.25, 0.25, 2.25)}, 5.5)
+    done.set_advantages([0.5, -0.5, 0.0])
+    record = json.loads(dumps(rollout_record(done)))
+    read = read_rollout(record, done.task)
+    assert read.trajectories == done.trajectories
+    assert (read.turn_scores, read.reward) == (done.turn_scores, done.reward)
+    assert [result.reward for result in read.tool_results] == [0.25, 0.25, 2.25]
+
+
+class Talker(worlds.Life):
+    """Rewards an answer by what it says next."""
+
+    def reset(self) -> str:
+        return "Hello."
+
+    def user(self, message: dict[str, Any]) -> TurnReward | None:
+        return TurnReward(0.5, None) if "bye" in message["content"] else TurnReward(0.1, "And?")
+
+
+def test_an_environments_user_rewards_the_turn_that_it_answers() -> None:
+    done = run("Hi.<|im_end|>", "bye<|im_end|>", worlds_=environments(Talker))
+    assert done.trajectories[0].turn_rewards == {0: 0.1, 1: 0.5}
+    assert done.stop_reason is StopReason.completed
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e101])
+def test_a_turn_reward_that_is_no_number_ends_the_run(value: float) -> None:
+    class Broken(worlds.Maze):
+        def move(self, steps: int) -> TurnReward:  # type: ignore[override]
+            """Walk to the right.
+
+            Args:
+                steps: How far.
+            """
+            return TurnReward(value, "moved")
+
+    with pytest.raises(RewardError, match=r"tool move on rollout 'rollout', turn 0: returned Turn"):
+        run(move(1), worlds_=environments(Broken))
+
+
+def test_a_state_that_cannot_be_compared_is_the_environments_failure() -> None:
+    class Odd(worlds.Maze):
+        def state(self) -> object:
+            return {self}
+
+    done = run(move(1), worlds_=environments(Odd))
+    assert done.stop_reason is StopReason.error
+    assert "environment 'world': its state failed with TypeError: it gave {" in str(done.error)
+    assert "return a text, a number, or lists and dicts of them" in str(done.error)
+
+
+@pytest.mark.parametrize(
+    "value, problem",
+    [
+        ([1.0], "it returned 1 numbers for 2 turns; return one for each sampled turn"),
+        ([1.0, None], "the reward of a turn is a number"),
+        ([1.0, math.nan], "a reward is a finite number, or None"),
+        ([1.0, "x"], "a reward is a finite number, or None"),
+    ],
+)
+def test_rewards_by_turn_that_do_not_fit(value: Any, problem: str) -> None:
+    done = run(move(1), move(2), worlds_=environments())
+    with pytest.raises(RewardError, match=problem):
+        asyncio.run(Rubric({"mine": lambda rollout: value}).score([done]))

@@ -12,7 +12,16 @@ from agenttrain.health.config import Guard, GuardsConfig, OnTrip, Streak, ToolFa
 from agenttrain.health.guards import Guards, GuardTripped
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session
-from agenttrain.types import ConfigError, Rollout, Task, ToolCall, ToolError, ToolResult
+from agenttrain.types import (
+    Completion,
+    ConfigError,
+    Finish,
+    Rollout,
+    Task,
+    ToolCall,
+    ToolError,
+    ToolResult,
+)
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 
@@ -21,7 +30,15 @@ GAP = "sampling/logprob_gap_max"
 
 
 def rollouts(*advantages: float | None) -> list[Rollout]:
-    return [Rollout(task=TASK, rollout_id="a", advantage=value) for value in advantages]
+    made = [Rollout(task=TASK, rollout_id="a") for _ in advantages]
+    for rollout, advantage in zip(made, advantages, strict=True):
+        (trajectory,) = rollout.trajectories
+        completion = Completion(
+            token_ids=(2,), logprobs=(-0.5,), finish=Finish.stop, versions=((0, 1),)
+        )
+        trajectory.append_sampled(completion, [])
+        rollout.set_advantages(advantage)
+    return made
 
 
 def warnings(guards: Guards, *steps: dict[str, float]) -> list[str]:
@@ -90,7 +107,7 @@ def called(*errors: ToolError | None, tool: str = "add", executor: str | None = 
         ToolResult(call=call, content=f"Error: {error}", error=error, executor=executor)
         for error in errors
     ]
-    return Rollout(task=TASK, rollout_id="a", advantage=0.5, tool_results=results)
+    return Rollout(task=TASK, rollout_id="a", tool_results=results)
 
 
 def tool_warnings(guards: Guards, *steps: Rollout) -> list[str]:

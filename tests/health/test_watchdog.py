@@ -119,7 +119,10 @@ def finish(started: tuple[subprocess.Popen[str], Path, str]) -> Stalled:
         while left and time.monotonic() < until:
             time.sleep(0.05)
             left = marked(mark)
-        names = [" ".join(process.cmdline()) for process in left]
+        names = []
+        for one in left:
+            with suppress(psutil.NoSuchProcess):  # it may end this moment
+                names.append(" ".join(one.cmdline()))
         return Stalled(code=process.returncode, err=err, run=run, left=names)
     finally:
         for other in marked(mark):

@@ -317,7 +317,7 @@ def test_ranks_that_have_agreed_do_not_meet_again_after_their_run(tmp_path):
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        ("optimizer.lr=0.25", "optimizer.lr=0.25: the first rank has optimizer.lr=0.0008; start"),
+        ("optimizer.lr=0.25", "optimizer.lr=0.25: the first rank has optimizer.lr=0.0016; start"),
         ("steps=-1", "steps=-1: must be at least 1"),
     ],
 )

@@ -176,27 +176,31 @@ def group(*rewards: float | None) -> list[Rollout]:
     ]
 
 
+SUM = AlgorithmConfig(name="test")
+EACH = AlgorithmConfig(name="test", rewards=Rewards.normalize_each, scale=Scale.none)
+
+
 def test_informative_is_exact_equality_of_what_was_rewarded() -> None:
-    assert informative(group(1.0, 0.0, 0.0, 0.0), Rewards.sum)
-    assert not informative(group(0.1, 0.1, 0.1), Rewards.sum)
-    assert not informative(group(1.0, None, 1.0), Rewards.sum)
-    assert not informative(group(1.0, None), Rewards.sum)
-    assert not informative(group(None, None), Rewards.sum)
-    assert informative(group(1.0, 1.0 + 2**-52), Rewards.sum)  # no tolerance
+    assert informative(group(1.0, 0.0, 0.0, 0.0), SUM)
+    assert not informative(group(0.1, 0.1, 0.1), SUM)
+    assert not informative(group(1.0, None, 1.0), SUM)
+    assert not informative(group(1.0, None), SUM)
+    assert not informative(group(None, None), SUM)
+    assert informative(group(1.0, 1.0 + 2**-52), SUM)  # no tolerance
 
 
 def test_functions_that_cancel_are_informative_where_each_counts_alone() -> None:
     both = group(1.0, 1.0)
     both[0].rewards, both[1].rewards = {"f": 1.0, "g": 0.0}, {"f": 0.0, "g": 1.0}
-    assert not informative(both, Rewards.sum)
-    assert informative(both, Rewards.normalize_each)
+    assert not informative(both, SUM)
+    assert informative(both, EACH)
 
 
 def test_a_function_that_is_only_measured_teaches_nothing() -> None:
     both = group(1.0, 1.0)
     both[0].rewards, both[1].rewards = {"f": 1.0, "g": 0.0}, {"f": 1.0, "g": 1.0}
-    assert informative(both, Rewards.normalize_each, {"f": 1.0})
-    assert not informative(both, Rewards.normalize_each, {"f": 1.0, "g": 0.0})
+    assert informative(both, EACH, {"f": 1.0})
+    assert not informative(both, EACH, {"f": 1.0, "g": 0.0})
 
 
 def test_groups_in_which_only_a_measured_function_differs_are_drawn_again() -> None:
@@ -213,7 +217,7 @@ def test_groups_in_which_only_a_measured_function_differs_are_drawn_again() -> N
     count=st.integers(1, 5),
 )
 def test_selection_keeps_whole_groups_in_order(rewards: list[list[float]], count: int) -> None:
-    flags = [informative(group(*values), Rewards.sum) for values in rewards]
+    flags = [informative(group(*values), SUM) for values in rewards]
     positions = select(flags, count)
     assert positions == sorted(set(positions))
     assert len(positions) == min(count, len(rewards))

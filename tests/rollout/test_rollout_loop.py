@@ -17,8 +17,8 @@ from agenttrain.rewards.builtin.answers import ExactMatch
 from agenttrain.rewards.builtin.format import JsonSchema
 from agenttrain.rewards.builtin.tools import stop_tool_called
 from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.call_limits import over_limits
 from agenttrain.rollout.config import OnMalformedCall
-from agenttrain.rollout.loop import over_limits
 from agenttrain.tools.config import ToolLimits
 from agenttrain.types import (
     Completion,

@@ -283,10 +283,13 @@ def occurring(examples: int) -> set[StopReason]:
     return found
 
 
+WITHOUT_COMPACTION = set(StopReason) - {StopReason.invalid_summary}
+
+
 def test_500_random_rollouts():
-    assert occurring(500) == set(StopReason)
+    assert occurring(500) == WITHOUT_COMPACTION
 
 
 @pytest.mark.slow
 def test_10_000_random_rollouts():
-    assert occurring(10_000) == set(StopReason)
+    assert occurring(10_000) == WITHOUT_COMPACTION

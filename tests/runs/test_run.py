@@ -91,7 +91,7 @@ def uninterrupted(tmp_path_factory) -> Path:
 
 
 def test_one_seed_gives_one_run(uninterrupted, tmp_path):
-    run(tmp_path / "again", *TINY)
+    here(tmp_path / "again", *TINY)
     assert metrics(tmp_path / "again") == metrics(uninterrupted)
     other = tmp_path / "other"
     here(other, *TINY, "seed=1", "steps=2")
@@ -120,7 +120,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(uninterrupted, tmp
     folder = tmp_path / "killed"
     kill_after(folder, steps)
     assert len(metrics(folder)) < 6
-    agenttrain(f"resume={folder}")
+    assert main([f"resume={folder}"]) == 0
     assert metrics(folder) == metrics(uninterrupted)
     resumed, whole = weights(folder), weights(uninterrupted)
     assert resumed.keys() == whole.keys()

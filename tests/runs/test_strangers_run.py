@@ -184,7 +184,8 @@ def test_what_counts_as_code():
         "list": {"_target_": ["evil"]},
     }
     reward = {"judge": {"_target_": judge, "url": "http://evil/v1", "api_key_env": "AWS_KEY"}}
-    assert named_code({"tools": tools, "reward": reward, "steps": 3}) == [
+    rollout = {"compaction": "evil.Compaction"}
+    assert named_code({"tools": tools, "reward": reward, "rollout": rollout, "steps": 3}) == [
         "tools.sql.connect=os.system",
         "tools.retry.retry_on=[evil.Error]",
         "tools.mcp.url=http://***@host/mcp",
@@ -192,7 +193,9 @@ def test_what_counts_as_code():
         "tools.shell._target_=agenttrain.tools.isolation.subprocess.Popen",
         "tools.list._target_=['evil']",
         "reward.judge.url=http://evil/v1 (is sent $AWS_KEY)",
+        "rollout.compaction=evil.Compaction",
     ]
+    assert named_code({"rollout": {"compaction": "summary"}}) == []
 
 
 def test_a_yes_on_a_terminal_goes_for_the_jobs_of_a_sweep(theirs, tmp_path, monkeypatch):

@@ -43,9 +43,11 @@ NEEDS_A_PATH = {
     "response_schema=file": ["response_schema.path=README.md"],
     "model=folder": ["model.path=agenttrain/data/models/shop"],
     "algorithm/objective=own": ["algorithm.objective._target_=my_pkg.band"],
+    "algorithm=gigpo": ["+environment.doors._target_=worlds.Doors"],
     "tools=mcp": ["tools.mcp.url=http://127.0.0.1:9/mcp"],
     "tools=search": ["tools.search.path=bundled:encyclopedia"],
     "data=file": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
+    "data=rollouts": ["data.path=tests/fixtures/first_edition_run/sweep/0/rollouts/*.jsonl"],
     "data=hub": ["data.path=someone/questions", "data.test_fraction=0.1"],
     "reward=format": ["reward.format.pattern=Answer.*"],
     "reward=jmespath": ["reward.jmespath.expression=turns"],
@@ -53,7 +55,10 @@ NEEDS_A_PATH = {
     "reward=judge": ["reward.judge.url=http://localhost:8000/v1", "reward.judge.model=m"],
     "reward=reward_model": ["reward.reward_model.path=agenttrain/data/models/shop"],
     # The model that it names comes with a package of 93 MB.
-    "model=smollm2": ["model.path=bundled:shop"],
+    **{
+        option: ["model.path=bundled:shop"]
+        for option in ("model=smollm2", "experiment=smollm2", "experiment=smollm2_warmstart")
+    },
 }
 DEFAULTS = {
     *("chat_template=auto", "response_schema=auto", "model=shop", "data=shop", "algorithm=grpo"),

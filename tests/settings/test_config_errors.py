@@ -171,7 +171,7 @@ UNUSABLE = {
     "algorithm.beta=inf": "must be a finite number",
     "algorithm.objective.high=inf": "must be a finite number",
     "rollout.timeout_s=nan": "must be a finite number",
-    "optimizer.warmup_steps=80": "the warm-up would not end in steps=80; lower it",
+    "optimizer.warmup_steps=26": "the warm-up would not end in steps=26; lower it",
     "optimizer.betas=[0.9]": "must be two numbers",
     "optimizer.betas=[0.9,1]": "optimizer.betas.1=1: must be below 1",
     "optimizer.momentum=0.5": "unknown key of optimizer=adamw; optimizer=muon has it",

@@ -77,6 +77,15 @@ def marked(marker: str) -> list[psutil.Process]:
     return [process for process in found if process.pid != os.getpid()]
 
 
+def commands(processes: list[psutil.Process]) -> list[list[str]]:
+    """The command lines of those that have not ended since they were listed."""
+    lines = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            lines.append(process.cmdline())
+    return lines
+
+
 @pytest.fixture
 def marker(monkeypatch) -> str:
     """A text in the environment of every process that is started from here on."""
@@ -124,7 +133,7 @@ def test_a_call_that_hangs_is_killed_with_all_it_started_and_its_worker_replaced
         toolbox = box("behave", timeout_s=1.0, retries=0)
         fine = await ask(toolbox, how="fine")
         asked = asyncio.create_task(ask(toolbox, how="child"))
-        while not any("sleep(600)" in part for p in marked(marker) for part in p.cmdline()):
+        while not any("sleep(600)" in part for line in commands(marked(marker)) for part in line):
             await asyncio.sleep(0.01)
         first = marked(marker)
         late = await asked
@@ -229,7 +238,7 @@ def test_what_left_the_process_group_ends_with_a_call_that_hangs(marker):
     async def main() -> None:
         toolbox = box("leave", timeout_s=3.0, retries=0)
         hanging = [asyncio.create_task(ask(toolbox, way=way, then="hang")) for way in WAYS_OUT]
-        while sum("sleep" in process.cmdline() for process in marked(marker)) < len(WAYS_OUT) + 3:
+        while sum("sleep" in line for line in commands(marked(marker))) < len(WAYS_OUT) + 3:
             await asyncio.sleep(0.01)
         late = await asyncio.gather(*hanging)
         assert [result.error for result in late] == [ToolError.timeout] * len(WAYS_OUT)
@@ -246,7 +255,7 @@ def test_what_left_the_process_group_ends_with_its_worker(then, marker):
         for way in WAYS_OUT:
             await ask(toolbox, way=way, then=then)
             if then == "return":  # a server that one call starts serves the next
-                assert any("sleep" in p.cmdline() for p in marked(marker))
+                assert any("sleep" in line for line in commands(marked(marker)))
             else:
                 wait_for(lambda: marked(marker) == [])
         await toolbox.aclose()

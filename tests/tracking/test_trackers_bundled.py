@@ -331,6 +331,10 @@ def test_wandb_is_online_with_a_key_only(tmp_path, monkeypatch):
     netrc.write_text("machine api.wandb.ai login user password " + "a" * 40 + "\n")
     assert WandB().mode == "online"
     assert WandB(entity="team").describe(run).view == "https://wandb.ai/team/shop"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://me:secret@wandb.example/")
+    online = WandB(entity="team", mode="online")
+    assert online.describe(run).view == "https://***@wandb.example/team/shop"
+    monkeypatch.delenv("WANDB_BASE_URL")
     assert (
         WandB(mode="offline").mode == "offline" and WandB(mode="offline").describe(run).notes == ()
     )

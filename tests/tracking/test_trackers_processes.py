@@ -20,7 +20,8 @@ from tracking_rollouts import three
 
 from agenttrain.tracking.config import TrackerConfig
 from agenttrain.tracking.following import Cursor, cursor_path
-from agenttrain.tracking.tracker import Tracker, read_metrics
+from agenttrain.tracking.tracker import Tracker
+from agenttrain.utils.json_lines import read_rows
 
 
 def tracked(folder: Path, out: io.StringIO, kind: type | None, **settings) -> Tracker:
@@ -88,7 +89,7 @@ def test_steps_evaluations_and_rollouts_arrive_in_their_order(tmp_path):
     ]
     tables = [row for row in rows if row[0] == "rollouts"]
     assert tables == [["rollouts", step, ["g0-0", "g0-1", "g0-2"]] for step in (1, 11)]
-    assert [row["label"] for row in read_metrics(folder / "evaluations.jsonl")] == [
+    assert [row["label"] for row in read_rows(folder / "evaluations.jsonl")] == [
         *("before/sampled", "after/sampled")
     ]
 
@@ -154,7 +155,7 @@ def test_a_resumed_run_sends_what_it_repeats_once(tmp_path):
     ]  # fmt: skip
     assert [row[1] for row in rows if row[0] == "rollouts"] == [1]
     assert [row[1:3] for row in rows if row[0] == "start"] == [[first, False], [first, True]]
-    assert [row["step"] for row in read_metrics(folder / "evaluations.jsonl")] == [2, 4, 6]
+    assert [row["step"] for row in read_rows(folder / "evaluations.jsonl")] == [2, 4, 6]
 
 
 def test_a_new_run_in_the_folder_of_an_old_one_is_another(tmp_path):
@@ -211,7 +212,7 @@ def test_a_tracker_without_a_network_is_said_at_the_end(tmp_path):
         tracker.step(1, {"reward": 0.5}, [])
         wait_for(lambda: check(tracker) or "no route to host" in out.getvalue())
     assert "tracker.own.mine: steps up to 0 of 1 have arrived (Conn" in out.getvalue()
-    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1
+    assert len(list(read_rows(tmp_path / "run" / "metrics.jsonl"))) == 1
 
 
 def test_a_missing_library_turns_the_tracker_off(tmp_path):

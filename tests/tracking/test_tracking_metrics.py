@@ -39,6 +39,7 @@ def test_metrics_of_three_rollouts():
         "stop/completed": 2 / 3,
         "stop/max_tokens": 1 / 3,
         "turns/mean": 5 / 3,  # (2 + 2 + 1) / 3
+        "trajectories/mean": 1.0,
     }
     assert metrics == pytest.approx(expected)
     assert list(metrics) == list(expected)

@@ -39,6 +39,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         for preset in sorted((Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml")):
             config = compose_run([f"algorithm={preset.stem}"], Source()).config
             names |= set(metric_names(config.algorithm))
+        config = compose_run(["algorithm.teacher.path=bundled:shop"], Source()).config
+        names |= set(metric_names(config.algorithm))
     gap = Gap(mean=0.0, q90=0.0, max=0.0).metrics()
     return {*names, *MISMATCH_NAMES, *gap, "curriculum/new"} - {"step"}  # new: rows with an end
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_training_policy import on_policy, pair
-from training_cases import policy, random_groups, rollout, weights, with_tool
+from training_cases import advantage, policy, random_groups, rollout, weights, with_tool
 
 from agenttrain.algorithms.config import (
     AlgorithmConfig,
@@ -303,7 +303,7 @@ def test_a_kl_in_the_reward_is_of_the_probabilities_that_behaviour_names(other: 
         assert update(trained, [group])["kl"] == pytest.approx(kl, abs=1e-5)
         # 9 to 24 sampled tokens, 3 more each: a penalty of kl x tokens, less the group's mean
         expected = [-0.1 * kl * (9 + 3 * sample - 16.5) for sample in range(6)]
-        assert [one.advantage for one in group] == pytest.approx(expected, abs=1e-5)
+        assert [advantage(one) for one in group] == pytest.approx(expected, abs=1e-5)
 
 
 def test_reward_functions_are_normalised_each() -> None:
@@ -318,7 +318,7 @@ def test_reward_functions_are_normalised_each() -> None:
     update(trained, groups)
     # each is [1, -1] / sqrt 2, whatever g's factor of ten
     half = (1 - 0.5) / math.sqrt(2)
-    assert [one.advantage for one in groups[0]] == pytest.approx([half, -half], abs=1e-4)
+    assert [advantage(one) for one in groups[0]] == pytest.approx([half, -half], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -352,4 +352,4 @@ def test_a_reward_of_no_function_gives_no_advantage() -> None:
     groups[0][1].rewards = {"f": 1.0}
     trained = policy(algorithm={"rewards": Rewards.normalize_each, "scale": Scale.none})
     assert update(trained, groups)["loss"] == 0.0
-    assert [one.advantage for one in groups[0]] == [None, 0.0]
+    assert [advantage(one) for one in groups[0]] == [None, 0.0]

@@ -9,25 +9,16 @@ from hypothesis import strategies as st
 from training_cases import rollout, with_tool
 
 from agenttrain.training.batch import (
-    Bundle,
-    Microbatch,
     Segment,
-    TrainingSequence,
     make_blocks,
     make_sequences,
     one_after_the_other,
+    pack,
     split,
 )
-from agenttrain.training.batch import pack as pack_bundles
 from agenttrain.types import LedgerError, Origin
 
 CPU = torch.device("cpu")
-
-
-def pack(
-    sequences: list[TrainingSequence], token_budget: int, device: torch.device = CPU
-) -> list[Microbatch]:
-    return pack_bundles([Bundle((sequence,)) for sequence in sequences], token_budget, device)
 
 
 def of_length(length: int, sample: int = 0):
@@ -51,7 +42,7 @@ def test_a_packed_microbatch() -> None:
         rollout([(Origin.prompt, [5, 6]), (Origin.sampled, [9, 2])], logprob=-0.5)
     )[0]
     long = make_sequences(with_tool(logprob=-0.25))[0]
-    (microbatch,) = pack([short, long], token_budget=100, device=CPU)
+    (microbatch,) = pack([short, long], 100, CPU)
     # 16 tokens of the longer rollout first, then 5 6 9 2
     assert microbatch.segments == (Segment(0, 16), Segment(16, 4))
     assert microbatch.token_ids_T[16:].tolist() == [5, 6, 9, 2]
@@ -63,7 +54,7 @@ def test_a_packed_microbatch() -> None:
 
 def test_the_largest_microbatch_comes_first_and_the_budget_holds() -> None:
     sequences = [of_length(length) for length in (5, 60, 45, 50, 120)]
-    microbatches = pack(sequences, token_budget=100, device=CPU)
+    microbatches = pack(sequences, 100, CPU)
     # longest first: 120 alone (over the budget), 60, then 50 + 45 + 5 = 100, which outweighs 60
     lengths = [
         [sequence.length for sequence in microbatch.sequences] for microbatch in microbatches
@@ -107,11 +98,12 @@ def test_blocks_gather_and_scatter_are_inverse(lengths: list[int]) -> None:
 
 def test_a_prefix_may_stand_in_the_middle_of_a_block() -> None:
     # p p p of the second block's segment are the last three tokens of the first block
-    segments = [Segment(0, 3), Segment(3, 3), Segment(6, 2, 3, 3), Segment(8, 1, 3, 3)]
+    prefix = Segment(3, 3)
+    segments = [Segment(0, 3), prefix, Segment(6, 2, prefix), Segment(8, 1, prefix)]
     first, second, third = make_blocks(segments, CPU)
     assert (first.start, first.tokens, first.segments) == (0, 6, 2)
     for block in (second, third):
-        assert (block.prefix_block, block.prefix, block.prefix_length) == (0, 3, 3)
+        assert block.prefix == ((0, 3, 6),)
     one, two = make_blocks([Segment(0, 8), Segment(8, 7)], CPU)[0], make_blocks(segments, CPU)[0]
     assert (one.padding.tolist(), two.padding.tolist()) == ([15], [])
     assert one.gather.tolist() == [*range(15), 14]

@@ -24,15 +24,20 @@ from agenttrain.types import Origin
 
 CPU = torch.device("cpu")
 
+PROMPT = Segment(57, 20)
+TURN = Segment(77, 12, PROMPT)
 LAYOUT = (
     Segment(0, 30),
     Segment(30, 27),
-    Segment(57, 20),
-    Segment(77, 12, 57, 20),
-    Segment(89, 11, 57, 20),
-    Segment(100, 3, 57, 20),
+    PROMPT,
+    TURN,
+    Segment(89, 11, PROMPT),
+    Segment(100, 3, PROMPT),
+    Segment(103, 5, TURN),
+    Segment(108, 4, TURN),
 )
-"""Two rollouts alone, and three of a prompt of 20; all but the last longer than the window."""
+"""Two rollouts alone, and four of a prompt of 20, two of which share 12 more; all but one longer
+than the window."""
 
 
 def run(hidden, model: torch.nn.Module, ids: torch.Tensor):
@@ -49,7 +54,7 @@ def run(hidden, model: torch.nn.Module, ids: torch.Tensor):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_is_separate(name: str) -> None:
     model = tiny_family(name)
-    ids = torch.randint(3, 64, (103,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 64, (112,), generator=torch.Generator().manual_seed(1))
     assert why_not_packed(model) is None
     check_head(model)
     separate, expected = run(separate_hidden, model, ids)

@@ -59,7 +59,7 @@ def test_logprobs_and_entropies_are_those_of_the_full_logits() -> None:
 def test_gradient_with_respect_to_logits_is_zero_off_the_sampled_tokens() -> None:
     """The same loss through full logits: the same weights' gradient, and none elsewhere."""
     model, one = tiny.model(), with_tool()
-    one.advantage = 0.5
+    one.set_advantages(0.5)
     config = AlgorithmConfig(name="test")
     microbatch = one_microbatch(one)
 
@@ -69,7 +69,7 @@ def test_gradient_with_respect_to_logits_is_zero_off_the_sampled_tokens() -> Non
             behaviour_S=logprobs_S.detach(),
             ref_logprobs_S=None,
             sequence_S=microbatch.sequence_S,
-            advantages_B=microbatch.advantages_B,
+            advantages_S=microbatch.advantages_S,
             weights_B=torch.tensor([0.2]),
         )
         return policy_loss(inputs, config)[0]

@@ -9,7 +9,7 @@ import re
 import pytest
 import tiny
 import torch
-from training_cases import policy, random_groups, rollout, weights, with_tool
+from training_cases import advantage, policy, random_groups, rollout, weights, with_tool
 
 from agenttrain.algorithms.config import (
     Advantage,
@@ -74,7 +74,7 @@ def on_policy(trained: Policy, groups: list) -> list:
                 else:
                     made.spans.append(span)
                 position = end
-            made._ids = trajectory.token_ids
+            made._ids, made.turns = trajectory.token_ids, trajectory.turns
             result[-1].append(again)
     return result
 
@@ -200,7 +200,7 @@ def test_advantages_are_set_and_none_without_a_reward() -> None:
     group = [with_tool(sample=i, reward=r) for i, r in enumerate([1.0, 0.0, None, 0.0])]
     update(policy(algorithm={"scale": Scale.none}), [group])
     # the mean of 1, 0, 0 is 1/3
-    assert [one.advantage for one in group] == [
+    assert [advantage(one) for one in group] == [
         pytest.approx(2 / 3),
         pytest.approx(-1 / 3),
         None,
@@ -265,9 +265,9 @@ def test_masked_truncated_rollouts_count_but_do_not_train() -> None:
     group[1].stop_reason = StopReason.max_tokens
     metrics = update(trained, [group])
     assert metrics["train/tokens"] == 4
-    assert group[0].advantage == -group[1].advantage  # it is in the baseline
+    assert advantage(group[0]) == -advantage(group[1])  # it is in the baseline
     # only the first has a loss: -A at each of its 2 tokens, over 4 tokens
-    assert metrics["loss"] == pytest.approx(-group[0].advantage / 2, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(-advantage(group[0]) / 2, rel=1e-4)
 
 
 def test_minibatches_and_epochs_are_optimizer_updates() -> None:
@@ -317,7 +317,7 @@ def test_kl_in_the_reward_is_taken_off_before_the_baseline() -> None:
     metrics = update(trained, [group])
     assert metrics["kl"] == pytest.approx(sum(penalties) / 4, rel=1e-4)
     # leave-one-out of two: the difference of the penalised rewards
-    assert group[0].advantage == pytest.approx(0.1 * (penalties[1] - penalties[0]), rel=1e-3)
+    assert advantage(group[0]) == pytest.approx(0.1 * (penalties[1] - penalties[0]), rel=1e-3)
 
 
 @pytest.mark.parametrize("where", ["weight", "logprob"])

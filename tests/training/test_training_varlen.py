@@ -31,7 +31,8 @@ from agenttrain.training.logprobs import (
 )
 
 CPU = torch.device("cpu")
-SHARED = (Segment(0, 5), Segment(5, 3), Segment(8, 2, 5, 3), Segment(10, 1, 5, 3))
+PREFIX = Segment(5, 3)
+SHARED = (Segment(0, 5), PREFIX, Segment(8, 2, PREFIX), Segment(10, 1, PREFIX))
 
 
 def plain(query, key, value, queries_B, keys_B, longest_q, longest_k, **keywords):

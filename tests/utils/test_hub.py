@@ -8,29 +8,18 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from stub_hub import StubHub, bundled_files, use
+from stub_hub import StubHub, bundled_files
 
 from agenttrain.types import ConfigError
-from agenttrain.utils import hub as hub_module
 from agenttrain.utils.hub import has_weights, is_hub_id, snapshot
 from agenttrain.utils.model_path import model_folder, template_file, weights_folder
 
 NAME = "Qwen/Qwen3-0.6B"
 WEIGHTS = "/resolve/.*safetensors"
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub_module, "PAUSES_S", (0.0, 0.0))
-    with StubHub() as server:
-        use(server, tmp_path / "hf", monkeypatch)
-        yield server
 
 
 def downloads(hub: StubHub, ending: str) -> int:

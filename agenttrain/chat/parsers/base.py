@@ -130,7 +130,7 @@ def parse_response(
     text: str,
     spec: ResponseSpec,
     *,
-    turn: int,
+    turn: int | str,
     in_reasoning: bool = False,
     schemas: Sequence[Mapping] = (),
 ) -> AssistantTurn:

@@ -318,7 +318,7 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
             return Read(calls=[*calls, beyond], end=len(body))
         call, end, cut = _python_call(body, at)
         calls.append(call)
-        if cut or end == len(body):
+        if cut or (end == len(body) and call.problem is not None):
             return Read(calls=calls, end=end, cut=cut)
         at = skip_blank(body, end)
         if body.startswith(",", at):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from agenttrain.launch.config import DistributedName
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding
-from agenttrain.training.config import ModelConfig
+from agenttrain.training.config import LoraSettings, ModelConfig
 from agenttrain.training.footprint import (
     LAYER_GRADIENTS,
     Saved,
@@ -240,6 +240,11 @@ def _training(
     if config.algorithm.beta > 0 and not config.model.lora.rank:
         reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
         yield MemoryItem(name="reference", bytes=sizes.weights // by, why=reference)
+    teacher = config.algorithm.teacher
+    if teacher.path is not None:
+        size = _teacher_bytes(teacher.path, teacher.revision, teacher.dtype) // by
+        why = f"{teacher.path}, {teacher.dtype}{divided}"
+        yield MemoryItem(name="teacher", bytes=size, why=why, on_host=host)
     yield MemoryItem(
         name="gradients",
         bytes=state.gradients // by,
@@ -265,6 +270,14 @@ def _training(
             name="weight", bytes=sizes.largest_weight, why=why, when=(When.checkpoint,)
         )
     yield from _microbatch(config, sizes, machine, load)
+
+
+@cache
+def _teacher_bytes(path: str, revision: str | None, dtype: str) -> int:
+    """Return the bytes of a teacher's weights."""
+    folder = model_folder(path, SIZES, revision=revision, key="algorithm.teacher.path")
+    architecture = AutoConfig.from_pretrained(folder)
+    return weight_bytes(empty_model(architecture, getattr(torch, dtype), LoraSettings()))
 
 
 def _files(

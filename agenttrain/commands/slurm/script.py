@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -187,10 +188,17 @@ def unshared(script: JobScript, configs: Sequence[RunConfig]) -> Iterator[str]:
         if not config.model.path.startswith(BUNDLED):
             folder = model_folder(config.model.path, (), revision=config.model.revision)
             named[f"model.path={config.model.path}"] = folder
+        teacher = config.algorithm.teacher
+        if teacher.path is not None and not teacher.path.startswith(BUNDLED):
+            key = "algorithm.teacher.path"
+            folder = model_folder(teacher.path, (), revision=teacher.revision, key=key)
+            named[f"{key}={teacher.path}"] = folder
         for split in ("train", "test"):
             path = getattr(config.data, split).get("path")
-            if path is not None and Path(str(path)).expanduser().exists():
-                named[f"data.{split}.path={path}"] = Path(str(path))
+            for one in path if isinstance(path, list) else [path]:
+                file = Path(str(one)).expanduser()
+                if one is not None and (file.exists() or has_magic(str(one))):
+                    named[f"data.{split}.path={one}"] = file
     own = {Path(folder).resolve() for folder in (*OWN, tempfile.gettempdir())}
     for name, path in named.items():
         parents = own & {*path.expanduser().resolve().parents}

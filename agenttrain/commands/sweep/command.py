@@ -26,7 +26,7 @@ from agenttrain.commands.sweep.record import (
 from agenttrain.commands.sweep.run import Sweep, divide_machine, print_outcome, run
 from agenttrain.commands.sweep.search import check_space, corners
 from agenttrain.launch.processes import count_gpus
-from agenttrain.settings.checks import check_own_objective, check_structured, validate
+from agenttrain.settings.checks import check_for_verb, validate
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed, Source, check_writable, compose_raw
 from agenttrain.settings.messages import explained
@@ -144,8 +144,7 @@ def _resume_held(
         if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
             config = resumed(one.folder, changes, command.source, trust=command.trust).config
             validate(config)
-            check_structured(record.verb, config)
-            check_own_objective(record.verb, config)
+            check_for_verb(record.verb, config)
             configs.append(config)
         elif one.unfinished:
             recorded = map(override_in_this_layout, one.job.overrides)

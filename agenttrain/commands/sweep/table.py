@@ -26,8 +26,8 @@ from agenttrain.commands.sweep.record import (
     varying_settings,
 )
 from agenttrain.tracking.run_folder import read_summary
-from agenttrain.tracking.tracker import read_metrics
 from agenttrain.types import ConfigError
+from agenttrain.utils.json_lines import read_rows
 from agenttrain.utils.names import did_you_mean
 
 DEFAULT = {
@@ -215,7 +215,7 @@ def results(folder: Path) -> dict[str, float]:
 def curves(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics.jsonl; none if there is no such file."""
     path = folder / "metrics.jsonl"
-    return read_metrics(path) if path.exists() else []
+    return list(read_rows(path)) if path.exists() else []
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from agenttrain.data.bundled import calculator, shop
+from agenttrain.utils.names import did_you_mean
 
 Message = dict[str, Any]
 Row = dict[str, Any]
@@ -126,15 +128,33 @@ def calculator_demonstration(
     return [*messages, call("final_answer", answer=str(total))]
 
 
-def row(task: str, split: str, index: int, seed: int, early: int = EARLY_ROWS) -> Row:
+def row(
+    task: str,
+    split: str,
+    index: int,
+    seed: int,
+    early: int = EARLY_ROWS,
+    habits: Mapping[str, float] | None = None,
+) -> Row:
     """Return demonstration `index` of a task, shop or calculator: a row with complete `messages`.
 
-    The first `early` ones rarely give up. Example: the messages of `row("shop", "train", 0, 0)`
-    begin with `{"role": "user", "content": …}` and end with a call of `final_answer`. Raises
-    ValueError for an unknown task or split.
+    The first `early` ones rarely give up. `habits` replaces frequencies of the task's `Habits`, as
+    in ``{"follow_chain": 0.8}``. Example: the messages of `row("shop", "train", 0, 0)` begin with
+    `{"role": "user", "content": …}` and end with a call of `final_answer`. Raises ValueError for an
+    unknown task, split or habit.
     """
     rng = random.Random(f"demonstration/{task}/{seed}/{index}")
-    habits = {"give_up": EARLY_GIVE_UP} if index < early else {}
+    habits = dict(habits or {})
+    if index < early:
+        habits["give_up"] = min(habits.get("give_up", EARLY_GIVE_UP), EARLY_GIVE_UP)
+    for name, frequency in habits.items():
+        if name not in Habits.__slots__:
+            hint = did_you_mean(name, Habits.__slots__)
+            raise ValueError(
+                f"habits.{name}: is no habit{hint}; there are {', '.join(Habits.__slots__)}"
+            )
+        if not 0 <= frequency <= 1:
+            raise ValueError(f"habits.{name}={frequency}: is a frequency; set 0 to 1")
     if task == "shop":
         question = shop.row(split, index, seed, SHOP_MIX)
         messages = shop_demonstration(question, rng, replace(SHOP, **habits))

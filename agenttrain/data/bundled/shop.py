@@ -21,6 +21,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 NAMES = (
@@ -210,8 +211,20 @@ def connect(columns: Mapping[str, Any]) -> sqlite3.Connection:
     Example: `connect({"database_seed": 3}).execute("SELECT COUNT(*) FROM orders").fetchone()`
     gives `(60,)`. The caller sets limits and closes it.
     """
-    rng = random.Random(int(columns["database_seed"]))
     connection = sqlite3.connect(":memory:", check_same_thread=False)
+    connection.deserialize(_database(int(columns["database_seed"])))
+    return connection
+
+
+@lru_cache(maxsize=64)
+def _database(seed: int) -> bytes:
+    """Return the database of a seed as a file's bytes.
+
+    Every inserted row lets other threads take the interpreter, so that a rollout which filled a
+    database of its own would hold up the engine a hundred times.
+    """
+    rng = random.Random(seed)
+    connection = sqlite3.connect(":memory:")
     connection.executescript(SCHEMA)
     connection.executemany(
         "INSERT INTO customers VALUES (?,?)", [(name, rng.choice(CITIES)) for name in NAMES]
@@ -228,7 +241,8 @@ def connect(columns: Mapping[str, Any]) -> sqlite3.Connection:
         ],
     )
     connection.commit()
-    return connection
+    with closing(connection):
+        return connection.serialize()
 
 
 def phrasings(family: ShopQuestions, held_out: bool) -> list[str]:

@@ -151,6 +151,25 @@ class RowCache(Cache):
             source = torch.tensor(sources, device=rows.device)
             rows[torch.tensor(targets, device=rows.device), :length] = rows[source, :length]
 
+    def copy_prefixes(self, seats: Sequence[Seat]) -> int:
+        """Copy to each seat's row what it shares with its source; return the number of ids.
+
+        A source that has lost its row's contents is left out: its seat is then fed whole.
+        """
+        pairs = [(s, s.source) for s in seats if s.source and s.source.cached >= s.shared]
+        for seat, _ in pairs:
+            seat.cached = seat.shared
+        if pairs:
+            length = max(seat.shared for seat, _ in pairs)  # what lies behind is overwritten
+            for layer, name in self._buffers():
+                rows = layer.rows_of(getattr(layer, name))
+                targets = torch.tensor([seat.row for seat, _ in pairs], device=rows.device)
+                sources = torch.tensor([source.row for _, source in pairs], device=rows.device)
+                rows[targets, :length] = rows[sources, :length]
+        for seat in seats:
+            seat.source, seat.wave = None, 0
+        return sum(seat.shared for seat, _ in pairs)
+
     def wipe(self) -> None:
         """Zero everything, after numbers that are not finite were written."""
         for layer, name in self._buffers():

@@ -17,6 +17,7 @@ import numpy as np
 
 from agenttrain.engines.base import EngineError
 from agenttrain.types import Completion, Finish, Sampling
+from agenttrain.utils.arrays import common_prefix
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -77,6 +78,13 @@ class Seat:
     request: Generation | None = None
     due: int | None = None
     """Deterministic mode: the step at which it has to call again."""
+    prompt: bytes = b""
+    """The ids with which its cache began."""
+    source: Seat | None = None
+    """The seat from whose row its next step copies the first `shared` ids, before its pass."""
+    shared: int = 0
+    wave: int = 0
+    """Number of its prefill pass in that step; its source's row is complete by then."""
 
     @property
     def pending(self) -> int:
@@ -100,6 +108,12 @@ class Ticket:
     session: str
     order: int
     released: bool = False
+
+
+LEAST_SHARED = 16
+"""Ids of a prefix that is worth a copy, and a pass of its own."""
+MOST_LEADERS = 4
+"""Rows with which a new prompt is compared: prompts of a run begin in few ways."""
 
 
 class Scheduler:
@@ -235,10 +249,47 @@ class Scheduler:
                 self._join(session)
         if not (self.active or self._joining):
             return False
+        if self._joining:
+            self._share_prefixes()
         # Neighbours of like length share a prefill pass with little padding.
-        self.active += sorted(self._joining, key=lambda seat: (seat.pending, seat.order))
+        self.active += sorted(
+            self._joining, key=lambda seat: (seat.wave, seat.pending - seat.shared, seat.order)
+        )
         self._joining.clear()
         return True
+
+    def _share_prefixes(self) -> None:
+        """Give new sessions a row to copy from: that of an equal prompt, or of an equal beginning.
+
+        With prompts A A B B, which begin with the same system message, in an empty cache: the first
+        A is fed whole (wave 0), the first B copies the system message from it and the second A all
+        but its last id (wave 1), the second B copies from the first (wave 2).
+        """
+        # In deterministic mode not the idle ones: they leave when their release arrives.
+        idle = not self.deterministic
+        cached = [s for s in self.seats.values() if s.cached and (idle or s.request is not None)]
+        firsts = {seat.prompt: seat for seat in reversed(cached)}
+        leaders = [*reversed(firsts.values())][:MOST_LEADERS]  # one of each prompt
+        for seat in sorted(self._joining, key=lambda seat: seat.order):
+            seat.source, seat.shared, seat.wave = None, 0, 0
+            if seat.cached:
+                continue
+            seat.prompt = seat.history.tobytes()
+            source = firsts.setdefault(seat.prompt, seat)
+            if source is not seat:
+                seat.source, seat.shared = source, len(seat.history) - 1
+            else:
+                for other in leaders:
+                    begun = other.history[: other.cached or None]
+                    shared = common_prefix(begun, seat.history[:-1])
+                    if shared > seat.shared:
+                        seat.source, seat.shared = other, shared
+            if seat.shared < LEAST_SHARED:
+                seat.source, seat.shared = None, 0
+                if source is seat and len(leaders) < MOST_LEADERS:
+                    leaders.append(seat)
+            elif seat.source is not None and not seat.source.cached:  # it joins in this step too
+                seat.wave = seat.source.wave + 1
 
     def _admit_expected(self) -> bool:
         """Admit by the clock; False: a session whose turn it is has not called yet."""

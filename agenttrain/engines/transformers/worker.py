@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from queue import Empty, SimpleQueue
 
 import torch
@@ -26,6 +27,8 @@ class EngineStats:
 
     prefilled_tokens: int = 0
     """Ids of prompts, replies and last sampled tokens fed in prefill passes, padding left out."""
+    copied_tokens: int = 0
+    """Ids whose keys and values were copied from a row with the same beginning."""
     decode_steps: int = 0
     """Batches formed: each gives every active session one token."""
     decoded_tokens: int = 0
@@ -118,17 +121,25 @@ class EngineWorker:
                 self.decoder.cache.arrange(seats, self.scheduler.seats.values())
                 self._plan = sampler.plan([r.sampling for r in batch], self.decoder.device)
             # One pass for the seats that decode one id each, more for those with several new ids.
-            new = [seat.next_ids() for seat in seats]
-            starts = [seat.cached for seat in seats]
-            split = next((i for i, ids in enumerate(new) if len(ids) > 1), len(new))
-            logits_NV = []
-            if split:
-                logits_NV.append(self.decoder.forward(0, new[:split], starts[:split]))
-            if split < len(new):
-                logits_NV.append(self.decoder.prefill(split, new[split:], starts[split:]))
-                self.stats.prefilled_tokens += sum(len(ids) for ids in new[split:])
-            for seat, ids in zip(seats, new, strict=True):
-                seat.cached += len(ids)
+            split = next((i for i, seat in enumerate(seats) if seat.pending > 1), len(seats))
+            waves = [list(wave) for _, wave in groupby(seats[split:], key=lambda seat: seat.wave)]
+            logits_NV: list[torch.Tensor] = []
+            first = 0
+            for rows in (seats[:split], *waves):
+                if not rows:
+                    continue
+                if first >= split:
+                    self.stats.copied_tokens += self.decoder.cache.copy_prefixes(rows)
+                new = [seat.next_ids() for seat in rows]
+                starts = [seat.cached for seat in rows]
+                if first < split:
+                    logits_NV.append(self.decoder.forward(first, new, starts))
+                else:
+                    logits_NV.append(self.decoder.prefill(first, new, starts))
+                    self.stats.prefilled_tokens += sum(map(len, new))
+                for seat, ids in zip(rows, new, strict=True):
+                    seat.cached += len(ids)
+                first += len(rows)
             uniforms = [request.noise[len(request.sampled)] for request in self._batch]
             logits = torch.cat(logits_NV) if len(logits_NV) > 1 else logits_NV[0]
             del logits_NV  # not beside the sampler's own copies

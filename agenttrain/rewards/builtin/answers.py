@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agenttrain.types import Rollout
+from agenttrain.rewards.function import last_main
+from agenttrain.types import MAIN, Rollout
 
 
 class AnswerReward:
@@ -177,14 +178,19 @@ def tool_answer(rollout: Rollout, tool: str, argument: str | None) -> Any:
 
 
 def assistant_messages(rollout: Rollout) -> list[dict[str, Any]]:
-    """Return the messages that the policy wrote, trajectory by trajectory."""
-    added = (message for t in rollout.trajectories for message in t.added_messages)
+    """Return the messages that the policy wrote to attempt the task, without summaries."""
+    main = (trajectory for trajectory in rollout.trajectories if trajectory.role == MAIN)
+    added = (message for trajectory in main for message in trajectory.added_messages)
     return [message for message in added if message["role"] == "assistant"]
 
 
 def final_text(rollout: Rollout) -> str:
-    """Return the last assistant message's text without its reasoning; empty without a message."""
-    written = assistant_messages(rollout)
+    """Return the text of the last assistant message that attempts the task, without reasoning.
+
+    Empty without such a message.
+    """
+    added = last_main(rollout).added_messages
+    written = [message for message in added if message["role"] == "assistant"]
     return (written[-1].get("content") or "") if written else ""
 
 

@@ -16,6 +16,7 @@ from jsonschema import SchemaError
 from jsonschema.validators import validator_for
 
 from agenttrain.rewards.builtin.answers import assistant_messages, final_text, tool_answer
+from agenttrain.rewards.function import last_main
 from agenttrain.types import Rollout
 from agenttrain.utils.expressions import compiled
 
@@ -128,7 +129,7 @@ class Format:
 
 
 def rollout_view(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as JSON-like data, with the messages of its last trajectory.
+    """Return a rollout as JSON-like data, with the messages of its last `main` trajectory.
 
     Example::
 
@@ -144,7 +145,7 @@ def rollout_view(rollout: Rollout) -> dict[str, Any]:
     `error` is None or a name of `ToolError`. Malformed calls are included, with the name "" if they
     have none.
     """
-    first, last = rollout.trajectories[0], rollout.trajectories[-1]
+    first, last = rollout.trajectories[0], last_main(rollout)
     return {
         "task_id": rollout.task.task_id,
         "rollout_id": rollout.rollout_id,

@@ -114,7 +114,9 @@ class Judge:
         view = rollout_view(rollout)
         # All messages as plain text, with calls and replies in their places.
         lines: list[str] = []
-        for message in chain.from_iterable(t.messages for t in rollout.trajectories):
+        first, *others = rollout.trajectories
+        # The prompts of the others show again what came before.
+        for message in chain(first.messages, *(other.added_messages for other in others)):
             if message.get("content"):
                 lines.append(f"[{message['role']}] {message['content']}")
             for call in message.get("tool_calls") or ():

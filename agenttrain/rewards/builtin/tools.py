@@ -73,6 +73,15 @@ def environment(rollout: Rollout) -> float | None:
     return rollout.environment_reward
 
 
+def turn_rewards(rollout: Rollout) -> list[float]:
+    """Return what tools and environment returned as `TurnReward`, for each turn; else 0."""
+    return [
+        trajectory.turn_rewards.get(turn, 0.0)
+        for trajectory in rollout.trajectories
+        for turn in range(trajectory.turns)
+    ]
+
+
 class LengthPenalty:
     """0 up to `free_tokens` sampled tokens, then linearly down to -1 at `full_tokens`.
 

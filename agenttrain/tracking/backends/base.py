@@ -105,8 +105,12 @@ def rollout_table(
     rewards = list(dict.fromkeys(name for record in records for name in record["rewards"]))
     rows: list[list[str | float | None]] = []
     for record in records:
-        spans = [span for part in record["trajectories"] for span in part["spans"]]
-        sampled = [span for span in spans if span["origin"] == "sampled"]
+        sampled = [
+            {**span, "trajectory": index}
+            for index, part in enumerate(record["trajectories"])
+            for span in part["spans"]
+            if span["origin"] == "sampled"
+        ]
         messages = [message for part in record["trajectories"] for message in part["messages"]]
         rows.append(
             [
@@ -114,7 +118,7 @@ def rollout_table(
                 record["task_id"],
                 record["reward"],
                 record["stop_reason"],
-                len({span["turn"] for span in sampled}),
+                len({(span["trajectory"], span["turn"]) for span in sampled}),
                 sum(span["end"] - span["start"] for span in sampled),
                 "\n".join(f"{message['role']}: {spoken(message)}" for message in messages),
                 *(record["rewards"].get(name) for name in rewards),

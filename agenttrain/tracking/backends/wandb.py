@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from agenttrain.tools.config import without_password
 from agenttrain.tracking.backends.base import (
     Description,
     ExperimentTracker,
@@ -106,7 +107,9 @@ class WandB(ExperimentTracker):
     def describe(self, run: TrackedRun) -> Description:
         """Return the command that sends an offline run, or the address of the project."""
         if self.mode == "online":
-            host = os.environ.get("WANDB_BASE_URL", "https://wandb.ai").rstrip("/")
+            host = without_password(os.environ.get("WANDB_BASE_URL", "https://wandb.ai")).rstrip(
+                "/"
+            )
             path = "/".join(part for part in (self.entity, self.project or run.project) if part)
             return Description(view=f"{host}/{path}" if self.entity else f"{host}/home")
         if self.mode != "offline":

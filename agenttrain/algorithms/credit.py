@@ -1,0 +1,243 @@
+"""Credit per turn: rewards of turns -> an advantage for each turn of each rollout.
+
+A turn is one sampled completion. All of its tokens share its advantage, so that splitting a turn
+into more tokens changes nothing. In means and deviations every rollout counts the same, however
+many turns it took.
+
+Shapes: P tasks of a step, G rollouts of a task, K turns of the longest rollout, R rollouts that are
+compared. NaN stands for a turn that is not there, or a rollout without a reward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agenttrain.algorithms.advantages import EPSILON, advantages
+from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Credit, Scale
+from agenttrain.types import Rollout
+
+VARIANCES = 8
+"""Turns whose advantages have a metric."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRewards:
+    """A rollout's rewards, as credit per turn reads them."""
+
+    rewards: tuple[float, ...] | None
+    """Of each turn; the reward of the whole rollout is in the last one. None: there is none."""
+    states: tuple[str | None, ...] = ()
+    """The environment's state before each turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnAdvantages:
+    """Advantages of each turn of some groups' rollouts."""
+
+    advantages: list[list[list[float] | None]]
+    """By group, rollout and turn; None for a rollout without a reward."""
+    compared: list[list[list[bool]]]
+    """True for each turn whose state another rollout of the group was in too (credit=gigpo)."""
+
+
+def rewards_of_turns(
+    rollout: Rollout, weights: Mapping[str, float], penalty: float = 0.0
+) -> TurnRewards:
+    """Return the weighted rewards of a rollout's turns; that of the whole rollout is in the last.
+
+    `penalty` is subtracted from the last one. Example: with weights ``{"steps": 0.5}``,
+    `turn_scores` ``{"steps": (1.0, 0.0)}`` and `rewards` ``{"steps": 1.0, "exact": 1.0}`` they are
+    (0.5, 1.0).
+    """
+    states = tuple(state for one in rollout.trajectories for state in one.states)
+    if rollout.reward is None or not rollout.turns:
+        return TurnRewards(rewards=None, states=states)
+    values = [0.0] * rollout.turns
+    values[-1] = -penalty
+    if not rollout.turn_scores:  # as the rubric added it up
+        values[-1] += rollout.reward
+        return TurnRewards(rewards=tuple(values), states=states)
+    for name, reward in rollout.rewards.items():
+        weight = weights.get(name, 1.0)
+        if name in rollout.turn_scores:
+            scores = rollout.turn_scores[name]
+            values = [v + weight * s for v, s in zip(values, scores, strict=True)]
+        elif reward is not None:
+            values[-1] += weight * reward
+    return TurnRewards(rewards=tuple(values), states=states)
+
+
+def turn_advantages(
+    groups: Sequence[Sequence[TurnRewards]], config: AlgorithmConfig
+) -> TurnAdvantages:
+    """Return an advantage for each turn; `algorithm.advantage` and `scale` are used as for rewards.
+
+    With R_t the return, the sum of the rewards from turn t on, discounted by `algorithm.gamma`:
+
+    - `turn_reward` compares R_t with the returns of all turns of the group, each rollout's turns
+      taken together as one (turn-level credit, https://arxiv.org/abs/2505.11821). Departures: that
+      paper adds normalised rewards of two turns, and this takes returns of any number of turns.
+    - `turn_baseline` compares R_t with the others' returns of the same turn. A rollout that ended
+      before it is compared by its last turn, so that the baseline depends on nothing that this
+      rollout did.
+    - `gigpo` adds to the rollout's advantage `algorithm.step_weight` times that of its turn among
+      the turns of the group that began in an equal state (https://arxiv.org/abs/2505.10978).
+      Departures: (1) deviations have one degree of freedom taken, as everywhere here; (2) a rollout
+      that was in a state several times counts once in its mean; (3) a state in which only one
+      rollout was gives no advantage, whatever the number of its visits.
+
+    With a reward at the end alone, gamma=1 and equal states nowhere, all are what `rollout` is.
+
+    Example: rewards (0, 1) and (0, 0) of two rollouts, with advantage=leave_one_out, scale=none and
+    gamma=1: returns (1, 1) and (0, 0), advantages (1, 1) and (-1, -1).
+    """
+    returns_PGK = _padded(
+        [[returns(turns.rewards or (), config.gamma) for turns in row] for row in groups]
+    )
+    compared_PGK = torch.zeros_like(returns_PGK, dtype=torch.bool)
+    if config.credit is Credit.turn_baseline:
+        result_PGK = _by_turn(returns_PGK, config)
+    elif config.credit is Credit.turn_reward:
+        result_PGK = _by_group(returns_PGK, config)
+    else:
+        # fsum: equal rewards in another order have exactly the same sum.
+        totals = [
+            [() if turns.rewards is None else (math.fsum(turns.rewards),) for turns in row]
+            for row in groups
+        ]
+        totals_PG = _padded(totals).sum(-1)
+        of_rollouts_PG = advantages(totals_PG, baseline=config.advantage, scale=config.scale)
+        of_steps_PGK, compared_PGK = _by_state(groups, returns_PGK, config)
+        result_PGK = of_rollouts_PG[:, :, None] + config.step_weight * of_steps_PGK
+    by_turn: list[list[list[float] | None]] = []
+    compared: list[list[list[bool]]] = []
+    for row, values_GK, flags_GK in zip(groups, result_PGK, compared_PGK, strict=True):
+        lengths = [0 if turns.rewards is None else len(turns.rewards) for turns in row]
+        by_turn.append(
+            [
+                None if turns.rewards is None else values_GK[g, :length].tolist()
+                for g, (turns, length) in enumerate(zip(row, lengths, strict=True))
+            ]
+        )
+        compared.append([flags_GK[g, :length].tolist() for g, length in enumerate(lengths)])
+    return TurnAdvantages(advantages=by_turn, compared=compared)
+
+
+def returns(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:
+    """Return the discounted sum of the rewards from each turn on.
+
+    Example: ``returns((0.0, 1.0, 2.0), 0.5) == (1.0, 2.0, 2.0)``.
+    """
+    result: list[float] = []
+    for reward in reversed(rewards):
+        result.append(reward + gamma * (result[-1] if result else 0.0))
+    return tuple(reversed(result))
+
+
+def _padded(values: Sequence[Sequence[Sequence[float]]]) -> Tensor:
+    """Return a tensor [P, G, K] with NaN where there is no value."""
+    width = max((len(row) for row in values), default=0)
+    length = max((len(one) for row in values for one in row), default=0)
+    result = torch.full((len(values), width, length), torch.nan, dtype=torch.float64)
+    for p, row in enumerate(values):
+        for g, one in enumerate(row):
+            result[p, g, : len(one)] = torch.tensor(one, dtype=torch.float64)
+    return result
+
+
+def _by_turn(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Compare the returns of each turn index by themselves, [P, G, K]."""
+    length_PG = (~returns_PGK.isnan()).sum(-1)
+    result = torch.full_like(returns_PGK, torch.nan)
+    for k in range(returns_PGK.shape[-1]):
+        last_PG1 = length_PG.sub(1).clamp(min=0, max=k)[..., None]
+        of_turn_PG = returns_PGK.gather(-1, last_PG1)[..., 0]
+        result[..., k] = advantages(of_turn_PG, baseline=config.advantage, scale=config.scale)
+    return result.masked_fill(returns_PGK.isnan(), torch.nan)
+
+
+def _by_group(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Compare the returns of all turns of a group, or of the batch, [P, G, K]."""
+    if config.advantage is Advantage.none:
+        return returns_PGK
+    shape = returns_PGK.shape
+    if config.advantage is Advantage.batch:
+        returns_PGK = returns_PGK.flatten(0, 1)[None]
+    leave_one_out = config.advantage is Advantage.leave_one_out
+    result = torch.zeros_like(returns_PGK)
+    spread_P11 = returns_PGK.new_zeros(len(returns_PGK), 1, 1)
+    for p, group_RK in enumerate(returns_PGK):
+        result[p] = _centred(group_RK, leave_one_out=leave_one_out)
+        spread_P11[p] = _spread(group_RK)
+    if config.scale is Scale.group:
+        result = result / (spread_P11 + EPSILON)
+    elif config.scale is Scale.batch:
+        # As for rewards: the deviation of the returns, or of leave-one-out advantages.
+        of = result if leave_one_out else returns_PGK
+        result = result / (_spread(of.flatten(0, 1)) + EPSILON)
+    return result.reshape(shape)
+
+
+def _by_state(
+    groups: Sequence[Sequence[TurnRewards]], returns_PGK: Tensor, config: AlgorithmConfig
+) -> tuple[Tensor, Tensor]:
+    """Compare turns of a group that began in equal states; and which had another to compare with.
+
+    Both are [P, G, K]; 0 where no other rollout was in that state.
+    """
+    result = torch.zeros_like(returns_PGK)
+    compared = torch.zeros_like(returns_PGK, dtype=torch.bool)
+    for p, row in enumerate(groups):
+        visits: dict[str, list[tuple[int, int]]] = {}
+        for g, turns in enumerate(row):
+            for k, state in enumerate(turns.states if turns.rewards is not None else ()):
+                if state is not None:
+                    visits.setdefault(state, []).append((g, k))
+        for places in visits.values():
+            if len({g for g, _ in places}) < 2:
+                continue
+            mask_GK = torch.zeros_like(compared[p])
+            mask_GK[tuple(zip(*places, strict=True))] = True
+            returns_RK = returns_PGK[p].masked_fill(~mask_GK, torch.nan)
+            step_RK = _centred(
+                returns_RK, leave_one_out=config.advantage is Advantage.leave_one_out
+            )
+            if config.scale is Scale.group:
+                step_RK = step_RK / (_spread(returns_RK) + EPSILON)
+            result[p][mask_GK] = step_RK[mask_GK]
+            compared[p] |= mask_GK
+    return result, compared
+
+
+def _centred(values_RK: Tensor, *, leave_one_out: bool) -> Tensor:
+    """Return the values over the mean of the rollouts' means, or of the others' means, [R, K].
+
+    Exactly 0 where all are equal, and where there is only one rollout.
+    """
+    means_R = values_RK.nanmean(1)
+    known_R = ~means_R.isnan()
+    count = int(known_R.sum())
+    known = values_RK[~values_RK.isnan()]
+    if count < 2 or known.min() == known.max():
+        return torch.zeros_like(values_RK).masked_fill(values_RK.isnan(), torch.nan)
+    mean = means_R[known_R].mean()
+    if leave_one_out:
+        others_R = (mean * count - means_R) / (count - 1)
+        return values_RK - others_R[:, None]
+    return values_RK - mean
+
+
+def _spread(values_RK: Tensor) -> Tensor:
+    """Return the standard deviation (ddof=1) of the values, each rollout's weighing 1 together."""
+    means_R = values_RK.nanmean(1)
+    known_R = ~means_R.isnan()
+    count = int(known_R.sum())
+    if count < 2:
+        return values_RK.new_zeros(())
+    squares_R = (values_RK - means_R[known_R].mean()).square().nanmean(1)
+    return (squares_R[known_R].sum() / (count - 1)).sqrt()

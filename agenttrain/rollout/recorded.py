@@ -1,0 +1,209 @@
+"""Recorded rollouts as rows of `agenttrain sft`: `data=rollouts data.path=<run>/rollouts/*.jsonl`.
+
+`RolloutRows` reads the files and selects by reward. `difference` compares a recorded rollout with
+what a run would give the model, so that it can be learned in exactly the ids that were sampled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.encoding import ChatError
+from agenttrain.data.config import check_rollout_files
+from agenttrain.data.files import BadRow, FileRows
+from agenttrain.rollout.ledger import turn_name, verify
+from agenttrain.tracking.rollouts import current_form, read_rollout
+from agenttrain.types import LedgerError, Origin, Rollout, StopReason, Task, Trajectory
+
+ROLLOUT = "rollout"
+"""Column of a row that holds the recorded rollout."""
+NOT_ENDED = (
+    StopReason.error,
+    StopReason.aborted,
+    StopReason.max_tokens,
+    StopReason.context_full,
+)
+"""Ends that the model did not choose and that may have cut its last turn."""
+
+
+class RecordedRollout(dict[str, Any]):
+    """One object of a rollout file, in today's form."""
+
+
+class RolloutRows:
+    """The rollouts of a run as rows: their messages, the columns of their tasks, and `rollout`.
+
+    The column `rollout` is the recorded object, for `data.where` and for the ids. Rollouts that
+    ended by an error, an abort or a token limit are left out, and with `min_reward` those without a
+    reward too. Example: ``RolloutRows("outputs/shop/rollouts/*.jsonl", min_reward=1)``
+    """
+
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        min_reward: float | None = None,
+        limit: int | None = None,
+    ) -> None:
+        """Take the first `limit` of the rollouts that are selected, or all.
+
+        Raises ValueError, beginning with the argument, for a file that cannot be read or holds
+        other rows, and if no rollout is selected.
+        """
+        check_rollout_files(path, min_reward, limit)
+        self._file = FileRows(path)
+        self._selected: list[int] = []
+        reasons: Counter[str] = Counter()
+        rewarded = 0
+        for index in range(len(self._file)):
+            record = self._record(index)
+            rewarded += record["reward"] is not None
+            reason = _left_out(record, min_reward)
+            if reason is None:
+                self._selected.append(index)
+            else:
+                reasons[reason] += 1
+        listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        if min_reward is not None and not rewarded:
+            raise ValueError(
+                f"min_reward={min_reward}: none of the {len(self._file)} rollouts has a reward; "
+                "leave it out, or choose by data.where"
+            )
+        if not self._selected:
+            argument, lower = f"path={path}", ""
+            if min_reward is not None:
+                argument, lower = f"min_reward={min_reward}", "lower it, or "
+            raise ValueError(
+                f"{argument}: leaves none of {len(self._file)} rollouts: {listed}; {lower}take the "
+                "files of more steps"
+            )
+        self.note = f"{len(self._selected)} of {len(self._file)} rollouts"
+        """Numbers of the rollouts, and of those left out by reason."""
+        if listed:
+            self.note += f"; left out: {listed}"
+        self._selected = self._selected[:limit]
+
+    def __len__(self) -> int:
+        return len(self._selected)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a fresh copy of a row."""
+        record = self._record(self._selected[index])
+        row = {
+            **(record["columns"] or {}),
+            "task_id": record["task_id"],
+            "messages": record["trajectories"][0]["messages"],
+            ROLLOUT: record,
+        }
+        return {**row, "tools": record["tools"]} if "tools" in record else row
+
+    def where(self, index: int) -> str:
+        """Return the row's place for error messages."""
+        return self._file.where(self._selected[index])
+
+    def _record(self, index: int) -> RecordedRollout:
+        """Return the recorded rollout of a line; raises ValueError for any other object."""
+        place = self._file.where(index)
+        try:
+            record = self._file[index]
+        except BadRow as error:
+            raise ValueError(f"path={place}: {error}") from error
+        if not {"rollout_id", "reward", "stop_reason"} <= set(record) or not (
+            record.get("trajectories") or "token_ids" in record
+        ):
+            raise ValueError(
+                f"path={place}: is no rollout that a run recorded; other rows are read by data=file"
+            )
+        return RecordedRollout(current_form(record))
+
+
+def _left_out(record: Mapping[str, Any], min_reward: float | None) -> str | None:
+    """Return why a recorded rollout is no row; None: it is one."""
+    if record["stop_reason"] in NOT_ENDED:
+        return f"ended by {record['stop_reason']}"
+    if min_reward is None:
+        return None
+    if record["reward"] is None:
+        return "without a reward"
+    return f"with a reward below {min_reward:g}" if record["reward"] < min_reward else None
+
+
+def read_again(
+    record: Mapping[str, Any], task: Task, rollout_id: str, stop_token_ids: Sequence[int]
+) -> Rollout:
+    """Return a recorded rollout under a new id: its ids and messages, without scores and rewards.
+
+    Raises LedgerError for a record whose parts do not fit together.
+    """
+    again = {**record, "rollout_id": rollout_id, "group_id": rollout_id, "rewards": {}}
+    try:
+        rollout = read_rollout({**again, "reward": None}, task, stop_token_ids)
+    except (LookupError, TypeError, ValueError, StopIteration) as error:
+        raise LedgerError(f"is no complete record of a rollout: {error!r}") from error
+    for trajectory in rollout.trajectories:
+        trajectory.trainer_logprobs = trajectory.entropies = trajectory.advantages = None
+    return replace(rollout, sample=0, environment_reward=None, turn_scores={})
+
+
+def difference(
+    rollout: Rollout, messages: Sequence[Mapping[str, Any]], chat: Chat, schemas: Sequence[dict]
+) -> str | None:
+    """Return why a run would not show the model a recorded rollout in its ids; None: it would.
+
+    The run has `chat` and the tools of `schemas`, and the row's `messages`, which its settings may
+    have changed. The prompt and the context between sampled turns are rendered again, and the
+    sampled ids have to read as the recorded messages. What follows the last sampled token teaches
+    nothing and may differ.
+    """
+    main = rollout.trajectories[0]
+    if list(messages) != main.messages:
+        return "the settings of `data` change its messages"
+    try:
+        prompt = chat.prompt_ids(main.messages[: main.prompt_messages], schemas)
+        if list(main.token_ids[: main.prompt_length]) != prompt:
+            return "the tokenizer, the chat template or the tools of this run give another prompt"
+        verify(rollout, chat, schemas)
+        for trajectory in rollout.trajectories:
+            if (turn := _other_context(trajectory, chat, schemas)) is not None:
+                return f"this run gives other ids than those after turn {turn} of {trajectory.name}"
+    except (ChatError, LedgerError) as error:
+        return str(error)
+    return None
+
+
+def _other_context(trajectory: Trajectory, chat: Chat, schemas: Sequence[dict]) -> int | None:
+    """Return the first turn after which `chat` would give the next one another context."""
+    spoken = [
+        place
+        for place, message in enumerate(trajectory.messages)
+        if place >= trajectory.prompt_messages and message["role"] == "assistant"
+    ]
+    places = iter(spoken)
+    following = iter([*spoken[1:], None])
+    expected: list[int] | None = None
+    turn = 0
+    for is_sampled, run in groupby(trajectory.spans, key=lambda s: s.origin is Origin.sampled):
+        spans = list(run)
+        ids = [token_id for span in spans for token_id in span.token_ids]
+        if not is_sampled:
+            if expected is not None and ids != expected:
+                return turn
+            continue
+        turn, place, end = spans[0].turn, next(places), next(following)
+        finish = spans[-1].finish
+        if end is None or finish is None:
+            return None
+        after = trajectory.messages[place - 1]["role"]
+        suffix = chat.suffix(
+            chat.parse(ids, schemas, turn=turn_name(trajectory, turn), after=after),
+            trajectory.messages[place + 1 : end],
+            completion_ids=ids,
+            finish=finish,
+            generation_prompt=True,
+        )
+        expected = [token_id for _, token_ids in suffix for token_id in token_ids]
+    return None

@@ -1,0 +1,143 @@
+"""The teacher of a run: checked before anything loads, and built as the policy is.
+
+Its prompt is the policy's with `algorithm.teacher.prompt`, filled from the row, at the end of its
+last user message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from agenttrain.chat.chat import Chat
+from agenttrain.data.tasks import TaskSource
+from agenttrain.launch.config import DistributedName
+from agenttrain.rollout.row_tools import checked_rows
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.checkpoint_files import MANIFEST, loading_options, only_tensors, verify
+from agenttrain.training.policy import Policy
+from agenttrain.training.sharding import Sharding
+from agenttrain.training.teacher import ModelTeacher, PromptIds, Teacher
+from agenttrain.types import ConfigError, Message, Rollout, Task, Trajectory
+from agenttrain.utils.model_path import (
+    ADAPTER_CONFIG,
+    base_folder,
+    model_folder,
+    weights_folder,
+)
+from agenttrain.utils.text_templates import TextTemplate
+
+KEY = "algorithm.teacher.path"
+PROMPT = "algorithm.teacher.prompt"
+
+
+def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
+    """Raise ConfigError for a teacher that cannot score the run's rollouts; no weights are loaded.
+
+    Its tokens must be those of the policy's `tokenizer`: the same ids stand for the same texts.
+    The first of the `tasks` must have the columns of the teacher's prompt.
+    """
+    teacher = config.algorithm.teacher
+    if teacher.path is None:
+        return
+    folder = model_folder(teacher.path, revision=teacher.revision, key=KEY)
+    named = f"{KEY}={teacher.path}"
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"{named}: holds adapters; merge them into their model first: agenttrain export "
+            "<run folder> <new folder> format=merged"
+        )
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+    own = tokenizer.get_vocab()
+    theirs = AutoTokenizer.from_pretrained(folder).get_vocab()
+    differing = sorted(own.items() ^ theirs.items(), key=lambda pair: pair[::-1])
+    if differing:
+        token, index = differing[0]
+        raise ConfigError(
+            f"{named}: has another tokenizer than model.path={config.model.path}: "
+            f"{len(dict(differing))} tokens differ, the first one {token!r} ({index}). Its "
+            "probabilities would be of other texts; choose a teacher of the same family"
+        )
+    policy = config.model
+    base = base_folder(policy.path, policy.revision, policy.base_revision, weights=False)
+    base = base or model_folder(policy.path, revision=policy.revision)
+    rows, needed = (
+        AutoConfig.from_pretrained(place).get_text_config().vocab_size for place in (folder, base)
+    )
+    if rows < needed:
+        raise ConfigError(
+            f"{named}: has {rows:,} token embeddings, and model.path={config.model.path} samples "
+            f"from {needed:,}; choose a teacher with as many"
+        )
+    if teacher.prompt is not None:
+        text = TextTemplate(teacher.prompt, PROMPT)
+        for task in tasks.tasks(0, checked_rows(tasks)):
+            try:
+                text.fill(task.columns)
+            except ValueError as error:
+                raise ConfigError(f"{error} (task {task.task_id})") from error
+
+
+def teacher_prompt(
+    prompt: str | None, chat: Chat, schemas: Callable[[Task], list[dict[str, Any]]]
+) -> PromptIds | None:
+    """Return the function that renders the teacher's prompt; None: it reads the policy's.
+
+    `schemas` returns those of the tools that the model has in a task.
+    """
+    if prompt is None:
+        return None
+    text = TextTemplate(prompt, PROMPT)
+
+    def render(rollout: Rollout, trajectory: Trajectory) -> Sequence[int]:
+        messages = trajectory.messages[: trajectory.prompt_messages]
+        added = with_text(messages, text.fill(rollout.task.columns))
+        return chat.prompt_ids(added, schemas(rollout.task))
+
+    return render
+
+
+def with_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return the messages with a text at the end of the last user message.
+
+    Without one, the text is a user message of its own, the last. Example: "3 + 4?" and "It is 7."
+    become "3 + 4?\\n\\nIt is 7.".
+    """
+    result = [dict(message) for message in messages]
+    for message in reversed(result):
+        if message["role"] != "user":
+            continue
+        content = message["content"]
+        if isinstance(content, str):
+            message["content"] = f"{content}\n\n{text}"
+        else:  # parts
+            message["content"] = [*content, {"type": "text", "text": f"\n\n{text}"}]
+        return result
+    return [*result, {"role": "user", "content": text}]
+
+
+def make_teacher(config: RunConfig, policy: Policy, prompt_ids: PromptIds | None) -> Teacher:
+    """Load the run's teacher beside the policy."""
+    teacher = config.algorithm.teacher
+    assert teacher.path is not None
+    folder = weights_folder(teacher.path, revision=teacher.revision, key=KEY)
+    with only_tensors(folder):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, teacher.dtype), **loading_options(folder)
+        )
+    sharding = None
+    if config.distributed.name is DistributedName.fsdp2:
+        sharding = Sharding(cpu_offload=config.distributed.cpu_offload)
+    return ModelTeacher(
+        model,
+        temperature=config.rollout.temperature,
+        training=config.training,
+        accelerator=policy.accelerator,
+        world=policy.world,
+        sharding=sharding,
+        prompt_ids=prompt_ids,
+    )

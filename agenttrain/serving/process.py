@@ -1,0 +1,82 @@
+"""Another program's server of OpenAI's API as a child process, until this process is to end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException
+
+import psutil
+
+from agenttrain.utils.child_process import ChildGone, ChildProcess
+
+POLL_S = 0.2
+"""Seconds between two checks of the child."""
+HEALTH_S = 2.0
+"""Longest wait for an answer of `/health`."""
+TAIL_BYTES = 1 << 16
+"""Output that is kept: a server's workers print the cause long before the server ends."""
+ERROR = re.compile(r"\b\w+(?:Error|Exception): .+")
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses that stand for all of a machine, mapped to one by which it can be reached."""
+
+
+def run_command(
+    command: Sequence[str], host: str, port: int, *, on_ready: Callable[[], None]
+) -> None:
+    """Run a server's command until SIGTERM or Ctrl-C, and end all of its processes.
+
+    `on_ready` is called once `/health` answers. The first signal is passed on as SIGTERM, upon
+    which the server completes its answers; a second one ends it at once. Raises ChildGone if the
+    server ends by itself.
+    """
+    signals: list[int] = []
+    before = {
+        number: signal.signal(number, lambda received, _: signals.append(received))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    child = ChildProcess(command, tail_bytes=TAIL_BYTES)
+    try:
+        ready = forwarded = False
+        while not child.exited() and len(signals) < 2:
+            if signals and not forwarded:
+                child.signal(signal.SIGTERM)
+                forwarded = True
+            if not ready and not signals and _listens(child.pid, port) and _healthy(host, port):
+                ready = True
+                on_ready()
+            time.sleep(POLL_S)
+    finally:
+        child.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if not signals:
+        printed = child.printed()
+        errors = ERROR.findall(printed)
+        if not errors:
+            raise child.gone()
+        # The first is the cause, the last is what the server made of it.
+        causes = "\n".join(dict.fromkeys([errors[0], errors[-1]]))
+        raise ChildGone(f"ended with exit code {child.code}; it printed: {causes}")
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Return True if the process or one below it listens on the port, not another's server."""
+    with suppress(psutil.Error):
+        server = psutil.Process(pid)
+        for process in (server, *server.children(recursive=True)):
+            for end in process.net_connections("tcp"):
+                if end.status == psutil.CONN_LISTEN and end.laddr.port == port:
+                    return True
+    return False
+
+
+def _healthy(host: str, port: int) -> bool:
+    client = HTTPConnection(ANY_ADDRESS.get(host, host), port, timeout=HEALTH_S)
+    with closing(client), suppress(OSError, HTTPException):
+        client.request("GET", "/health")
+        return client.getresponse().status == 200
+    return False

@@ -1,0 +1,195 @@
+"""The teacher: a second model whose probabilities of the sampled tokens become advantages.
+
+It reads what the policy read, with a prompt of its own if `algorithm.teacher.prompt` adds to it. Of
+a rollout with the prompt ``p p`` and a teacher that sees ``p q q p`` in its place (s sampled, t
+tool)::
+
+    policy     p p     s s t s
+    teacher    p q q p s s t s
+
+`agenttrain.trainer.update` shows when its functions are called. S: sampled tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
+from agenttrain.algorithms.loss import Metrics, mean_parts
+from agenttrain.algorithms.teacher import is_gated_in, mixed_advantages
+from agenttrain.training.batch import SequenceKey, TrainingSequence
+from agenttrain.training.config import TrainingConfig
+from agenttrain.training.logprobs import Scorer, pack_evenly, score_microbatches
+from agenttrain.training.sharding import Sharding
+from agenttrain.training.world import World
+from agenttrain.training.wrapping import shard
+from agenttrain.types import MAIN, AgenttrainError, Rollout, Trajectory
+
+PromptIds = Callable[[Rollout, Trajectory], Sequence[int]]
+"""Returns the ids that the teacher reads in place of a trajectory's prompt."""
+
+
+class TeacherFailed(AgenttrainError):
+    """The teacher gave no usable probabilities: the run ends, because a zero would teach too."""
+
+
+class Teacher(Protocol):
+    """Source of the teacher's probabilities: a model of this process, or an engine elsewhere."""
+
+    def score(self, sequences: Sequence[TrainingSequence]) -> Mapping[SequenceKey, Tensor]:
+        """Return the logprobs [S] of each sequence's sampled tokens, at the rollouts' temperature.
+
+        Sequences too long for the teacher are left out. All processes call it together, also those
+        without a sequence.
+        """
+        ...
+
+
+class ModelTeacher:
+    """A frozen model in this process, sharded as the policy is."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        training: TrainingConfig,
+        accelerator: Any,
+        world: World | None = None,
+        sharding: Sharding | None = None,
+        prompt_ids: PromptIds | None = None,
+    ) -> None:
+        """Move `model` to the device, or shard it; `prompt_ids` None: it reads the policy's prompt.
+
+        Raises UnsupportedModel for a model whose probabilities cannot be computed here.
+        """
+        self._world = world or World()
+        self._device: torch.device = accelerator.device
+        self._budget = training.token_budget
+        self._prompt_ids = prompt_ids
+        text = model.config.get_text_config()
+        self._longest: float = getattr(text, "max_position_embeddings", None) or torch.inf
+        self._sharded = sharding is not None
+        model = model.requires_grad_(False)
+        self._scorer = Scorer(
+            model if sharding else model.to(self._device),
+            temperature=temperature,
+            logits_budget_mb=training.logits_budget_mb,
+            share_prefix=training.share_prefix,
+            defer=True,
+        )
+        if sharding is None:
+            self._scorer = accelerator.prepare_model(self._scorer, evaluation_mode=True)
+        else:
+            shard(self._scorer, accelerator, sharding)
+        self._scorer.choose_layout(self._device, self._world, accelerator.autocast())
+
+    def score(self, sequences: Sequence[TrainingSequence]) -> dict[SequenceKey, Tensor]:
+        """Return the logprobs [S] of the sampled tokens of each sequence that is not too long."""
+        read = [self.as_read(sequence) for sequence in sequences]
+        fitting = [sequence for sequence in read if sequence.length <= self._longest]
+        peers = self._world if self._sharded else None
+        packed = pack_evenly(self._scorer, fitting, self._budget, self._device, peers)
+        scores = score_microbatches(self._scorer, packed)
+        return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
+
+    def as_read(self, sequence: TrainingSequence) -> TrainingSequence:
+        """Return the sequence with the teacher's prompt in place of the policy's.
+
+        One that does not begin with the main trajectory's prompt, or with only a part of it, stays
+        the same: a sub-agent's prompt is not about the row.
+        """
+        trajectory, common = sequence.trajectory, sequence.length
+        while trajectory.parent is not None:
+            parent, position = trajectory.parent
+            trajectory, common = sequence.rollout.trajectories[parent], min(common, position)
+        length = trajectory.prompt_length
+        if self._prompt_ids is None or trajectory.role != MAIN or common < length:
+            return sequence
+        prompt = torch.tensor(self._prompt_ids(sequence.rollout, trajectory), dtype=torch.long)
+        return replace(
+            sequence,
+            token_ids_T=torch.cat([prompt, sequence.token_ids_T[length:]]),
+            targets_S=sequence.targets_S + (len(prompt) - length),
+        )
+
+
+def score_with(
+    teacher: Teacher, groups: Sequence[Sequence[TrainingSequence]], world: World
+) -> list[list[TrainingSequence]]:
+    """Return the sequences with the teacher's logprobs, without rollouts too long for it.
+
+    Raises TeacherFailed in all processes for probabilities that are no numbers.
+    """
+    scores = teacher.score(list(chain(*groups)))
+    with world.together("the teacher's probabilities", TeacherFailed):
+        for (rollout_id, index), logprobs_S in scores.items():
+            if not logprobs_S.isfinite().all():
+                raise TeacherFailed(
+                    f"rollout {rollout_id} trajectory {index}: the teacher's probabilities of its "
+                    "tokens are not finite; check the weights of algorithm.teacher.path, or set "
+                    "algorithm.teacher.dtype=float32"
+                )
+    too_long = {
+        one.rollout.rollout_id for group in groups for one in group if one.key not in scores
+    }
+    return [
+        [
+            replace(one, teacher_logprobs_S=scores[one.key])
+            for one in group
+            if one.rollout.rollout_id not in too_long
+        ]
+        for group in groups
+    ]
+
+
+def add_teacher(
+    groups: Sequence[Sequence[Rollout]],
+    sequences: Sequence[Sequence[TrainingSequence]],
+    config: AlgorithmConfig,
+) -> Metrics:
+    """Mix the teacher's part into the advantages of the scored rollouts; return its metrics.
+
+    A rollout that has a reward but was not scored gets no advantage: the rewards' part alone would
+    teach something else than the others.
+    """
+    teacher = config.teacher
+    scored = {one.rollout.rollout_id for group in sequences for one in group}
+    differences, gated_in, too_long = [], [], []
+    for sequence in chain(*sequences):
+        recomputed = config.behaviour is Behaviour.recomputed
+        policy_S = sequence.old_logprobs_S if recomputed else sequence.behaviour_S
+        assert policy_S is not None and sequence.teacher_logprobs_S is not None
+        differences.append(policy_S - sequence.teacher_logprobs_S)
+        rollout, trajectory = sequence.rollout, sequence.trajectory
+        if trajectory.advantages is None:
+            continue
+        assert rollout.reward is not None
+        mixed_S = mixed_advantages(
+            torch.tensor(trajectory.advantages, dtype=torch.float64),
+            policy_S,
+            sequence.teacher_logprobs_S,
+            teacher,
+            gated_in=is_gated_in(rollout.reward, teacher),
+        )
+        trajectory.advantages = array("d", mixed_S.tolist())
+    for rollout in chain(*groups):
+        if rollout.reward is None or not rollout.sampled_length:
+            continue
+        gated_in.append(is_gated_in(rollout.reward, teacher))
+        too_long.append(rollout.rollout_id not in scored)
+        if too_long[-1]:
+            rollout.set_advantages(None)
+    return {
+        "teacher/kl": mean_parts(torch.cat([torch.zeros(0), *differences])),
+        "teacher/gated_in": mean_parts(torch.tensor(gated_in)),
+        "teacher/too_long": mean_parts(torch.tensor(too_long)),
+    }

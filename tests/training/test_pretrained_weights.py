@@ -1,0 +1,65 @@
+"""Weights in forms of their own: MXFP4, as gpt-oss has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from agenttrain.runs.sampling import load_model
+from agenttrain.settings.compose import Source, compose_run, hydra_session
+
+EXPERTS = "model.layers.0.mlp.experts."
+
+
+def quantized(folder: Path) -> torch.Tensor:
+    """Save a gpt-oss model of one layer with 2 experts in MXFP4; return the bytes of one matrix."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        layer_types=["full_attention"],
+    )
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    described = json.loads(file.read_text()) | {"quantization_config": quantization}
+    file.write_text(json.dumps(described | {"architectures": ["GptOssForCausalLM"]}))
+    state = {n: p.bfloat16() for n, p in GptOssForCausalLM(config).state_dict().items()}
+    for name in ("gate_up_proj", "down_proj"):
+        experts, rows, columns = state.pop(EXPERTS + name).shape
+        blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+        state[f"{EXPERTS}{name}_blocks"] = blocks
+        state[f"{EXPERTS}{name}_scales"] = torch.full(blocks.shape[:3], 126, dtype=torch.uint8)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "tokenizer.json").touch()
+    return state[f"{EXPERTS}gate_up_proj_blocks"]
+
+
+def test_mxfp4_weights_are_dequantized_and_trained(tmp_path: Path) -> None:
+    blocks = quantized(tmp_path)
+    with hydra_session(Source()):
+        words = ["experiment=shop", f"model.path={tmp_path}"]
+        config = compose_run(words, Source()).config
+    model = load_model(config)
+    weight = model.model.layers[0].mlp.experts.gate_up_proj
+    # Two numbers a byte, the lower half first: a sign, and one of eight sizes; 126 scales by 1/2.
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.stack([blocks & 15, blocks >> 4], -1).long().flatten(2)
+    values = sizes[numbers & 7] * torch.where(numbers >= 8, -0.5, 0.5)
+    assert torch.equal(weight, values.transpose(1, 2))
+    model(torch.arange(8)[None]).logits.sum().backward()
+    assert weight.grad.abs().sum() > 0
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
