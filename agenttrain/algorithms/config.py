@@ -285,6 +285,11 @@ class AlgorithmConfig:
         return self.teacher.path is not None
 
     @property
+    def token_advantages(self) -> bool:
+        """Return True if the advantages of a rollout's tokens may differ."""
+        return self.credit is not Credit.rollout or self.has_teacher
+
+    @property
     def has_bonus(self) -> bool:
         """Return True if the loss has an entropy bonus, even one whose weight is 0 at times."""
         return self.entropy_bonus > 0 or self.entropy_target is not None
@@ -538,17 +543,6 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
             "advantage for all tokens of a rollout, and a teacher gives each its own; set "
             "algorithm/objective=clip, cispo or reinforce"
         )
-    spread = of_sequences and not objective.stopped_ratio
-    for setting in (
-        *([f"algorithm.credit={a.credit}"] if a.credit is not Credit.rollout else ()),
-        *([f"algorithm.teacher.path={a.teacher.path}"] if a.has_teacher else ()),
-    ):
-        if spread and not objective.whole_sequence:
-            yield (
-                f"{setting}: the gradient of algorithm.objective.ratio={ratio} reaches all tokens "
-                "of a rollout, so that their advantages would be mixed; set "
-                "algorithm.objective.ratio=token"
-            )
     if a.top_entropy == 1 or objective.stopped_ratio:
         return
     if objective.whole_sequence:
@@ -557,7 +551,7 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
             "all tokens of a rollout, so that none can be left out; set algorithm.top_entropy=1, "
             "or algorithm/objective=clip"
         )
-    elif of_sequences:
+    elif of_sequences and not a.token_advantages:
         yield (
             f"algorithm.top_entropy={a.top_entropy}: the gradient of algorithm.objective.ratio="
             f"{ratio} reaches all tokens of a rollout, so that none can be left out; set "

@@ -70,6 +70,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         advantages_S=inputs.advantages_S,
         sequence_S=inputs.sequence_S,
         sequences=inputs.rollouts,
+        token_advantages=config.token_advantages,
         correction_S=correction if in_objective and of_tokens else None,
         correction_B=correction if in_objective and not of_tokens else None,
     )

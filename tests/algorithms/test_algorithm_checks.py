@@ -302,6 +302,7 @@ ACCEPTED = [
     {**EACH, "scale": Scale.batch},
     {"dynamic_sampling": 2, "oversample": 1.5},
     {"top_entropy": 0.5, "objective": {"name": "cispo", "ratio": "sequence_mean"}},
+    {"credit": "turn_reward", "objective": GSPO},
     {"top_entropy": 0.5, "objective": {"name": "vespo"}},
 ]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -282,6 +285,56 @@ def test_ratio_levels() -> None:
     assert ratios[Ratio.token] == pytest.approx([0.1, 0.3, 0.7])
     assert ratios[Ratio.sequence_mean] == pytest.approx([0.2, 0.2, 0.7])
     assert ratios[Ratio.sequence_sum] == pytest.approx([0.4, 0.4, 0.7])
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        # Sequence 0 has the log ratios .1 and .3, sequence 1 has .7; advantages 1, -2 and 3.
+        (Ratio.token, [math.exp(0.1), -2 * math.exp(0.3), 3 * math.exp(0.7)]),
+        (Ratio.sequence_mean, [math.exp(0.2), -2 * math.exp(0.2), 3 * math.exp(0.7)]),
+        # The plain form of two tokens of advantage 1 is 2 exp(l_1 + l_2): 2 exp(.4) for each.
+        (Ratio.sequence_sum, [2 * math.exp(0.4), -4 * math.exp(0.4), 3 * math.exp(0.7)]),
+    ],
+)
+def test_an_advantage_reaches_the_logprob_of_its_own_token(level: Ratio, expected: list) -> None:
+    log_ratio = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    ratio = importance_ratio(log_ratio, torch.tensor([0, 0, 1]), 2, level, own=True)
+    (ratio * torch.tensor([1.0, -2.0, 3.0])).sum().backward()
+    assert log_ratio.grad.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@given(
+    logs=st.lists(st.lists(st.floats(-1, 1), max_size=4), min_size=1, max_size=4),
+    level=st.sampled_from(Ratio),
+)
+def test_the_gradient_of_one_advantage_is_that_of_the_plain_form(logs: list, level: Ratio) -> None:
+    values = torch.tensor([x for row in logs for x in row], dtype=torch.float64)
+    rows = torch.tensor([b for b, row in enumerate(logs) for _ in row], dtype=torch.long)
+
+    def gradient(ratio: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+        leaf = values.clone().requires_grad_()
+        (ratio(leaf) * (1.0 + rows)).sum().backward()
+        return leaf.grad.tolist()
+
+    def plain(leaf: torch.Tensor) -> torch.Tensor:
+        parts = leaf.split([len(row) for row in logs])
+        mean = level is Ratio.sequence_mean
+        return torch.cat(
+            [
+                part if level is Ratio.token else (part.mean() if mean else part.sum()).expand(n)
+                for part, n in zip(parts, map(len, logs), strict=True)
+                if n
+            ]
+            or [leaf]
+        ).exp()
+
+    expected = gradient(plain)
+    for own in (False, True):
+        ratio = partial(
+            importance_ratio, sequence_S=rows, sequences=len(logs), level=level, own=own
+        )
+        assert gradient(ratio) == pytest.approx(expected, rel=1e-9)
 
 
 def test_kl_estimators() -> None:

@@ -106,14 +106,6 @@ TEACHER = {"path": "bundled:shop"}
             "algorithm.teacher.path these teach as much as any; set algorithm.dynamic_sampling=0",
         ),
         ({"teacher": TEACHER, "oversample": 1.5}, "set algorithm.oversample=1"),
-        (
-            {"teacher": TEACHER, "objective": {"name": "clip", "ratio": "sequence_mean"}},
-            "path=bundled:shop: the gradient of algorithm.objective.ratio=sequence_mean",
-        ),
-        (
-            {"credit": "turn_reward", "objective": {"name": "clip", "ratio": "sequence_sum"}},
-            "credit=turn_reward: the gradient of algorithm.objective.ratio=sequence_sum",
-        ),
     ],
 )
 def test_what_has_no_meaning_with_a_teacher_is_refused(settings: dict, text: str) -> None:

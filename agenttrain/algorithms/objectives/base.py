@@ -40,6 +40,8 @@ class ObjectiveInputs:
     """Index of the token's sequence, 0 … B-1."""
     sequences: int
     """B; a sequence may have no token."""
+    token_advantages: bool = False
+    """True if the advantages of a sequence's tokens may differ."""
     correction_S: Tensor | None = None
     """Factor trainer / engine of each token, for an objective with `applies_correction` under a
     correction on token level."""
@@ -61,9 +63,13 @@ class ObjectiveInputs:
     def ratio(self, level: Ratio | str) -> Tensor:
         """Return policy / behaviour, [S]; above token level a sequence's tokens share theirs.
 
+        With `token_advantages` its gradient is each token's own (`importance_ratio`).
+
         Example: ``inputs.ratio("sequence_mean")``. Raises ValueError for another name.
         """
-        return importance_ratio(self.log_ratio_S, self.sequence_S, self.sequences, level)
+        return importance_ratio(
+            self.log_ratio_S, self.sequence_S, self.sequences, level, own=self.token_advantages
+        )
 
     def sum(self, values_S: Tensor) -> Tensor:
         """Return the sum over each sequence's tokens, [B]."""
@@ -85,7 +91,12 @@ class ObjectiveOutput:
 
 
 def importance_ratio(
-    log_ratio_S: Tensor, sequence_S: Tensor, sequences: int, level: Ratio | str
+    log_ratio_S: Tensor,
+    sequence_S: Tensor,
+    sequences: int,
+    level: Ratio | str,
+    *,
+    own: bool = False,
 ) -> Tensor:
     """policy / behaviour probability, [S]; above token level one value per sequence.
 
@@ -94,16 +105,28 @@ def importance_ratio(
 
     Example: log ratios [.1, .3] of one sequence give exp([.1, .3]), exp([.2, .2]), exp([.4, .4]).
 
+    Above token level each value depends on all tokens of its sequence. With `own` its gradient
+    goes to its own token alone, so that a token's advantage reaches no other (GSPO-token, section
+    4.3 of GSPO's paper). If all tokens of a sequence have one advantage, both gradients are equal.
+
     A ratio too large for its type is infinite and has no gradient: where a clip removes the
     gradient, that of exp would be 0 times infinity.
     """
     import torch  # at the top, composition would import it
 
     level = ratio_level(level)
+    token_S = log_ratio_S
     if level is Ratio.sequence_mean:
-        log_ratio_S = sequence_means(log_ratio_S, sequence_S, sequences)[sequence_S]
+        log_ratio_S = sequence_means(token_S, sequence_S, sequences)[sequence_S]
     elif level is Ratio.sequence_sum:
-        log_ratio_S = sequence_sums(log_ratio_S, sequence_S, sequences)[sequence_S]
+        log_ratio_S = sequence_sums(token_S, sequence_S, sequences)[sequence_S]
+    if own and level is not Ratio.token:
+        # The difference is zero and carries the gradient. In a sum's plain form a token is part of
+        # as many values as its sequence has tokens.
+        own_S = token_S - token_S.detach()
+        if level is Ratio.sequence_sum:
+            own_S = own_S * sequence_S.bincount(minlength=sequences)[sequence_S]
+        log_ratio_S = log_ratio_S.detach() + own_S
     large = log_ratio_S > math.log(torch.finfo(log_ratio_S.dtype).max) - 1
     return log_ratio_S.masked_fill(large, 0.0).exp().masked_fill(large, math.inf)
 
