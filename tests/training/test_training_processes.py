@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+from accelerate.state import AcceleratorState
 from torchrun import torchrun
 from two_processes import CASES, HOW, Case, run
 
@@ -30,9 +31,10 @@ def of_two() -> Callable[[str, str], dict]:
 
 
 @pytest.fixture(scope="module")
-def of_one() -> dict[str, dict]:
+def of_one() -> Iterator[dict[str, dict]]:
     """What one process found, by case, as far as it was asked."""
-    return {}
+    yield {}
+    AcceleratorState._reset_state()  # a case's mixed precision would be every later test's
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
