@@ -19,8 +19,8 @@ def rewards(folder, *overrides):
     assert main(arguments) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # None at a step where every group's rewards are equal: nothing was trained on.
-    gaps = [row["sampling/logprob_gap_max"] for row in rows]
-    assert max(gap for gap in gaps if gap is not None) < 1e-4, "sampler and trainer disagree about the sampled tokens"
+    gaps = [gap for row in rows if (gap := row["sampling/logprob_gap_max"]) is not None]
+    assert max(gaps) < 1e-4, "sampler and trainer disagree about the sampled tokens"
     return [row["reward"] for row in rows], json.loads((folder / "summary.json").read_text())
 
 
