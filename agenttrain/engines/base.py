@@ -133,5 +133,8 @@ class Lockstep(Protocol):
     """An engine that can repeat a run bit for bit if it knows which rollouts to wait for."""
 
     def expect(self, sessions: Sequence[str]) -> None:
-        """These sessions, in this order, will each call `generate` and finally `release`."""
+        """These sessions, in this order, will each call `generate` and finally `release`.
+
+        A session that one of them waits for need not be expected: it names it as its `parent`.
+        """
         ...

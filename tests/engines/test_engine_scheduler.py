@@ -8,9 +8,10 @@ from agenttrain.engines.transformers.scheduler import Generation, Scheduler
 from agenttrain.types import Sampling
 
 
-def request(session, *ids):
+def request(session, *ids, parent=None):
     return Generation(
         session=session,
+        parent=parent,
         token_ids=np.array(ids or (1, 2)),
         sampling=Sampling(max_tokens=1),
         budget=1,
@@ -222,3 +223,80 @@ def test_what_is_shared_does_not_depend_on_when_a_release_arrives(released):
     assert scheduler.ready()
     (d,) = [seat for seat in scheduler.active if seat.session == "d"]
     assert d.source is None
+
+
+def test_a_session_takes_the_seat_of_the_expected_one_that_waits_for_it():
+    scheduler = expecting("a", "b", max_rows=1)
+    scheduler.add(request("a", 1, 2))
+    scheduler.add(request("b", 5))
+    assert step(scheduler, "a") == ["a"]
+    # a waits for a/1 and that for a/1/1, in one row; b waits until a is released.
+    scheduler.add(request("a/1", 7, parent="a"))
+    assert step(scheduler, "a") == ["a"]
+    scheduler.add(request("a/1/1", 8, parent="a/1"))
+    assert step(scheduler, "a") == ["a"]
+    scheduler.release("a/1/1")
+    scheduler.add(request("a/1", 7, 9, 3, parent="a"))
+    assert step(scheduler, "a") == ["a"]
+    scheduler.release("a/1")
+    assert not scheduler.ready()
+    scheduler.add(request("a", 1, 2, 9, 4))
+    assert scheduler.ready()
+    (seat,) = scheduler.active
+    assert (seat.next_ids().tolist(), seat.order) == ([1, 2, 9, 4], 1)
+    scheduler.release("a")
+    assert step(scheduler) == ["b"]
+
+
+def test_a_parent_that_never_called_gives_its_seat_all_the_same():
+    scheduler = expecting("a", "b")
+    scheduler.add(request("b"))
+    scheduler.add(request("a/1", 7, parent="a"))
+    assert step(scheduler, "a") == ["a", "b"]
+
+
+@pytest.mark.parametrize("admitted", [False, True], ids=["waiting", "active"])
+def test_a_session_released_amid_its_call_leaves_its_parent_due(admitted):
+    scheduler = expecting("a", max_rows=1)
+    scheduler.add(request("a", 1, 2))
+    step(scheduler, "a")
+    scheduler.add(request("a/1", 7, parent="a"))
+    if admitted:
+        step(scheduler)
+    assert scheduler.release("a/1").session == "a/1"
+    assert scheduler.release("a/1") is None
+    assert not scheduler.ready()
+    scheduler.add(request("a", 1, 2, 9, 4))
+    assert step(scheduler, "a") == ["a"]
+    scheduler.release("a")
+    assert not scheduler.deterministic
+
+
+def test_two_sessions_cannot_sit_in_one_seat_at_once():
+    scheduler = expecting("a")
+    scheduler.add(request("a"))
+    step(scheduler, "a")
+    scheduler.add(request("a/1", parent="a"))
+    with pytest.raises(EngineError, match=r"'a/2' in the seat of session 'a': .*session 'a/1' has"):
+        scheduler.add(request("a/2", parent="a"))
+
+
+def test_a_parent_that_was_released_gives_no_seat():
+    scheduler = expecting("a", "b")
+    for session in "ab":
+        scheduler.add(request(session))
+    step(scheduler, "a")
+    scheduler.add(request("a/1", parent="a"))
+    scheduler.release("a")
+    with pytest.raises(EngineError, match=r"'a/1': not among the sessions given to expect"):
+        scheduler.add(request("a/1", parent="a"))
+
+
+def test_outside_of_deterministic_mode_a_session_takes_the_row_of_its_idle_parent():
+    scheduler = Scheduler(1, 2)
+    scheduler.add(request("a"))
+    assert step(scheduler, "a") == ["a"]
+    scheduler.add(request("a/1", 7, parent="a"))
+    assert step(scheduler, "a/1") == ["a/1"]
+    scheduler.add(request("a", 1, 2, 9))
+    assert step(scheduler, "a") == ["a"]

@@ -70,13 +70,14 @@ class TransformersEngine:
 
         The budget ends at `max_context`. Raises EngineError for an empty prompt, ids outside of
         the vocabulary, a prompt that leaves no room, a sampling setting out of range, a session
-        that is busy or, in deterministic mode, not expected; ImagesRefused. A `parent` changes
-        nothing: every session has a seat of its own.
+        that is busy or, in deterministic mode, not expected; ImagesRefused. In deterministic
+        mode a session with a `parent` takes the seat of the expected session at the root.
         """
         refuse_images(self, images, session)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        request = self._request(token_ids, sampling, session, partial(_deliver, loop, future))
+        deliver = partial(_deliver, loop, future)
+        request = self._request(token_ids, sampling, session, parent, deliver)
         if (listener := self._listeners.get(session)) is not None:
             request.report = partial(_report, loop, listener)
         self._post(partial(self._worker.add, request))
@@ -93,6 +94,7 @@ class TransformersEngine:
         token_ids: Sequence[int],
         sampling: Sampling,
         session: str,
+        parent: str | None,
         deliver: Callable[[Completion | EngineError], None],
     ) -> Generation:
         """Check the arguments of a call and make its request."""
@@ -133,6 +135,7 @@ class TransformersEngine:
             budget=budget,
             noise=sampler.noise(sampling.seed, budget),
             deliver=deliver,
+            parent=parent,
         )
 
     def expect(self, sessions: Sequence[str]) -> None:

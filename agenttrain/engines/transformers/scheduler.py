@@ -4,7 +4,8 @@ threads.
 A session that was admitted has a Seat until it is released; a seat with a request is active. In
 deterministic mode (`expect`) every decision depends on the tokens alone, never on arrival times: a
 session that finished at step t is due at step t + rejoin_steps, and from then on `ready` returns
-False until it has called or been released.
+False until it has called or been released. A session that an expected one waits for (`parent`) has no seat
+of its own: it takes the seat of the expected one, which is due again when this one has finished.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Generation:
     noise: list[float]
     """[budget] Uniforms in [0, 1)."""
     deliver: Callable[[Completion | EngineError], None]
+    parent: str | None = None
+    """Session that waits for this one."""
     report: Callable[[int], None] | None = None
     """Called with each token as it is sampled."""
     sampled: list[int] = field(default_factory=list)
@@ -133,6 +136,8 @@ class Scheduler:
         self._leaving: list[Seat] = []
         self._expected: deque[Ticket] = deque()
         self._tickets: dict[str, Ticket] = {}
+        self._hosts: dict[str, str] = {}
+        """Session with a parent -> the expected session in whose seat it sits."""
         self._count = 0
 
     @property
@@ -158,13 +163,23 @@ class Scheduler:
                     self._expected.append(ticket)
 
     def add(self, request: Generation) -> None:
-        """Queue a request. Raises EngineError for a session that is busy or not expected."""
+        """Queue a request. Raises EngineError for a session that is busy or not expected.
+
+        Where its parent, or the parent's parent, is expected, it takes that one's seat.
+        """
         session = request.session
+        if request.parent is not None:
+            host = self._hosts.get(request.parent, request.parent)
+            if host in self._tickets:
+                self._hosts[session] = host
+        caller, session = session, self._hosts.get(session, session)
         seat = self.seats.get(session)
-        if session in self._waiting or (seat is not None and seat.request is not None):
+        busy = self._waiting.get(session) or (seat and seat.request)
+        if busy:
+            shared = "" if caller == session else f" in the seat of session {session!r}"
             raise EngineError(
-                f"session={session!r}: its last generate() has not ended. Await it, or use another "
-                "session."
+                f"session={caller!r}{shared}: the last generate() of session {busy.session!r} has "
+                "not ended. Await it, or use another session."
             )
         if self.deterministic and session not in self._tickets:
             raise EngineError(
@@ -176,8 +191,12 @@ class Scheduler:
     def release(self, session: str) -> Generation | None:
         """End a session; return its request if it has one. Unknown sessions are ignored.
 
-        Where others are expected, the row of an idle session is free at the step it is due.
+        Where others are expected, the row of an idle session is free at the step it is due. A
+        session in another one's seat leaves that one due.
         """
+        if (host := self._hosts.pop(session, None)) is not None:
+            return self._leave(session, host)
+        self._hosts = {guest: host for guest, host in self._hosts.items() if host != session}
         request = self._waiting.pop(session, None)
         seat = self.seats.get(session)
         if seat is not None:
@@ -186,6 +205,20 @@ class Scheduler:
                 self._leaving.append(seat)
             self._drop(seat)
         self._void(session)
+        return request
+
+    def _leave(self, session: str, host: str) -> Generation | None:
+        """End a session in the seat of `host`; return its request if it has one."""
+        waiting = self._waiting.get(host)
+        if waiting is not None and waiting.session == session:
+            return self._waiting.pop(host)
+        seat = self.seats.get(host)
+        request = seat.request if seat is not None else None
+        if seat is None or request is None or request.session != session:
+            return None
+        if seat in self.active:
+            self._remove(seat)
+        seat.request, seat.cached, seat.due = None, 0, self.clock
         return request
 
     def _drop(self, seat: Seat) -> None:
