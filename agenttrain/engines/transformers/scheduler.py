@@ -4,8 +4,8 @@ threads.
 A session that was admitted has a Seat until it is released; a seat with a request is active. In
 deterministic mode (`expect`) every decision depends on the tokens alone, never on arrival times: a
 session that finished at step t is due at step t + rejoin_steps, and from then on `ready` returns
-False until it has called or been released. A session that an expected one waits for (`parent`) has no seat
-of its own: it takes the seat of the expected one, which is due again when this one has finished.
+False until it has called or been released. A session that an expected one waits for (`parent`) has
+no seat of its own: it takes the seat of the expected one, which is due again when it has finished.
 """
 
 from __future__ import annotations
