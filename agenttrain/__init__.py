@@ -33,9 +33,9 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.rewards.function import RewardUnavailable as RewardUnavailable
     from agenttrain.rewards.rubric import Rubric as Rubric
     from agenttrain.rollout.config import RolloutConfig as RolloutConfig
-    from agenttrain.rollout.loop import RolloutContext as RolloutContext
-    from agenttrain.rollout.loop import RolloutRequest as RolloutRequest
     from agenttrain.rollout.loop import run_rollout as run_rollout
+    from agenttrain.rollout.request import RolloutContext as RolloutContext
+    from agenttrain.rollout.request import RolloutRequest as RolloutRequest
     from agenttrain.tools.build import build_toolbox as build_toolbox
     from agenttrain.tools.tool import FunctionTool as FunctionTool
     from agenttrain.tools.tool import Tool as Tool

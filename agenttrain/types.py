@@ -114,19 +114,6 @@ class ToolUnavailable(AgenttrainError):
     """
 
 
-class NotFinite(AgenttrainError):
-    """A number that training depends on is NaN or infinite; no weight was updated with it."""
-
-    def __init__(self, message: str, *, stage: str, culprits: Sequence[str] = ()) -> None:
-        """Take the `stage`: `weights`, `logprobs` (the engine's) or `update`.
-
-        `culprits` are ids of rollouts, or, for `weights`, names of parameters.
-        """
-        super().__init__(message)
-        self.stage = stage
-        self.culprits = tuple(culprits)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTool:
     """A tool that a dataset row brings: the model sees its schema, a tool of the run does the work.
@@ -575,24 +562,6 @@ class Rollout:
         branched._ids = branched.context(self.trajectories)
         self.trajectories.append(branched)
         return branched
-
-    def set_advantages(self, by_turn: float | Sequence[float] | None) -> None:
-        """Set the sampled tokens' advantages: one number, one for each turn in order, or None."""
-        if isinstance(by_turn, Sequence) and len(by_turn) != self.turns:
-            raise ValueError(
-                f"rollout {self.rollout_id}: {len(by_turn)} advantages for {self.turns} turns"
-            )
-        before = 0
-        for trajectory in self.trajectories:
-            if by_turn is None:
-                trajectory.advantages = None
-            elif isinstance(by_turn, float | int):
-                trajectory.advantages = array("d", [by_turn]) * trajectory.sampled_length
-            else:
-                spans = trajectory.sampled_spans()
-                values = (by_turn[before + span.turn] for span in spans for _ in span.token_ids)
-                trajectory.advantages = array("d", values)
-            before += trajectory.turns
 
     @property
     def truncated(self) -> bool:

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agenttrain.algorithms.advantages import advantages
 from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
+from agenttrain.algorithms.credit import set_advantages
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import token_weights
 from agenttrain.algorithms.objectives.config import build_objective
@@ -38,7 +39,8 @@ from agenttrain.data.bundled.calculator import row
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.rollout.config import RolloutConfig
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.batch import make_sequences
@@ -230,7 +232,7 @@ def update(
     )
     sequences = []
     for rollout, advantage, weight in zip(rollouts, advantages_N, weights_N.tolist(), strict=True):
-        rollout.set_advantages(advantage)
+        set_advantages(rollout, advantage)
         if advantage != 0:
             sequences += [replace(one, weight=weight) for one in make_sequences(rollout)]
     batches = scorer.pack(sequences, TOKEN_BUDGET, torch.device("cpu"))

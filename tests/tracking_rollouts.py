@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agenttrain.algorithms.credit import set_advantages
 from agenttrain.types import (
     AssistantTurn,
     Completion,
@@ -65,7 +66,7 @@ def say(rollout: Rollout, token_ids: tuple[int, ...], *, version: int = 7) -> No
     )
     (trajectory,) = rollout.trajectories
     trajectory.append_sampled(completion, trajectory.token_ids)
-    rollout.set_advantages(0.5)
+    set_advantages(rollout, 0.5)
 
 
 def call(

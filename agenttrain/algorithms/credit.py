@@ -11,6 +11,7 @@ compared. NaN stands for a turn that is not there, or a rollout without a reward
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,25 @@ def rewards_of_turns(
         elif reward is not None:
             values[-1] += weight * reward
     return TurnRewards(rewards=tuple(values), states=states)
+
+
+def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) -> None:
+    """Set the sampled tokens' advantages: one number, one for each turn in order, or None."""
+    if isinstance(by_turn, Sequence) and len(by_turn) != rollout.turns:
+        raise ValueError(
+            f"rollout {rollout.rollout_id}: {len(by_turn)} advantages for {rollout.turns} turns"
+        )
+    before = 0
+    for trajectory in rollout.trajectories:
+        if by_turn is None:
+            trajectory.advantages = None
+        elif isinstance(by_turn, float | int):
+            trajectory.advantages = array("d", [by_turn]) * trajectory.sampled_length
+        else:
+            spans = trajectory.sampled_spans()
+            values = (by_turn[before + span.turn] for span in spans for _ in span.token_ids)
+            trajectory.advantages = array("d", values)
+        before += trajectory.turns
 
 
 def turn_advantages(

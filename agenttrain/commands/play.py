@@ -149,7 +149,7 @@ class Player:
 
     def __init__(self, name: str, components: Components, engine: Engine, console: Console) -> None:
         from agenttrain.chat.streaming import TextStream
-        from agenttrain.rollout.loop import RolloutContext
+        from agenttrain.rollout.request import RolloutContext
 
         self.name = name
         self.components = components
@@ -173,7 +173,7 @@ class Player:
         """Let the model answer; `task` begins conversation `number`, `text` continues one."""
         from agenttrain.engines.base import Streaming
         from agenttrain.rollout.conversation import Conversation
-        from agenttrain.rollout.loop import RolloutRequest
+        from agenttrain.rollout.request import RolloutRequest
 
         config = self.components.config
         if self.conversation is None:

@@ -26,7 +26,8 @@ from agenttrain.evaluation import limits_of, restricted
 from agenttrain.rollout.config import OnToolFailure
 from agenttrain.rollout.declared import read_declared
 from agenttrain.rollout.demonstration import BadDemonstration
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox

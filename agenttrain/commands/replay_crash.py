@@ -17,8 +17,8 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.rollouts import read_rollout, step_path
 from agenttrain.trainer import update_once
 from agenttrain.training.checkpoint import Checkpoints
-from agenttrain.training.nonfinite import check_logprobs, check_weights
-from agenttrain.types import NotFinite, Rollout, Task
+from agenttrain.training.nonfinite import NotFinite, check_logprobs, check_weights
+from agenttrain.types import Rollout, Task
 
 
 def replay_crash(config: RunConfig, bundle: Path) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from agenttrain.algorithms.credit import set_advantages
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.declared import FILE as TOOLS
 from agenttrain.tracking.rollouts import write_step
@@ -29,11 +30,11 @@ from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.training.batch import TrainingSequence
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import CheckpointError
-from agenttrain.training.nonfinite import BrokenUpdate
+from agenttrain.training.nonfinite import BrokenUpdate, NotFinite
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import read_tensors
 from agenttrain.training.world import PeerFailed
-from agenttrain.types import NotFinite, Rollout
+from agenttrain.types import Rollout
 
 TENSORS = (
     *("token_ids_T", "targets_S", "behaviour_S"),
@@ -131,6 +132,6 @@ def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[TrainingSequen
         if "advantages" in saved:
             trajectory.advantages = array("d", saved["advantages"])
         else:
-            rollout.set_advantages(saved["advantage"])
+            set_advantages(rollout, saved["advantage"])
         sequences.append(TrainingSequence(rollout=rollout, trajectory=trajectory, **tensors))
     return sequences

@@ -18,8 +18,9 @@ from agenttrain.rewards.function import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.config import OnBreak
 from agenttrain.rollout.ledger import ParsedTurns, verify
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, check_room, run_rollout
+from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.monitoring import InFlight, LoopMonitor, Throttle, Waiting, light_gc
+from agenttrain.rollout.request import RolloutContext, RolloutRequest, check_room
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tracking.metrics import rollout_metrics
 from agenttrain.types import (

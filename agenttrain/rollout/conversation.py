@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.types import Message, Rollout, StopReason
 
 

@@ -17,12 +17,25 @@ from agenttrain.engines.registry import names_with
 from agenttrain.training.batch import TrainingSequence, stand_in
 from agenttrain.training.sharding import full_tensor, is_sharded, local_part
 from agenttrain.training.world import World
-from agenttrain.types import NotFinite, Rollout
+from agenttrain.types import AgenttrainError, Rollout
 
 RunAlone = Callable[[TrainingSequence], tuple[Tensor, Tensor]]
 """Runs one sequence forward and backward; returns its loss and the policy's logprobs, [S]."""
 NAMED = 4
 """Most culprits that a message names."""
+
+
+class NotFinite(AgenttrainError):
+    """A number that training depends on is NaN or infinite; no weight was updated with it."""
+
+    def __init__(self, message: str, *, stage: str, culprits: Sequence[str] = ()) -> None:
+        """Take the `stage`: `weights`, `logprobs` (the engine's) or `update`.
+
+        `culprits` are ids of rollouts, or, for `weights`, names of parameters.
+        """
+        super().__init__(message)
+        self.stage = stage
+        self.culprits = tuple(culprits)
 
 
 class BrokenUpdate(NotFinite):

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
+from agenttrain.algorithms.credit import set_advantages
 from agenttrain.algorithms.loss import Metrics, mean_parts
 from agenttrain.algorithms.teacher import is_gated_in, mixed_advantages
 from agenttrain.training.batch import SequenceKey, TrainingSequence
@@ -187,7 +188,7 @@ def add_teacher(
         gated_in.append(is_gated_in(rollout.reward, teacher))
         too_long.append(rollout.rollout_id not in scored)
         if too_long[-1]:
-            rollout.set_advantages(None)
+            set_advantages(rollout, None)
     return {
         "teacher/kl": mean_parts(torch.cat([torch.zeros(0), *differences])),
         "teacher/gated_in": mean_parts(torch.tensor(gated_in)),

@@ -28,6 +28,7 @@ from agenttrain.algorithms.credit import (
     VARIANCES,
     TurnRewards,
     rewards_of_turns,
+    set_advantages,
     turn_advantages,
 )
 from agenttrain.algorithms.loss import LossInputs, Metrics, mean_parts
@@ -90,7 +91,7 @@ def assign_advantages(
     for rollouts, own_G in zip(groups, own_PG, strict=True):
         for rollout, advantage in zip(rollouts, own_G, strict=False):
             # NaN although there is a reward: no function of non-zero weight gave one.
-            rollout.set_advantages(None if math.isnan(advantage) else advantage)
+            set_advantages(rollout, None if math.isnan(advantage) else advantage)
     return {}
 
 
@@ -117,7 +118,7 @@ def _assign_by_turn(
     by_turn: list[list[float]] = [[] for _ in range(VARIANCES)]
     for rollouts, advantages_G in zip(groups, result.advantages[own], strict=True):
         for rollout, advantages_K in zip(rollouts, advantages_G, strict=True):
-            rollout.set_advantages(advantages_K)
+            set_advantages(rollout, advantages_K)
             for values, advantage in zip(by_turn, advantages_K or (), strict=False):
                 values.append(advantage)
     given = [r for group in rewards for one in group for r in one.rewards or ()]

@@ -27,7 +27,8 @@ from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.loading import load_chat
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.config import RolloutConfig
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Finish, Origin, Rollout, Task

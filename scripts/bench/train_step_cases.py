@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agenttrain.algorithms.credit import set_advantages
 from agenttrain.training.batch import TrainingSequence, make_sequences, one_after_the_other
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import Scorer
@@ -88,7 +89,7 @@ def _rollout(group: str, sample: int, prompt: list[int], ids: list[int]) -> Roll
             grown.trajectories[0].token_ids,
         )
         grown.trajectories[0].append_context(tool, Origin.tool)
-    grown.set_advantages((-1.0) ** sample)
+    set_advantages(grown, (-1.0) ** sample)
     return grown
 
 

@@ -16,6 +16,7 @@ from agenttrain.algorithms.credit import (
     TurnRewards,
     returns,
     rewards_of_turns,
+    set_advantages,
     turn_advantages,
 )
 from agenttrain.rollout.sampling import informative
@@ -185,10 +186,10 @@ def test_rewards_of_turns_are_weighted_and_the_rollouts_own_is_the_last_turns() 
 
 def test_all_tokens_of_a_turn_share_its_advantage() -> None:
     rollout = scored(1.0, 0.0)
-    rollout.set_advantages([0.5, -0.5])
+    set_advantages(rollout, [0.5, -0.5])
     assert list(rollout.trajectories[0].advantages or ()) == [0.5, 0.5, -0.5, -0.5]
     with pytest.raises(ValueError, match=r"rollout r-0: 3 advantages for 2 turns"):
-        rollout.set_advantages([0.5, -0.5, 0.0])
+        set_advantages(rollout, [0.5, -0.5, 0.0])
 
 
 def test_a_group_of_equal_rewards_can_have_advantages() -> None:

@@ -12,7 +12,8 @@ from test_families_ledger import real_qwen
 
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.types import Rollout, Task
 
 

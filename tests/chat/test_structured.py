@@ -24,7 +24,8 @@ from agenttrain.data.tasks import TaskSource
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.environments import Environments
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.rollout.row_tools import grammar_of
 from agenttrain.runs.setup import check_rows
 from agenttrain.settings.checks import check_structured

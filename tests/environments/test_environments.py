@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import LIMITS, call, ids, script, toolbox
 
+from agenttrain.algorithms.credit import set_advantages
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environment import EnvironmentKind
@@ -28,7 +29,8 @@ from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector, NoRollouts
 from agenttrain.rollout.config import OnToolFailure
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.toolbox import StuckTools
@@ -689,7 +691,7 @@ def test_turn_rewards_and_states_of_an_environment_are_recorded() -> None:
     assert turn_rewards(done) == [0.25, 0.25, 2.25]
     asyncio.run(Rubric({"steps": turn_rewards}, {"steps": 2.0}).score([done]))
     assert (done.turn_scores, done.reward) == ({"steps": (0.25, 0.25, 2.25)}, 5.5)
-    done.set_advantages([0.5, -0.5, 0.0])
+    set_advantages(done, [0.5, -0.5, 0.0])
     record = json.loads(dumps(rollout_record(done)))
     read = read_rollout(record, done.task)
     assert read.trajectories == done.trajectories

@@ -22,7 +22,8 @@ from agenttrain.runs.run import Run, make_trainer
 from agenttrain.runs.setup import prepare
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.trainer import Trainer
-from agenttrain.types import Completion, NotFinite, Sampling
+from agenttrain.training.nonfinite import NotFinite
+from agenttrain.types import Completion, Sampling
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from agenttrain.algorithms.credit import set_advantages
 from agenttrain.cli import main
 from agenttrain.health.config import Guard, GuardsConfig, OnTrip, Streak, ToolFailures
 from agenttrain.health.guards import Guards, GuardTripped
@@ -37,7 +38,7 @@ def rollouts(*advantages: float | None) -> list[Rollout]:
             token_ids=(2,), logprobs=(-0.5,), finish=Finish.stop, versions=((0, 1),)
         )
         trajectory.append_sampled(completion, [])
-        rollout.set_advantages(advantage)
+        set_advantages(rollout, advantage)
     return made
 
 

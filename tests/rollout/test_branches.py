@@ -9,6 +9,7 @@ import pytest
 import tiny
 from rich.console import Console
 
+from agenttrain.algorithms.credit import set_advantages
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.loading import load_chat
 from agenttrain.rewards.function import copy_rollout
@@ -62,7 +63,7 @@ def branched() -> Rollout:
     later = rollout.branch(1, 6)
     later.append_context([5], Origin.tool)
     say(later, 22)
-    rollout.set_advantages(0.5)
+    set_advantages(rollout, 0.5)
     return rollout
 
 

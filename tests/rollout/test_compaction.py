@@ -17,7 +17,8 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.compaction import DropToolResults, Summary, check_compaction
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.tracking.rollouts import added_messages, read_rollout, read_step, write_step
 from agenttrain.types import Origin, Rollout, StopReason, Task
 

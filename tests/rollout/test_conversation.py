@@ -11,7 +11,7 @@ import tiny
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.conversation import Conversation
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.types import Message, Rollout, StopReason
 
 ANSWERS = (

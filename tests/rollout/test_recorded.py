@@ -14,8 +14,9 @@ from agenttrain.data.build import build_tasks
 from agenttrain.data.config import DataConfig
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.demonstration import BadDemonstration, Demonstrator
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.recorded import RolloutRows
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.rollouts import write_step
 from agenttrain.types import (

@@ -17,7 +17,8 @@ from parts import LIMITS, call, ids
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.config import OnMalformedCall
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox

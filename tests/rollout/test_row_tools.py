@@ -17,7 +17,8 @@ from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.environments.environments import Environments
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.rollout.row_tools import (
     RowError,
     RowTools,

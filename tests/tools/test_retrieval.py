@@ -9,7 +9,8 @@ from pathlib import Path
 from agenttrain.cli import main
 from agenttrain.data.bundled.encyclopedia import ALL_PEOPLE
 from agenttrain.engines.scripted import ScriptedEngine
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.runs.setup import prepare
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.types import StopReason

@@ -22,7 +22,8 @@ from sandbox_kit import calls, each_backend, reply, usable
 import agenttrain
 from agenttrain.data.bundled import code
 from agenttrain.engines.scripted import ScriptedEngine
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.settings.components import code_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox

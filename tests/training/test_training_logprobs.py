@@ -8,6 +8,7 @@ import torch
 from training_cases import one_microbatch, policy, random_groups, rollout, with_tool
 
 from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.algorithms.credit import set_advantages
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.training.attention import UnsupportedAttention, packed_attention, packing
 from agenttrain.training.batch import make_sequences, one_after_the_other, stand_in
@@ -59,7 +60,7 @@ def test_logprobs_and_entropies_are_those_of_the_full_logits() -> None:
 def test_gradient_with_respect_to_logits_is_zero_off_the_sampled_tokens() -> None:
     """The same loss through full logits: the same weights' gradient, and none elsewhere."""
     model, one = tiny.model(), with_tool()
-    one.set_advantages(0.5)
+    set_advantages(one, 0.5)
     config = AlgorithmConfig(name="test")
     microbatch = one_microbatch(one)
 
