@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.engines.base import EngineDead as EngineDead
     from agenttrain.engines.base import EngineError as EngineError
     from agenttrain.engines.config import EngineSettings as EngineSettings
+    from agenttrain.engines.config import Sampling as Sampling
     from agenttrain.engines.memory import EngineLoad as EngineLoad
     from agenttrain.engines.memory import EngineMemory as EngineMemory
     from agenttrain.engines.memory import MemoryItem as MemoryItem
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.rewards.rubric import Rubric as Rubric
     from agenttrain.rollout.config import RolloutConfig as RolloutConfig
     from agenttrain.rollout.loop import run_rollout as run_rollout
+    from agenttrain.rollout.request import PromptTooLong as PromptTooLong
     from agenttrain.rollout.request import RolloutContext as RolloutContext
     from agenttrain.rollout.request import RolloutRequest as RolloutRequest
     from agenttrain.tools.build import build_toolbox as build_toolbox
@@ -43,15 +45,14 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.types import AgenttrainError as AgenttrainError
     from agenttrain.types import Completion as Completion
     from agenttrain.types import ConfigError as ConfigError
+    from agenttrain.types import Delegated as Delegated
     from agenttrain.types import Done as Done
     from agenttrain.types import Finish as Finish
     from agenttrain.types import LedgerError as LedgerError
     from agenttrain.types import Message as Message
     from agenttrain.types import Origin as Origin
-    from agenttrain.types import PromptTooLong as PromptTooLong
     from agenttrain.types import Rollout as Rollout
     from agenttrain.types import RowTool as RowTool
-    from agenttrain.types import Sampling as Sampling
     from agenttrain.types import Span as Span
     from agenttrain.types import StopReason as StopReason
     from agenttrain.types import Task as Task
@@ -71,6 +72,7 @@ _MODULES = {
     "ChatTemplateConfig": "agenttrain.chat.config",
     "Completion": "agenttrain.types",
     "ConfigError": "agenttrain.types",
+    "Delegated": "agenttrain.types",
     "Done": "agenttrain.types",
     "Engine": "agenttrain.engines.base",
     "EngineDead": "agenttrain.engines.base",
@@ -89,17 +91,17 @@ _MODULES = {
     "ObjectiveInputs": "agenttrain.algorithms.objectives.base",
     "ObjectiveOutput": "agenttrain.algorithms.objectives.base",
     "Origin": "agenttrain.types",
-    "PromptTooLong": "agenttrain.types",
+    "PromptTooLong": "agenttrain.rollout.request",
     "ResponseSchemaConfig": "agenttrain.chat.config",
     "RewardError": "agenttrain.rewards.function",
     "RewardUnavailable": "agenttrain.rewards.function",
     "Rollout": "agenttrain.types",
     "RolloutConfig": "agenttrain.rollout.config",
-    "RolloutContext": "agenttrain.rollout.loop",
-    "RolloutRequest": "agenttrain.rollout.loop",
+    "RolloutContext": "agenttrain.rollout.request",
+    "RolloutRequest": "agenttrain.rollout.request",
     "RowTool": "agenttrain.types",
     "Rubric": "agenttrain.rewards.rubric",
-    "Sampling": "agenttrain.types",
+    "Sampling": "agenttrain.engines.config",
     "ScriptedEngine": "agenttrain.engines.scripted",
     "Span": "agenttrain.types",
     "StopReason": "agenttrain.types",

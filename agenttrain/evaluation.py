@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 from agenttrain.data.tasks import TaskSource
+from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import Collected, Collector, may_be_scored, why_unrewarded
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
 from agenttrain.rollout.sharing import Costs, collect_share, merge_shares
@@ -19,7 +20,7 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.metrics import Estimate, mean_estimate, pass_at_k, solved
 from agenttrain.training.policy import Policy
 from agenttrain.training.world import World
-from agenttrain.types import Rollout, RowTool, Sampling, Task
+from agenttrain.types import Rollout, RowTool, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The nouns of agenttrain: Task, Span, Trajectory, Rollout and their parts.
 
-All other modules may import from this one, which imports none of them. A Task is attempted in a
-group of Rollouts. A Rollout is one or more Trajectories. A Trajectory is a list of Spans: runs of
-token ids of one origin, of which only the sampled ones are trained. A trajectory of two turns::
+All other modules may import from this one. A Task is attempted in a group of Rollouts. A Rollout is
+one or more Trajectories. A Trajectory is a list of Spans: runs of token ids of one origin, of which
+only the sampled ones are trained. A trajectory of two turns::
 
     prompt    <|im_start|>user … <|im_start|>assistant\\n     mask 0  (rendered once)
     sampled   <tool_call>…</tool_call><|im_end|>              mask 1  (its own ids and logprobs)
@@ -15,7 +15,7 @@ token ids of one origin, of which only the sampled ones are trained. A trajector
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -79,6 +79,10 @@ class StopReason(StrEnum):
     """The engine aborted the request."""
     invalid_summary = "invalid_summary"
     """A summary of the context has a call in it, or no text."""
+    max_delegation_depth = "max_delegation_depth"
+    """A sub-agent delegated deeper than allowed."""
+    max_delegated_tokens = "max_delegated_tokens"
+    """The sub-agents reached their token limit."""
     error = "error"
     """The rollout failed; `Rollout.error` has the reason."""
 
@@ -97,10 +101,6 @@ class LedgerError(AgenttrainError):
     The message names the rollout, the trajectory, the turn and the token position, with both
     decodings where two texts differ.
     """
-
-
-class PromptTooLong(AgenttrainError):
-    """A prompt leaves no room for one sampled token (counted as ``data/overlong``)."""
 
 
 class ToolFailure(AgenttrainError):
@@ -146,27 +146,6 @@ class Task:
     run's and its environment's."""
     user_turns: tuple[str, ...] = ()
     """Later messages of the user, one after each answer of the model without a tool call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Sampling parameters of one completion. The defaults sample from the policy's distribution."""
-
-    max_tokens: int = 0
-    """Budget of the completion; the loop sets it for every turn."""
-    temperature: float = 1.0
-    """0 means greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 means all tokens."""
-    min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    """The completion ends with, and includes, the first of these."""
-    seed: int = 0
-    """Determines the sampling noise of this request, whatever shares its batch."""
-    grammar: str | None = None
-    """Structural tag (JSON) that restricts the tokens that can be sampled. An engine applies it or
-    refuses the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,15 +282,63 @@ class ToolContext:
     call_id: str
     tool: str = ""
     """Name that the model called; the executor of a row's own tool has another."""
+    run_policy: Callable[..., Awaitable[Delegated]] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """What `delegate` awaits; None where there is no policy to run."""
+
+    async def delegate(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[str] = (),
+        role: str = "agent",
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Delegated:
+        """Run the policy on `messages` in a context of its own; what it samples is trained too.
+
+        `tools` are names of tools of the run and of the row. `max_turns` and `max_tokens` (sampled
+        and tool tokens) are at most, and by default, `rollout.max_turns` and
+        `rollout.max_completion_tokens`. Raises ToolFailure if a limit on sub-agents ends it,
+        ToolUnavailable if it fails. Example: ``(await context.delegate([message])).content``
+        """
+        if self.run_policy is None:
+            raise ToolUnavailable(
+                f"tool {self.tool}: has no policy to delegate to; it needs a rollout, and an "
+                "`async def` tool without isolation"
+            )
+        return await self.run_policy(
+            self, messages, tools=tools, role=role, max_turns=max_turns, max_tokens=max_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delegated:
+    """Outcome of a sub-agent, for the tool that asked for it."""
+
+    content: str
+    """Text of its last message; empty if that is no answer of its own."""
+    stop_reason: StopReason
+    messages: tuple[Message, ...]
+    """Its whole conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delegation:
+    """A call's request for a sub-agent, with the schemas of its tools."""
+
+    caller: tuple[int, int]
+    """(index of the trajectory, turn) of the call."""
+    call_id: str
+    schemas: tuple[Mapping[str, Any], ...]
+    max_turns: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of token ids of one origin.
-
-    Example: ``Span(Origin.sampled, (41, 2), (-0.1, -0.3), turn=0, policy_version=7,
-    finish=Finish.stop)``
-    """
+    """A run of token ids of one origin."""
 
     origin: Origin
     token_ids: tuple[int, ...]
@@ -343,22 +370,18 @@ class Trajectory:
     ``rollout_logprobs`` and ``prompt_length`` are derived from the spans, so they cannot disagree.
     One that branches from another (`Rollout.branch`) begins with tokens of that one as context, and
     has spans, mask and logprobs of its own tokens only, so that each sampled token is in one
-    trajectory. Example::
-
-        trajectory.append_context([7, 8, 9], Origin.prompt)
-        sent = trajectory.token_ids
-        trajectory.append_sampled(await engine.generate(sent, sampling, session="r-0"), sent)
+    trajectory.
     """
 
     rollout_id: str
-    """Id of the rollout, for errors."""
     index: int = 0
     """Position among the trajectories of the rollout."""
     role: str = MAIN
-    """Purpose of the trajectory: `main` for the attempt at the task itself."""
+    """`main`: the attempt at the task itself."""
     parent: tuple[int, int] | None = None
-    """(index, position): the first `position` tokens of that trajectory are this one's context;
-    None: it has a prompt of its own."""
+    """(index, position): the first tokens of that trajectory are its context; None: it has none."""
+    delegation: Delegation | None = None
+    """Request for the sub-agent whose trajectory this is; None: the task's own agent."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
@@ -547,23 +570,30 @@ class Rollout:
         """Number of all tokens; what a trajectory shares with its parent counts once."""
         return sum(one.length - one.context_length for one in self.trajectories)
 
-    def branch(self, parent: int, position: int, *, role: str = MAIN) -> Trajectory:
+    def branch(
+        self, parent: int, position: int, *, role: str = MAIN, delegation: Delegation | None = None
+    ) -> Trajectory:
         """Add a trajectory whose context is the first `position` tokens of trajectory `parent`.
 
-        It can end anywhere in that one, also amid a span. Example: with a trajectory of the ids
-        ``7 8 9 20 2``, ``branch(0, 3, role="summary")`` continues from ``7 8 9``.
+        Example: with the ids ``7 8 9 20 2``, ``branch(0, 3, role="summary")`` continues ``7 8 9``.
         """
-        branched = Trajectory(
-            rollout_id=self.rollout_id,
-            index=len(self.trajectories),
-            role=role,
-            parent=(parent, position),
-        )
-        branched._ids = branched.context(self.trajectories)
-        self.trajectories.append(branched)
+        branched = self.begin(role=role, delegation=delegation)
+        branched.parent = (parent, position)
+        branched._ids = branched.context(self.trajectories[:-1])
         return branched
+
+    def begin(self, *, role: str, delegation: Delegation | None) -> Trajectory:
+        """Add a trajectory that shares nothing with the others."""
+        begun = Trajectory(rollout_id=self.rollout_id, role=role, delegation=delegation)
+        begun.index = len(self.trajectories)
+        self.trajectories.append(begun)
+        return begun
 
     @property
     def truncated(self) -> bool:
         """True if a token limit ended the rollout, judged by its stop reason."""
-        return self.stop_reason in (StopReason.max_tokens, StopReason.context_full)
+        return self.stop_reason in (
+            StopReason.max_tokens,
+            StopReason.context_full,
+            StopReason.max_delegated_tokens,
+        )

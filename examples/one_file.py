@@ -36,6 +36,7 @@ from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.loading import load_chat
 from agenttrain.data.bundled.calculator import row
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.rollout.config import RolloutConfig
@@ -45,7 +46,7 @@ from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.batch import make_sequences
 from agenttrain.training.logprobs import Scorer
-from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.types import Rollout, Task
 from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.seeds import derive_seed
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import tiny
 import torch
 
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
-from agenttrain.types import Sampling
 
 PLAIN = Sampling(max_tokens=8, seed=1)
 

@@ -12,6 +12,7 @@ import tiny
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.loading import load_chat
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.collector import Collected, Collector, collect
 from agenttrain.rollout.config import RolloutConfig
@@ -21,7 +22,7 @@ from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.types import Rollout, Task
 
 LIMITS = RolloutConfig(
     max_turns=4, max_turn_tokens=200, max_completion_tokens=1000, max_result_tokens=100

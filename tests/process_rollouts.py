@@ -15,6 +15,7 @@ from torchrun import tell
 
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.evaluation import evaluate
 from agenttrain.launch.worker import leave
@@ -24,7 +25,7 @@ from agenttrain.rollout.config import EvalConfig
 from agenttrain.rollout.sampling import StepGroups, sample_groups
 from agenttrain.rollout.sharing import Costs, merge_shares
 from agenttrain.training.world import World
-from agenttrain.types import AgenttrainError, Completion, Rollout, Sampling, Task
+from agenttrain.types import AgenttrainError, Completion, Rollout, Task
 from agenttrain.utils.exit_codes import DONE
 
 BYE = "7<|im_end|>"

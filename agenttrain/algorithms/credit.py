@@ -21,6 +21,7 @@ from torch import Tensor
 from agenttrain.algorithms.advantages import EPSILON, advantages
 from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Credit, Scale
 from agenttrain.types import Rollout
+from agenttrain.utils.turns import turns_in_time
 
 VARIANCES = 8
 """Turns whose advantages have a metric."""
@@ -58,27 +59,50 @@ def rewards_of_turns(
     states = tuple(state for one in rollout.trajectories for state in one.states)
     if rollout.reward is None or not rollout.turns:
         return TurnRewards(rewards=None, states=states)
+    order = _order(rollout)
+    last = order[-1]
     values = [0.0] * rollout.turns
-    values[-1] = -penalty
+    values[last] = -penalty
+    if states:
+        states = tuple(states[turn] for turn in order)
     if not rollout.turn_scores:  # as the rubric added it up
-        values[-1] += rollout.reward
-        return TurnRewards(rewards=tuple(values), states=states)
+        values[last] += rollout.reward
+        return TurnRewards(rewards=tuple(values[turn] for turn in order), states=states)
     for name, reward in rollout.rewards.items():
         weight = weights.get(name, 1.0)
         if name in rollout.turn_scores:
             scores = rollout.turn_scores[name]
             values = [v + weight * s for v, s in zip(values, scores, strict=True)]
         elif reward is not None:
-            values[-1] += weight * reward
-    return TurnRewards(rewards=tuple(values), states=states)
+            values[last] += weight * reward
+    return TurnRewards(rewards=tuple(values[turn] for turn in order), states=states)
+
+
+def _order(rollout: Rollout) -> list[int]:
+    """Return the turns in the order of sampling, each by its place through the trajectories."""
+    delegations = [one.delegation for one in rollout.trajectories]
+    if not any(delegations):
+        return [*range(rollout.turns)]
+    counts = [one.turns for one in rollout.trajectories]
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    callers = [None if one is None else one.caller for one in delegations]
+    in_time = turns_in_time([*zip(callers, counts, strict=True)])
+    return [starts[index] + turn for index, turn in in_time]
 
 
 def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) -> None:
-    """Set the sampled tokens' advantages: one number, one for each turn in order, or None."""
+    """Set the sampled tokens' advantages: one number, one for each turn in order, or None.
+
+    A sub-agent's turns come after the turn that called it, and before that agent's next one.
+    """
     if isinstance(by_turn, Sequence) and len(by_turn) != rollout.turns:
         raise ValueError(
             f"rollout {rollout.rollout_id}: {len(by_turn)} advantages for {rollout.turns} turns"
         )
+    if isinstance(by_turn, Sequence):
+        in_time, by_turn = by_turn, [0.0] * rollout.turns
+        for value, turn in zip(in_time, _order(rollout), strict=True):
+            by_turn[turn] = value
     before = 0
     for trajectory in rollout.trajectories:
         if by_turn is None:

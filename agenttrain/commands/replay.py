@@ -14,12 +14,14 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agenttrain.commands.recorded import EVALUATED, Record, recorded_tasks, step_records
 from agenttrain.engines.base import EngineError, refuse_images
+from agenttrain.engines.config import Sampling
 from agenttrain.environments.environment import EnvironmentKind, Episode, Instance, Reward, Start
 from agenttrain.environments.environments import Environments
 from agenttrain.evaluation import limits_of, restricted
@@ -45,11 +47,11 @@ from agenttrain.types import (
     Message,
     Origin,
     Rollout,
-    Sampling,
     StopReason,
     Task,
     ToolCall,
     ToolContext,
+    ToolFailure,
     ToolResult,
     ToolUnavailable,
 )
@@ -61,9 +63,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-UNREPEATABLE = (StopReason.timeout, StopReason.error)
-"""Stop reasons that depend on the clock or on a fault, which no file records: only the tokens
-before the stop are compared."""
+UNREPEATABLE = (
+    StopReason.timeout,
+    StopReason.error,
+    StopReason.max_delegation_depth,
+    StopReason.max_delegated_tokens,
+)
+"""Stop reasons that depend on the clock, on a fault or on a sub-agent that did not begin, which no
+file records: only the tokens before the stop are compared."""
 BEFORE, AFTER = 8, 24
 """Tokens shown on either side of a difference."""
 
@@ -285,7 +292,7 @@ def recorded_tools(
     """
     kind = environments.kind_of(task)
     boxes = [toolbox, *([] if kind is None else [environments.toolbox_of(kind)])]
-    tools = RecordedToolbox(boxes, tool_results(record))
+    tools = RecordedToolbox(boxes, tool_results(record), record["trajectories"])
     if kind is None:
         return tools, Environments()
     before = prompt_messages(record["trajectories"][0])
@@ -303,8 +310,16 @@ def recorded_tools(
 class RecordedToolbox(Toolbox):
     """The schemas, limits and stop tools of toolboxes, with the recorded results of one rollout."""
 
-    def __init__(self, toolboxes: Sequence[Toolbox], results: Iterable[ToolResult]) -> None:
-        """Index `results` by the ids of their calls, which may repeat between turns."""
+    def __init__(
+        self,
+        toolboxes: Sequence[Toolbox],
+        results: Iterable[ToolResult],
+        trajectories: Sequence[Record] = (),
+    ) -> None:
+        """Index `results` by the ids of their calls, which may repeat between turns.
+
+        Calls delegate again what `trajectories` say that they delegated.
+        """
         named = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
         super().__init__(
             {name: toolbox.tool(name) for name, toolbox in named},
@@ -314,6 +329,11 @@ class RecordedToolbox(Toolbox):
         self._results: dict[str, list[ToolResult]] = {}
         for result in results:
             self._results.setdefault(result.call.id, []).append(result)
+        self._begun: dict[str, list[Record]] = {}
+        for trajectory in trajectories:
+            if "delegation" in trajectory and trajectory["parent"] is None:
+                call_id = trajectory["delegation"]["call_id"]
+                self._begun.setdefault(call_id, []).append(trajectory)
 
     async def execute(
         self,
@@ -326,6 +346,16 @@ class RecordedToolbox(Toolbox):
         for call in calls:
             if not self._results.get(call.id):
                 raise ToolUnavailable(f"no result was recorded for the call {call.id} {call.name}")
+            for begun in self._begun.pop(call.id, ()):
+                delegation = begun["delegation"]
+                with suppress(ToolFailure):  # of a limit, as in the recorded rollout
+                    await context_of(call).delegate(
+                        prompt_messages(begun),
+                        tools=[schema["function"]["name"] for schema in delegation["schemas"]],
+                        role=begun["role"],
+                        max_turns=delegation["max_turns"],
+                        max_tokens=delegation["max_tokens"],
+                    )
         return [replace(self._results[call.id].pop(0), call=call) for call in calls]
 
     async def release(self, rollout_id: str) -> None:

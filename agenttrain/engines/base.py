@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from agenttrain.types import AgenttrainError, Completion, Sampling
+from agenttrain.engines.config import Sampling
+from agenttrain.types import AgenttrainError, Completion
 
 if TYPE_CHECKING:
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass as plain_dataclass
 from enum import StrEnum
 
 from pydantic import Field
@@ -39,3 +40,24 @@ class EngineDtype(StrEnum):
 LEAST_TEMPERATURE = 0.01
 """Least above 0. At lower ones rounding of the logits moves logprobs by whole nats, and vLLM 0.32
 samples at this one instead (sampling_params.py)."""
+
+
+@plain_dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling parameters of one completion. The defaults sample from the policy's distribution."""
+
+    max_tokens: int = 0
+    """Budget of the completion; the loop sets it for every turn."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means all tokens."""
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    """The completion ends with, and includes, the first of these."""
+    seed: int = 0
+    """Determines the sampling noise of this request, whatever shares its batch."""
+    grammar: str | None = None
+    """Structural tag (JSON) that restricts the tokens that can be sampled. An engine applies it or
+    refuses the request."""

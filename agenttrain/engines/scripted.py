@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import EngineError, refuse_images
-from agenttrain.types import Completion, Finish, Sampling
+from agenttrain.engines.config import Sampling
+from agenttrain.types import Completion, Finish
 
 if TYPE_CHECKING:
     from torch import Tensor

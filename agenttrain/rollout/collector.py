@@ -14,24 +14,17 @@ from enum import StrEnum
 from typing import Any
 
 from agenttrain.engines.base import Lockstep
+from agenttrain.engines.config import Sampling
 from agenttrain.rewards.function import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.config import OnBreak
 from agenttrain.rollout.ledger import ParsedTurns, verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.monitoring import InFlight, LoopMonitor, Throttle, Waiting, light_gc
-from agenttrain.rollout.request import RolloutContext, RolloutRequest, check_room
+from agenttrain.rollout.request import PromptTooLong, RolloutContext, RolloutRequest, check_room
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tracking.metrics import rollout_metrics
-from agenttrain.types import (
-    AgenttrainError,
-    LedgerError,
-    PromptTooLong,
-    Rollout,
-    Sampling,
-    StopReason,
-    Task,
-)
+from agenttrain.types import AgenttrainError, LedgerError, Rollout, StopReason, Task
 from agenttrain.utils.seeds import derive_seed
 from agenttrain.utils.signals import StopRequest
 

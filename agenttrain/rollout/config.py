@@ -8,7 +8,7 @@ from enum import StrEnum
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from agenttrain.types import Sampling
+from agenttrain.engines.config import Sampling
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
@@ -77,6 +77,10 @@ class RolloutConfig:
     """Malformed, unknown or badly typed calls of a rollout; None: no limit."""
     max_repeated_calls: Whole | None = Field(default=None, ge=1)
     """Times in a row the same call with the same arguments may be made; None: no limit."""
+    max_delegation_depth: Whole = Field(default=1, ge=0)
+    """Sub-agents that may wait for one another; 0: tools may not delegate."""
+    max_delegated_tokens: Whole | None = Field(default=None, ge=1)
+    """Tokens of all sub-agents of a rollout, their prompts included; None: no limit."""
     timeout_s: Number | None = Field(default=None, gt=0)
     """Wall-clock seconds of one rollout; None: no limit."""
     max_stuck_calls: Whole = Field(default=32, ge=0)

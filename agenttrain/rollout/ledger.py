@@ -68,6 +68,15 @@ def verify(
     """
     parsed_turns = parsed_turns or ParsedTurns()
     for trajectory in rollout.trajectories:
+        shown = schemas_of(trajectory, schemas)
+        if trajectory.delegation is not None:
+            index, turn = trajectory.delegation.caller
+            before = rollout.trajectories[: trajectory.index]
+            if not 0 <= index < len(before) or not 0 <= turn < before[index].turns:
+                raise LedgerError(
+                    f"{trajectory.name}: called from turn {turn} of trajectory {index}, which is "
+                    "not there before it"
+                )
         # The ids are those of the parent, if there is one, and of the spans.
         ids = trajectory.context(rollout.trajectories[: trajectory.index])
         for span in trajectory.spans:
@@ -100,13 +109,19 @@ def verify(
             if parsed_turns.matches(trajectory, token_ids, message, turn=turn, after=after):
                 continue
             name = turn_name(trajectory, turn)
-            parsed = chat.parse(token_ids, schemas, turn=name, after=after).message()
+            parsed = chat.parse(token_ids, shown, turn=name, after=after).message()
             if parsed != message:
                 raise LedgerError(
                     f"{_where(trajectory, spans[0])}: the sampled tokens decode to "
                     f"{chat.decode(token_ids)!r}, which parses to {parsed!r}, but the recorded "
                     f"message is {message!r}"
                 )
+
+
+def schemas_of(trajectory: Trajectory, schemas: Sequence[dict]) -> Sequence[dict]:
+    """Return the schemas that a trajectory's prompt shows; `schemas` are those of the task."""
+    delegation = trajectory.delegation
+    return schemas if delegation is None else [dict(schema) for schema in delegation.schemas]
 
 
 def turn_name(trajectory: Trajectory, turn: int) -> str:

@@ -13,12 +13,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.environments.environment import Episode
-from agenttrain.rewards.function import LARGEST, RewardError, copy_task
+from agenttrain.rewards.function import LARGEST, RewardError, copy_task, copy_value
 from agenttrain.rollout.call_limits import over_limits, repeats_a_call
 from agenttrain.rollout.compaction import (
     SUMMARY,
@@ -28,6 +30,7 @@ from agenttrain.rollout.compaction import (
     summary_room,
 )
 from agenttrain.rollout.config import OnMalformedCall, OnParallelCalls, OnToolFailure
+from agenttrain.rollout.delegation import Agent, CallOrder, SubAgentRequest, SubAgents
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
 from agenttrain.rollout.ledger import turn_name
 from agenttrain.rollout.monitoring import Throttle
@@ -35,8 +38,11 @@ from agenttrain.rollout.replies import Suffix, fit_replies
 from agenttrain.rollout.request import RolloutContext, RolloutRequest, append_prompt
 from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.types import (
+    MAIN,
     AssistantTurn,
     Completion,
+    Delegated,
+    Delegation,
     Finish,
     Message,
     Origin,
@@ -81,16 +87,20 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
     limits, environments = context.limits, context.environments
     started = time.perf_counter()
     episode: Episode | None = None
+    sub_agents: SubAgents | None = None
     try:
         episode = await start_episode(
             rollout, environments, seed=request.sampling.seed, group_seed=request.group_seed
         )
         tools = RowTools(request.task, context.toolbox, environments, episode)
         append_prompt(rollout, context.engine, context.chat, tools, request.prompt_ids)
+        sub_agents = SubAgents(rollout, limits)
+        agent = Agent(session=request.rollout_id)
+        loop = _Loop(rollout, request, context, tools, episode, sub_agents, agent)
         scope = asyncio.timeout(limits.timeout_s)
         try:
             async with scope:
-                await _Loop(rollout, request, context, tools, episode).run()
+                rollout.stop_reason = await loop.run()
         except TimeoutError as error:
             if not scope.expired():  # the engine's own timeout, not the rollout's limit
                 raise EngineError(f"TimeoutError: {error}") from error
@@ -107,6 +117,8 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
         # The engine first: other rollouts may wait for this one's slot, and tools can be slow to
         # release.
         try:
+            if sub_agents is not None:
+                await sub_agents.aclose()
             await context.engine.release(request.rollout_id)
         finally:
             try:
@@ -117,7 +129,7 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
 
 
 class _Loop:
-    """The turns of one rollout, in its main trajectory and those that a compaction begins."""
+    """The turns of one agent, in its first trajectory and those that a compaction begins."""
 
     def __init__(
         self,
@@ -126,13 +138,18 @@ class _Loop:
         context: RolloutContext,
         tools: RowTools,
         episode: Episode | None,
+        sub_agents: SubAgents,
+        agent: Agent,
     ) -> None:
         self.rollout, self.request, self.tools, self.episode = rollout, request, tools, episode
+        self.context, self.sub_agents, self.agent = context, sub_agents, agent
         self.engine, self.chat, self.limits = context.engine, context.chat, context.limits
         self.throttle = context.throttle or Throttle()
         self.parsed_turns = context.parsed_turns
         self.user, self.on_messages = context.user, context.on_messages
-        self.trajectory = rollout.trajectories[0]
+        self.first = self.trajectory = rollout.trajectories[-1]  # begun for this agent
+        self._turns = 0
+        """Completions of this agent."""
         self._begins = self.trajectory.prompt_length
         """Tokens of the trajectory that do not count as spent: its prompt, what is shown again."""
         self._tokens_before = 0
@@ -150,19 +167,19 @@ class _Loop:
         self._task: Task | None = None
         """The rollout's copy of its task, which its tools may change."""
 
-    async def run(self) -> None:
-        """Sample a turn, parse it, answer it; repeat until the rollout has a stop reason."""
-        rollout = self.rollout
-        while rollout.stop_reason is None:
+    async def run(self) -> StopReason:
+        """Sample a turn, parse it, answer it; repeat until there is a reason to stop."""
+        reason: StopReason | None = None
+        while reason is None:
             if self._must_compact():
-                rollout.stop_reason = await self._compact()
+                reason = await self._compact()
                 continue
             budget = min(self.limits.max_turn_tokens, self._room())
             if budget <= 0:
-                rollout.stop_reason = self._reason_without_room()
-                return
+                return self._reason_without_room()
             turn, completion = await self._sample(budget)
-            rollout.stop_reason = _reason_cut(completion) or await self._reply_to(turn, completion)
+            reason = _reason_cut(completion) or await self._reply_to(turn, completion)
+        return reason
 
     async def _sample(self, budget: int) -> tuple[AssistantTurn, Completion]:
         """Sample a turn of the trajectory, in at most `budget` tokens; append and parse it."""
@@ -180,16 +197,19 @@ class _Loop:
             self.limits,
             budget=budget,
         )
-        completion = await self.engine.generate(sent, sampling, session=rollout.rollout_id)
+        completion = await self.engine.generate(
+            sent, sampling, session=self.agent.session, parent=self.agent.parent
+        )
         await self.throttle.wait()  # where many rollouts resume together, a few at a time
         if not completion.token_ids:
             raise EngineError(
                 f"rollout {rollout.rollout_id}: the engine returned no token ({completion})"
             )
         trajectory.append_sampled(completion, sent)
+        self._turns += 1
         if state is not None:
-            # Summarising is another decision than acting in the same state.
-            prefix = f"{SUMMARY} " if trajectory.role == SUMMARY else ""
+            # Summarising, or acting for another agent, is another decision in the same state.
+            prefix = "" if trajectory.role == MAIN else f"{trajectory.role} "
             trajectory.states.append(prefix + state)
 
         ids, index = completion.token_ids, trajectory.turns - 1
@@ -211,7 +231,8 @@ class _Loop:
         """
         compaction, main, limit = self._compaction, self.trajectory, self.limits.compact_at or 0
         assert compaction is not None
-        first = self.rollout.trajectories[0]
+        role, by = self.agent.role, self.agent.delegation
+        first = self.first
         ids = [*first.token_ids[: first.prompt_length]]
         messages = [*first.messages[: first.prompt_messages]]
         self._tokens_before += main.length - self._begins
@@ -223,7 +244,7 @@ class _Loop:
             replies = [] if unanswered else [*last.replies]
             suffix = self._suffix(last.turn, [*replies, request], last.completion)
             position = main.length - sum(len(own) for _, own in last.suffix or ())
-            self.trajectory = self.rollout.branch(main.index, position, role=SUMMARY)
+            self.trajectory = self.rollout.branch(main.index, position, role=SUMMARY, delegation=by)
             before = len(main.messages) - len(last.replies)
             self.trajectory.messages += [*main.messages[:before], *replies]
             self.trajectory.prompt_messages = before + len(replies) + 1
@@ -254,7 +275,7 @@ class _Loop:
         if len(ids) > limit:
             return StopReason.context_full
         shared = common_prefix(np.array(main.token_ids), np.array(ids))
-        self.trajectory = self.rollout.branch(main.index, shared)
+        self.trajectory = self.rollout.branch(main.index, shared, role=role, delegation=by)
         self.trajectory.append_context(ids[shared:], Origin.prompt)
         self.trajectory.messages += messages
         self.trajectory.prompt_messages = len(messages)
@@ -268,7 +289,7 @@ class _Loop:
 
     def _may_summarise(self) -> bool:
         """Return True if there may be a summary, and a turn after it."""
-        return self._reserved > 0 and self.rollout.turns + 1 < self.limits.max_turns
+        return self._reserved > 0 and self._turns + 1 < self.limits.max_turns
 
     def _suffix(
         self, turn: AssistantTurn, replies: Sequence[Message], completion: Completion
@@ -284,7 +305,7 @@ class _Loop:
 
     def _add(self, *messages: Message) -> None:
         self.trajectory.messages.extend(messages)
-        if self.on_messages is not None:
+        if self.on_messages is not None and not self.agent.depth:
             self.on_messages(self.rollout, messages)
 
     def _reward_turn(self, value: float, giver: str) -> None:
@@ -301,7 +322,8 @@ class _Loop:
     def _room(self) -> int:
         """Return the number of tokens that may still follow, sampled or not."""
         spent = self._tokens_before + self.trajectory.length - self._begins
-        return min(self.limits.max_completion_tokens - spent, self._context_left())
+        room = min(self.limits.max_completion_tokens - spent, self._context_left())
+        return int(min(room, self.sub_agents.tokens_left())) if self.agent.depth else room
 
     def _context_left(self) -> int:
         """Return the room in the engine's context, without what a summary of it will need."""
@@ -311,7 +333,10 @@ class _Loop:
 
     def _reason_without_room(self) -> StopReason:
         """Return the limit that leaves the least room: the engine's context or the rollout's."""
-        full = self._context_left() <= self._room()
+        room = self._room()
+        if self.agent.depth and self.sub_agents.tokens_left() <= room:
+            return StopReason.max_delegated_tokens
+        full = self._context_left() <= room
         return StopReason.context_full if full else StopReason.max_tokens
 
     async def _reply_to(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
@@ -333,7 +358,8 @@ class _Loop:
         for result in results:
             if result.reward is not None:
                 self._reward_turn(result.reward, f"tool {result.call.name}")
-        reason = StopReason.stop_tool if stops else self._reason_after_calls(results)
+        reason = self.sub_agents.stop
+        reason = reason or (StopReason.stop_tool if stops else self._reason_after_calls(results))
         # Clipped so that the replies and one sampled token still fit.
         replies, suffix = fit_replies(
             self.chat,
@@ -378,12 +404,14 @@ class _Loop:
         """Append the user's next message after an answer; `completed` if there is none.
 
         The task's scripted user turns come first, then those of the environment. A context with
-        a `user` of its own has those alone.
+        a `user` of its own has those alone, and a sub-agent has none.
         """
+        if self.agent.depth:
+            return StopReason.completed
         scripted = self.rollout.task.user_turns
         text: str | None = None
         if self.user is not None:
-            if self.rollout.turns >= self.limits.max_turns:
+            if self._turns >= self.limits.max_turns:
                 return StopReason.max_turns  # before a message is asked for that cannot be answered
             text = await self.user(self.trajectory.messages[-1])
         elif self._user_turns < len(scripted):
@@ -397,7 +425,7 @@ class _Loop:
         episode_done = self.episode is not None and self.episode.done
         if text is None:
             return StopReason.environment_done if episode_done else StopReason.completed
-        if not episode_done and self.rollout.turns >= self.limits.max_turns:
+        if not episode_done and self._turns >= self.limits.max_turns:
             return StopReason.max_turns
         question: Message = {"role": "user", "content": text}
         suffix = self.chat.suffix(
@@ -425,7 +453,7 @@ class _Loop:
         too_many = self.chat.one_call_per_turn and len(calls) > 1
         if too_many and self.limits.on_parallel_calls is OnParallelCalls.stop:
             return StopReason.max_tool_calls
-        if self.rollout.turns >= self.limits.max_turns:
+        if self._turns >= self.limits.max_turns:
             return StopReason.max_turns
         self._calls_made += calls
         max_repeats = self.limits.max_repeated_calls
@@ -464,13 +492,18 @@ class _Loop:
             return ToolContext(
                 rollout_id=self.rollout.rollout_id,
                 task=self._task,
-                turn=self.rollout.turns - 1,
+                turn=self._turns - 1,
                 call_id=call.id,
                 tool=call.name,
+                run_policy=partial(self._delegate, order),
             )
 
         allowed = [call for call, refusal in zip(calls, refusals, strict=True) if refusal is None]
-        outcomes = iter(await self.tools.execute(allowed, context_of))
+        order = CallOrder([call.id for call in allowed])
+        answers = await self.tools.execute(allowed, context_of, order.answered)
+        if self.sub_agents.used:
+            await self.sub_agents.check(answers, order)
+        outcomes = iter(answers)
         results = [
             next(outcomes)
             if refusal is None
@@ -487,6 +520,54 @@ class _Loop:
         ]
         self.rollout.tool_results.extend(results)
         return results
+
+    async def _delegate(
+        self, order: CallOrder, caller: ToolContext, messages: Sequence[Message], **asked: Any
+    ) -> Delegated:
+        """Implement `ToolContext.delegate` for a call of the last turn."""
+        self.sub_agents.check_loop(caller.tool)
+        async with order.turn(caller.call_id):
+            copies: list[Message] = copy_value([*messages])
+            request = SubAgentRequest(caller=caller, messages=copies, **asked)
+            return await self.sub_agents.run(self._run_sub_agent(request))
+
+    async def _run_sub_agent(self, request: SubAgentRequest) -> Delegated:
+        """Run the policy on the request's messages, in a trajectory of its own."""
+        depth = self.agent.depth + 1
+        self.sub_agents.check_depth(depth)
+        context = replace(self.context, limits=request.limits(self.context.limits))
+        tools = request.row_tools(context, self.episode)
+        prompt = self.chat.prompt_ids(request.messages, tools.schemas)
+        if len(prompt) >= self.engine.max_context:
+            full = StopReason.context_full
+            return Delegated(content="", stop_reason=full, messages=tuple(request.messages))
+        delegation = Delegation(
+            caller=(self.trajectory.index, self.trajectory.turns - 1),
+            call_id=request.caller.call_id,
+            schemas=tuple(tools.schemas),
+            max_turns=context.limits.max_turns,
+            max_tokens=context.limits.max_completion_tokens,
+        )
+        trajectory = self.sub_agents.begin(request, prompt, delegation)
+        agent = Agent(
+            session=f"{self.rollout.rollout_id}/{trajectory.index}",
+            parent=self.agent.session,
+            role=request.role,
+            depth=depth,
+            delegation=delegation,
+        )
+        loop = _Loop(
+            self.rollout, self.request, context, tools, self.episode, self.sub_agents, agent
+        )
+        try:
+            reason = await loop.run()
+        finally:
+            await self.engine.release(agent.session)
+        if reason in (StopReason.max_delegated_tokens, StopReason.aborted):
+            raise self.sub_agents.stopped(reason)
+        said = copy_value(loop.trajectory.messages)
+        answer = said[-1]["content"] if said[-1]["role"] == "assistant" else ""
+        return Delegated(content=answer, stop_reason=reason, messages=tuple(said))
 
     def _reason_after_calls(self, results: list[ToolResult]) -> StopReason | None:
         """Return the reason to stop after a turn's calls were answered."""

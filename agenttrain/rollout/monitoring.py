@@ -20,8 +20,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import Engine
+from agenttrain.engines.config import Sampling
 from agenttrain.tools.toolbox import RunningCall
-from agenttrain.types import Completion, Sampling
+from agenttrain.types import Completion
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.data.config import check_rollout_files
 from agenttrain.data.files import BadRow, FileRows
-from agenttrain.rollout.ledger import turn_name, verify
+from agenttrain.rollout.ledger import schemas_of, turn_name, verify
 from agenttrain.tracking.rollouts import current_form, read_rollout
 from agenttrain.types import LedgerError, Origin, Rollout, StopReason, Task, Trajectory
 
@@ -168,7 +168,12 @@ def difference(
             return "the tokenizer, the chat template or the tools of this run give another prompt"
         verify(rollout, chat, schemas)
         for trajectory in rollout.trajectories:
-            if (turn := _other_context(trajectory, chat, schemas)) is not None:
+            shown = schemas_of(trajectory, schemas)
+            if trajectory.delegation is not None and trajectory.parent is None:
+                prompt = chat.prompt_ids(trajectory.messages[: trajectory.prompt_messages], shown)
+                if list(trajectory.token_ids[: trajectory.prompt_length]) != prompt:
+                    return f"this run gives {trajectory.name} another prompt"
+            if (turn := _other_context(trajectory, chat, shown)) is not None:
                 return f"this run gives other ids than those after turn {turn} of {trajectory.name}"
     except (ChatError, LedgerError) as error:
         return str(error)

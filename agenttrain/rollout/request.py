@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 
 from agenttrain.chat.chat import Chat
 from agenttrain.engines.base import Engine
+from agenttrain.engines.config import Sampling
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import ParsedTurns
 from agenttrain.rollout.monitoring import Throttle
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Message, Origin, PromptTooLong, Rollout, Sampling, Task
+from agenttrain.types import AgenttrainError, Message, Origin, Rollout, Task
+
+
+class PromptTooLong(AgenttrainError):
+    """A prompt leaves no room for one sampled token (counted as ``data/overlong``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.grammar import grammar_problem
 from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource
+from agenttrain.engines.config import Sampling
 from agenttrain.environments.environment import Episode
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.config import RolloutConfig
@@ -26,7 +27,6 @@ from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
     AgenttrainError,
     RowTool,
-    Sampling,
     Task,
     ToolCall,
     ToolContext,
@@ -96,9 +96,20 @@ class RowTools:
         stops = toolbox.stop_tools | self._methods.stop_tools
         self.stop_tools = frozenset(name for name in self.names if self._executor(name) in stops)
 
-    async def execute(self, calls: Sequence[ToolCall], context_of: ContextOf) -> list[ToolResult]:
-        """Run calls; return one result per call, in call order. Faults are error results."""
+    async def execute(
+        self,
+        calls: Sequence[ToolCall],
+        context_of: ContextOf,
+        answered: Callable[[str], None] = lambda call_id: None,
+    ) -> list[ToolResult]:
+        """Run calls; return one result per call, in call order. Faults are error results.
+
+        `answered` is called with the id of each call that has its result.
+        """
         steps = [self._prepare(call) for call in calls]
+        for step in steps:
+            if isinstance(step, ToolResult):
+                answered(step.call.id)
         methods = [step for step in steps if isinstance(step, _Step) and step.method]
         others = [step for step in steps if isinstance(step, _Step) and not step.method]
 
@@ -109,17 +120,18 @@ class RowTools:
                 if over or any(result.done for result in results):
                     text = "Error: the episode is over; this call was not run"
                     results.append(ToolResult(call=step.call, content=text, error=ToolError.limit))
+                    answered(step.call.id)
                 else:
-                    results += await _run(self._methods, [step], context_of)
+                    results += await _run(self._methods, [step], context_of, answered)
             return results
 
         of_environment: list[ToolResult] = []
         if methods:
             of_environment, of_run = await asyncio.gather(
-                run_methods(), _run(self._toolbox, others, context_of)
+                run_methods(), _run(self._toolbox, others, context_of, answered)
             )
         else:  # most turns: spared the cost of two asyncio tasks
-            of_run = await _run(self._toolbox, others, context_of)
+            of_run = await _run(self._toolbox, others, context_of, answered)
         outcomes = {True: iter(of_environment), False: iter(of_run)}
         results = [
             step if isinstance(step, ToolResult) else next(outcomes[step.method]) for step in steps
@@ -204,18 +216,24 @@ class _Step:
     """True if the declared tool is a method of the environment."""
 
 
-async def _run(toolbox: Toolbox, steps: Sequence[_Step], context_of: ContextOf) -> list[ToolResult]:
-    # By identity: two calls of a turn may be equal.
-    originals = {id(step.passed): step.call for step in steps}
-    results = await toolbox.execute(
-        [step.passed for step in steps], lambda passed: context_of(originals[id(passed)])
-    )
-    return [
-        result
-        if step.passed is step.call
-        else replace(result, call=step.call, executor=step.passed.name)
-        for step, result in zip(steps, results, strict=True)
-    ]
+async def _run(
+    toolbox: Toolbox,
+    steps: Sequence[_Step],
+    context_of: ContextOf,
+    answered: Callable[[str], None],
+) -> list[ToolResult]:
+    async def run(step: _Step) -> ToolResult:
+        try:
+            (result,) = await toolbox.execute([step.passed], lambda _: context_of(step.call))
+        finally:
+            answered(step.call.id)
+        if step.passed is step.call:
+            return result
+        return replace(result, call=step.call, executor=step.passed.name)
+
+    if len(steps) == 1:  # most turns: spared the cost of a task
+        return [await run(steps[0])]
+    return await asyncio.gather(*map(run, steps))
 
 
 def _parameters(schema: dict[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agenttrain.algorithms.config import AlgorithmConfig, Credit, Rewards
+from agenttrain.engines.config import Sampling
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, Collector
 from agenttrain.rollout.config import tasks_of_round
 from agenttrain.rollout.sharing import Costs, Group, GroupInfo, Peers, SingleProcess, collect_share
-from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.types import Rollout, Task
 
 
 @dataclass(slots=True, kw_only=True)

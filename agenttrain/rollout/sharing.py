@@ -12,8 +12,9 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
+from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import Collected, Collector, NoRollouts, collect
-from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.types import Rollout, Task
 from agenttrain.utils.signals import Preempted
 
 Item = TypeVar("Item")

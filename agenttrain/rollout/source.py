@@ -11,6 +11,7 @@ from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.data.config import OnBadRow
 from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.tasks import TaskSource
+from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import (
     Collected,
     Collector,
@@ -21,7 +22,7 @@ from agenttrain.rollout.collector import (
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
 from agenttrain.rollout.sampling import sample_groups
 from agenttrain.rollout.sharing import Costs, Peers, SingleProcess, merge_shares
-from agenttrain.types import Rollout, Sampling
+from agenttrain.types import Rollout
 
 Metrics = dict[str, float]
 SAMPLER_METRICS = "sampling/"

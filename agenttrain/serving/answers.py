@@ -13,6 +13,7 @@ from typing import Any
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.engines.base import Engine, EngineError, Streaming
+from agenttrain.engines.config import Sampling
 from agenttrain.serving.conversations import Conversations, Prompt
 from agenttrain.serving.protocol import (
     ChatRequest,
@@ -22,7 +23,7 @@ from agenttrain.serving.protocol import (
     read_messages,
     well_formed,
 )
-from agenttrain.types import AssistantTurn, Completion, Finish, Message, Sampling
+from agenttrain.types import AssistantTurn, Completion, Finish, Message
 
 KEPT_ALIVE_S = 10.0
 """Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""

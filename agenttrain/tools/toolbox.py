@@ -14,10 +14,11 @@ import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
+from agenttrain.tools.call_slots import CallSlots
 from agenttrain.tools.config import Isolation, ToolLimits
 from agenttrain.tools.isolation import ProcessTool
 from agenttrain.tools.isolation_worker import fault_types
@@ -241,22 +242,26 @@ class Toolbox:
         self, entry: _Entry, arguments: dict[str, Any], context: ToolContext
     ) -> tuple[Reply, float]:
         """Return one reply and the seconds it took, without the wait for a slot or a worker."""
-        threads: AbstractAsyncContextManager[None] = nullcontext()
+        slots = [self._slot(entry.tool.name, entry.limits.concurrency)]
         if entry.function is not None:
-            threads = self._slot(None, self._thread_limit)
-        async with self._slot(entry.tool.name, entry.limits.concurrency), threads:
+            slots.append(self._slot(None, self._thread_limit))
+        async with CallSlots(slots) as held:
+            run_policy = None
+            if context.run_policy is not None and not isinstance(entry.tool, ProcessTool):
+                run_policy = held.lent_while(context.run_policy)
+            context = replace(context, run_policy=run_policy)
             worker: AbstractAsyncContextManager[Tool] = nullcontext(entry.tool)
             if isinstance(entry.tool, ProcessTool):
                 worker = entry.tool.worker()
             try:
                 async with worker as tool:
                     started = time.perf_counter()
-                    reply = await self._run(entry, tool, arguments, context)
+                    reply = await self._run(entry, tool, arguments, context, held)
                     return reply, time.perf_counter() - started
             except ToolUnavailable as error:  # no worker could be started
                 return error_reply(error, max_chars=self._max_chars), 0.0
 
-    def _slot(self, name: str | None, limit: int) -> AbstractAsyncContextManager[None]:
+    def _slot(self, name: str | None, limit: int) -> asyncio.Semaphore:
         """Return the slots for calls of a tool, or (None) for calls of all blocking tools."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # semaphores belong to one event loop
@@ -267,7 +272,12 @@ class Toolbox:
         return slot
 
     async def _run(
-        self, entry: _Entry, tool: Tool, arguments: dict[str, Any], context: ToolContext
+        self,
+        entry: _Entry,
+        tool: Tool,
+        arguments: dict[str, Any],
+        context: ToolContext,
+        held: CallSlots,
     ) -> Reply:
         """Run one call for at most its time limit; then abandon it."""
         # A little early, so that the check after the limit finds the call overdue.
@@ -275,7 +285,11 @@ class Toolbox:
         task = asyncio.create_task(self._reply(entry, tool, arguments, context, deadline))
         try:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
-            await asyncio.wait({task}, timeout=entry.limits.timeout_s)
+            left = entry.limits.timeout_s
+            while not task.done() and left > 0:
+                # While its sub-agent runs, no time passes for it.
+                await asyncio.wait({task}, timeout=max(left, 0.05))
+                left = entry.limits.timeout_s - held.seconds()
         finally:
             if expired := not task.done():
                 patience = time.monotonic() + CANCEL_S / 2

@@ -96,6 +96,9 @@ def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
             parent, position = trajectory["parent"]
             head = f"{trajectory['role']}, after {position} tokens of trajectory {parent}"
             text.append(f"\n{one_line(head, 200)}\n", style="bold")
+        elif (delegation := trajectory.get("delegation")) is not None:
+            head = f"{trajectory['role']}, for call {delegation['call_id']}"
+            text.append(f"\n{one_line(head, 200)}\n", style="bold")
         for span in trajectory["spans"]:
             origin = span["origin"]
             content = printable(decode(trajectory["token_ids"][span["start"] : span["end"]]))

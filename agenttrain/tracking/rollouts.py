@@ -27,6 +27,7 @@ from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import (
     MAIN,
     Completion,
+    Delegation,
     Finish,
     Message,
     Origin,
@@ -39,6 +40,7 @@ from agenttrain.types import (
     Trajectory,
 )
 from agenttrain.utils.json_lines import dumps, read_rows
+from agenttrain.utils.turns import turns_in_time
 
 OF_A_TRAJECTORY = ("messages", "token_ids", "spans", "logprobs", "trainer_logprobs", "entropies")
 """Keys that older files have in the rollout itself."""
@@ -54,6 +56,9 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     "start": 3, "end": 5, "turn": 0, "policy_version": 7, "advantage": 0.5, "finish": "stop"}``.
     `advantage` is null for other origins or without a reward, and a list where the tokens of a span
     differ (`algorithm.teacher`). Only the last sampled span of a turn has `finish`.
+
+    Trajectories of a sub-agent have a `delegation`, e.g. ``{"caller": [0, 1], "call_id":
+    "call_1_0", "schemas": [], "max_turns": 4, "max_tokens": 512}``.
 
     `columns` are the task's, with values that JSON does not have as text.
 
@@ -82,6 +87,8 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
             "spans": _span_records(trajectory),
             "logprobs": trajectory.rollout_logprobs,
         }
+        if trajectory.delegation is not None:
+            written["delegation"] = asdict(trajectory.delegation)
         if trajectory.turn_rewards:
             written["turn_rewards"] = {str(t): v for t, v in trajectory.turn_rewards.items()}
         if trajectory.states:
@@ -234,16 +241,32 @@ Record = Mapping[str, Any]
 
 
 def completions(record: Record, stop_token_ids: Collection[int] = ()) -> list[Completion]:
-    """Return the sampled completions of a record, by trajectory and turn.
+    """Return the sampled completions of a record, in the order in which they were sampled.
 
     `stop_token_ids` decide how a turn ended in records of earlier versions, which do not say.
     """
     aborted = record["stop_reason"] == StopReason.aborted
-    return [
-        completion
+    sampled = [
+        _completions(trajectory, stop_token_ids, aborted=aborted)
         for trajectory in record["trajectories"]
-        for completion in _completions(trajectory, stop_token_ids, aborted=aborted)
     ]
+    delegations = map(_delegation, record["trajectories"])
+    callers = (None if one is None else one.caller for one in delegations)
+    order = turns_in_time([*zip(callers, map(len, sampled), strict=True)])
+    return [sampled[index][turn] for index, turn in order]
+
+
+def _delegation(written: Record) -> Delegation | None:
+    recorded = written.get("delegation")
+    if recorded is None:
+        return None
+    return Delegation(
+        **{
+            **recorded,
+            "caller": tuple(recorded["caller"]),
+            "schemas": tuple(recorded["schemas"]),
+        }
+    )
 
 
 def _completions(
@@ -370,6 +393,7 @@ def _trajectory(
         index=index,
         role=written["role"],
         parent=None if written["parent"] is None else tuple(written["parent"]),
+        delegation=_delegation(written),
         messages=[dict(message) for message in written["messages"]],
         prompt_messages=len(prompt_messages(written)),
         turn_rewards={int(t): v for t, v in written.get("turn_rewards", {}).items()},

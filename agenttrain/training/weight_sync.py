@@ -17,12 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenttrain.engines.base import Engine, Forgetful, OwnNumberFormat, Quantized, Separate
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.lora import ADAPTER, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import full_tensor, is_sharded
-from agenttrain.types import AgenttrainError, Sampling
+from agenttrain.types import AgenttrainError
 
 PROBE_TOKENS = 128
 """Tokens of the probe's prompt; as many are sampled after it."""

@@ -41,6 +41,7 @@ from transformers import AutoTokenizer
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.loading import load_chat
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector, collect
@@ -48,7 +49,7 @@ from agenttrain.rollout.config import RolloutConfig
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.types import Rollout, Task
 from agenttrain.utils.model_path import model_folder
 
 CALLS, ENGINE_S, TOOL_S = 3, 0.5, 0.1

@@ -46,9 +46,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
-from agenttrain.types import Sampling
 
 BUNDLED = Path(__file__).parents[2] / "agenttrain/data/models/shop"
 TURNS = 4

@@ -20,6 +20,7 @@ from tools import Scenario, turns
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agenttrain.chat.chat import Chat
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm.engine import VllmEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collected, Collector, collect
@@ -27,7 +28,7 @@ from agenttrain.rollout.config import RolloutConfig
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Completion, Finish, Sampling, Task
+from agenttrain.types import Completion, Finish, Task
 
 CONTEXT = 8192
 PROMPT_WORDS = 520

@@ -60,6 +60,7 @@ from transformers import AutoTokenizer
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.loading import load_chat
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector, collect
@@ -70,7 +71,7 @@ from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool, Tool
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Rollout, Sampling, Task, ToolContext
+from agenttrain.types import Rollout, Task, ToolContext
 from agenttrain.utils.model_path import model_folder
 
 MEDIAN_S, SIGMA, TURNS = 0.05, 1.0, 8

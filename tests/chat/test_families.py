@@ -32,7 +32,8 @@ from agenttrain.commands.templates import (
     small_tokenizer,
     to_json,
 )
-from agenttrain.types import AssistantTurn, Finish, Message, Origin, Sampling, ToolCall
+from agenttrain.engines.config import Sampling
+from agenttrain.types import AssistantTurn, Finish, Message, Origin, ToolCall
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 ORIGINALS = [(name, source) for name, f in families().items() for source in f.originals]

@@ -22,6 +22,7 @@ from agenttrain.chat.loading import load_chat
 from agenttrain.commands.templates import original, small_tokenizer
 from agenttrain.data.tasks import TaskSource
 from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.loop import run_rollout
@@ -30,7 +31,7 @@ from agenttrain.rollout.row_tools import grammar_of
 from agenttrain.runs.setup import check_rows
 from agenttrain.settings.checks import check_structured
 from agenttrain.settings.compose import Source, compose_run, hydra_session
-from agenttrain.types import ConfigError, RowTool, Sampling
+from agenttrain.types import ConfigError, RowTool
 
 ADD = {
     "type": "sequence",

@@ -11,6 +11,7 @@ from allocated import Allocated
 from training_cases import random_groups
 from transformers import Lfm2Config
 
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.cache import final_capacity
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
@@ -29,7 +30,6 @@ from agenttrain.training.footprint import (
 from agenttrain.training.logprobs import Scorer, checkpoint_layers, packed_hidden
 from agenttrain.training.lora import add_lora
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
-from agenttrain.types import Sampling
 
 CPU = torch.device("cpu")
 FORMATS = (torch.float32, torch.bfloat16)

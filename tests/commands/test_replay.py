@@ -19,9 +19,10 @@ import tracking_rollouts
 from agenttrain.cli import main
 from agenttrain.commands.replay import RecordedEngine
 from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import Sampling
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tracking.rollouts import completions, read_rollout, rollout_record, tool_results
-from agenttrain.types import Completion, Done, Finish, Rollout, Sampling
+from agenttrain.types import Completion, Done, Finish, Rollout
 from agenttrain.utils.json_lines import dumps
 from agenttrain.utils.seeds import derive_seed, seeds_of
 

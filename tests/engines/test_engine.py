@@ -10,7 +10,8 @@ from engine_kit import PLAIN, converse, expected_logprobs, ids_of, running, shar
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from agenttrain.engines.base import EngineError
-from agenttrain.types import Finish, Sampling
+from agenttrain.engines.config import Sampling
+from agenttrain.types import Finish
 
 MIXED = [
     Sampling(seed=100),

@@ -9,9 +9,9 @@ from engine_kit import PLAIN, expected_logprobs, ids_of, running, sharp_model
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from agenttrain.engines.base import EngineError, ImagesRefused, Lockstep
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
-from agenttrain.types import Sampling
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from fake_vllm import Machine, machine
 
 from agenttrain.engines.base import EngineDead, EngineError
-from agenttrain.engines.config import EngineDtype
+from agenttrain.engines.config import EngineDtype, Sampling
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.vllm.config import VllmSettings
@@ -26,7 +26,7 @@ from agenttrain.engines.vllm.engine import VllmEngine
 from agenttrain.engines.vllm.setup import check_device
 from agenttrain.engines.vllm.weights import SPREAD, Manifest, checksum
 from agenttrain.training.config import WeightSyncMode
-from agenttrain.types import Completion, Sampling
+from agenttrain.types import Completion
 from agenttrain.utils.threads import DaemonThreads
 
 __all__ = ["machine"]

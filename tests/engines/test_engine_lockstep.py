@@ -8,9 +8,9 @@ import pytest
 import tiny
 
 from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
-from agenttrain.types import Sampling
 
 NAMES = [f"s{i}" for i in range(10)]
 

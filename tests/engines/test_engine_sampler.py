@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers import sampler
-from agenttrain.types import Sampling
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler
-from agenttrain.types import Sampling
 
 
 def request(session, *ids, parent=None):

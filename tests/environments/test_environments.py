@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from parts import LIMITS, call, ids, script, toolbox
 
 from agenttrain.algorithms.credit import set_advantages
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environment import EnvironmentKind
@@ -38,7 +39,6 @@ from agenttrain.tracking.rollouts import read_rollout, rollout_record
 from agenttrain.types import (
     Origin,
     Rollout,
-    Sampling,
     StopReason,
     Task,
     ToolError,

@@ -17,13 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from agenttrain.cli import main
+from agenttrain.engines.config import Sampling
 from agenttrain.runs.provenance import write_config
 from agenttrain.runs.run import Run, make_trainer
 from agenttrain.runs.setup import prepare
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.trainer import Trainer
 from agenttrain.training.nonfinite import NotFinite
-from agenttrain.types import Completion, Sampling
+from agenttrain.types import Completion
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 

@@ -10,13 +10,14 @@ import pytest
 from parts import chat, ids, toolbox
 from reward_cases import made, reward
 
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.config import OnUnavailable
 from agenttrain.rewards.function import FunctionScorer, RewardError, RewardUnavailable
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.rollout.collector import Collector, NoRollouts, collect
 from agenttrain.rollout.config import RolloutConfig
-from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.types import Rollout, Task
 
 DROP = {"it": OnUnavailable.drop}
 

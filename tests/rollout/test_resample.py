@@ -14,12 +14,13 @@ from parts import LIMITS, toolbox
 
 from agenttrain.algorithms.config import AlgorithmConfig, Rewards, Scale
 from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collected, Collector, NoRollouts
 from agenttrain.rollout.config import tasks_of_round
 from agenttrain.rollout.sampling import StepGroups, informative, sample_groups, select
-from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.types import Rollout, Task
 
 BYE = "7<|im_end|>"
 

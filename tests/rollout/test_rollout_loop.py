@@ -19,6 +19,7 @@ from agenttrain.rewards.builtin.tools import stop_tool_called
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.call_limits import over_limits
 from agenttrain.rollout.config import OnMalformedCall
+from agenttrain.rollout.request import PromptTooLong
 from agenttrain.tools.config import ToolLimits
 from agenttrain.types import (
     Completion,
@@ -26,7 +27,6 @@ from agenttrain.types import (
     Finish,
     LedgerError,
     Origin,
-    PromptTooLong,
     StopReason,
     Task,
     ToolCall,

@@ -21,6 +21,7 @@ from sandbox_kit import calls, each_backend, reply, usable
 
 import agenttrain
 from agenttrain.data.bundled import code
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
@@ -33,15 +34,7 @@ from agenttrain.tools.sandbox.seccomp import program
 from agenttrain.tools.sandbox.session import Output
 from agenttrain.tools.sandbox.tool import interpreter
 from agenttrain.tools.tool import FunctionTool
-from agenttrain.types import (
-    Sampling,
-    StopReason,
-    Task,
-    ToolCall,
-    ToolContext,
-    ToolFailure,
-    ToolUnavailable,
-)
+from agenttrain.types import StopReason, Task, ToolCall, ToolContext, ToolFailure, ToolUnavailable
 
 
 def children() -> set[psutil.Process]:

@@ -11,6 +11,7 @@ import tiny
 import torch
 from fake_vllm import Machine, machine
 
+from agenttrain.engines.config import Sampling
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.weight_sync import (
     StaleWeights,
@@ -19,7 +20,7 @@ from agenttrain.training.weight_sync import (
     policy_logprobs,
     sync,
 )
-from agenttrain.types import Completion, Finish, Sampling
+from agenttrain.types import Completion, Finish
 
 __all__ = ["machine"]
 

@@ -24,6 +24,7 @@ from agenttrain.chat.chat import Chat
 from agenttrain.commands.arguments import write_report
 from agenttrain.commands.rehearse.stub import Stub
 from agenttrain.data.build import check_reward_columns
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.collector import Collected, Collector, collect
 from agenttrain.rollout.row_tools import RowTools
@@ -33,7 +34,6 @@ from agenttrain.types import (
     AgenttrainError,
     ConfigError,
     Rollout,
-    Sampling,
     StopReason,
     ToolError,
     ToolResult,

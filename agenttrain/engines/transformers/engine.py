@@ -18,12 +18,13 @@ import numpy as np
 from torch import Tensor
 
 from agenttrain.engines.base import EngineError, refuse_images
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers import sampler
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.decoder import Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler
 from agenttrain.engines.transformers.worker import EngineStats, EngineWorker
-from agenttrain.types import Completion, Sampling
+from agenttrain.types import Completion
 from agenttrain.utils.threads import current_gpu, settle
 
 if TYPE_CHECKING:

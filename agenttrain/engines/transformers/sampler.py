@@ -12,7 +12,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from agenttrain.types import Sampling
+from agenttrain.engines.config import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from agenttrain.engines.base import EngineError
-from agenttrain.types import Completion, Finish, Sampling
+from agenttrain.engines.config import Sampling
+from agenttrain.types import Completion, Finish
 from agenttrain.utils.arrays import common_prefix
 
 

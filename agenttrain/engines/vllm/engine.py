@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from agenttrain.engines.base import EngineDead, EngineError, refuse_images
+from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.driver import Driver, Stepper, VllmRequest, VllmStats, Waiter
 from agenttrain.engines.vllm.setup import build_llm_engine, check_device, settings_restored
 from agenttrain.engines.vllm.weights import Manifest, load_adapters, split_adapters
 from agenttrain.training.config import LoraSettings, WeightSyncMode
-from agenttrain.types import Completion, Finish, Sampling
+from agenttrain.types import Completion, Finish
 
 Value = TypeVar("Value")
 

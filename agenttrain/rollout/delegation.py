@@ -1,0 +1,227 @@
+"""Sub-agents: tools that run the policy in a context of its own (`ToolContext.delegate`).
+
+The trajectory of a sub-agent belongs to the rollout and is trained like the others. Sub-agents of a
+rollout run one at a time, in the order of their calls: so their trajectories have the same indices,
+and their turns the same seeds, in every run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agenttrain.environments.environment import Episode
+from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.request import RolloutContext
+from agenttrain.rollout.row_tools import RowTools
+from agenttrain.types import (
+    MAIN,
+    ConfigError,
+    Delegated,
+    Delegation,
+    Message,
+    Origin,
+    Rollout,
+    RowTool,
+    StopReason,
+    ToolContext,
+    ToolFailure,
+    ToolResult,
+    ToolUnavailable,
+    Trajectory,
+)
+
+CANCEL_S = 5.0
+"""Seconds that sub-agents get to end when they are cancelled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """Whose turns a loop samples: those of the rollout's own agent, or of a sub-agent."""
+
+    session: str
+    """Name of its session in the engine."""
+    parent: str | None = None
+    """Session of the agent that waits for it."""
+    role: str = MAIN
+    depth: int = 0
+    """Agents that wait for it."""
+    delegation: Delegation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubAgentRequest:
+    """What a tool passed to `ToolContext.delegate`."""
+
+    caller: ToolContext
+    messages: list[Message]
+    tools: Sequence[str]
+    role: str
+    max_turns: int | None
+    max_tokens: int | None
+
+    def limits(self, limits: RolloutConfig) -> RolloutConfig:
+        """Return the sub-agent's limits. Raises ConfigError if the tool asks for too much."""
+        asked: dict[str, Any] = {
+            "max_turns": self.max_turns,
+            "max_completion_tokens": self.max_tokens,
+        }
+        for (key, value), name in zip(asked.items(), ("max_turns", "max_tokens"), strict=True):
+            most = getattr(limits, key)
+            if value is not None and not 1 <= value <= most:
+                raise ConfigError(
+                    f"tool {self.caller.tool}: delegate({name}={value}): from 1 to "
+                    f"rollout.{key}={most} are allowed; ask for less, or raise rollout.{key}"
+                )
+        given: dict[str, Any] = {key: v for key, v in asked.items() if v is not None}
+        return replace(limits, **given)
+
+    def row_tools(self, context: RolloutContext, episode: Episode | None) -> RowTools:
+        """Return the sub-agent's tools. Raises ConfigError for one that does not exist."""
+        task = self.caller.task
+        own = {one.name: one for one in task.tools or () if isinstance(one, RowTool)}
+        task = replace(task, tools=tuple(own.get(name, name) for name in self.tools))
+        try:
+            return RowTools(task, context.toolbox, context.environments, episode)
+        except ValueError as error:
+            raise ConfigError(f"tool {self.caller.tool}: delegate({error})") from error
+
+
+class CallOrder:
+    """Turns of one turn's calls: a call may delegate once all calls before it are answered."""
+
+    def __init__(self, call_ids: Sequence[str]) -> None:
+        self._answered = {call_id: asyncio.Event() for call_id in call_ids}
+        self._lock = asyncio.Lock()
+        self.delegating: str | None = None
+        """The call that has a sub-agent now."""
+
+    def answered(self, call_id: str) -> None:
+        """Take note that a call has its result."""
+        self._answered[call_id].set()
+
+    @asynccontextmanager
+    async def turn(self, call_id: str) -> AsyncIterator[None]:
+        """Wait until this call may delegate. Raises ToolUnavailable if it was answered before."""
+        for earlier, answered in self._answered.items():
+            if earlier == call_id:
+                break
+            await answered.wait()
+        async with self._lock:
+            if self._answered[call_id].is_set():
+                raise ToolUnavailable(
+                    f"call {call_id} was answered before it delegated; await context.delegate(…) "
+                    "before the tool returns"
+                )
+            self.delegating = call_id
+            try:
+                yield
+            finally:
+                self.delegating = None
+
+
+class SubAgents:
+    """What the sub-agents of one rollout share: budget, failure, and the tasks that run them."""
+
+    def __init__(self, rollout: Rollout, limits: RolloutConfig) -> None:
+        self._rollout, self._limits = rollout, limits
+        self._loop = asyncio.get_running_loop()
+        self._running: set[asyncio.Task[Delegated]] = set()
+        self.used = False
+        """True once a tool has asked for one."""
+        self.failure: Exception | None = None
+        """The fault of a sub-agent that is none of the policy's: the rollout ends with it, whatever
+        the tool makes of it."""
+        self.stop: StopReason | None = None
+        """Why the rollout stops once the turn's calls are answered."""
+
+    def tokens_left(self) -> float:
+        """Return the tokens that sub-agents may still have, prompts included."""
+        limit = self._limits.max_delegated_tokens
+        if limit is None:
+            return math.inf
+        mine = [one for one in self._rollout.trajectories if one.delegation is not None]
+        return limit - sum(one.length - one.context_length for one in mine)
+
+    def check_depth(self, depth: int) -> None:
+        """Raise ToolFailure, and stop the rollout, if agents may not delegate at this depth."""
+        limit = self._limits.max_delegation_depth
+        if depth > limit:
+            raise self.stopped(
+                StopReason.max_delegation_depth, f"rollout.max_delegation_depth={limit}"
+            )
+
+    def stopped(self, reason: StopReason, text: str = "") -> ToolFailure:
+        """Stop the rollout after this turn's calls; return the error that the tool gets."""
+        self.stop = reason
+        text = text or f"rollout.max_delegated_tokens={self._limits.max_delegated_tokens}"
+        return ToolFailure(f"the sub-agent was not run to its end: {text}")
+
+    def begin(
+        self, request: SubAgentRequest, prompt: Sequence[int], delegation: Delegation
+    ) -> Trajectory:
+        """Begin the trajectory of a sub-agent. Raises ToolFailure if there is no token left."""
+        if len(prompt) >= self.tokens_left():
+            raise self.stopped(StopReason.max_delegated_tokens)
+        trajectory = self._rollout.begin(role=request.role, delegation=delegation)
+        trajectory.messages.extend(request.messages)
+        trajectory.prompt_messages = len(request.messages)
+        trajectory.append_context(prompt, Origin.prompt)
+        return trajectory
+
+    async def run(self, sub_agent: Coroutine[Any, Any, Delegated]) -> Delegated:
+        """Run a sub-agent in a task of its own, for a tool that awaits it.
+
+        Raises ToolFailure if a limit of the rollout ended it, and ToolUnavailable for faults, which
+        `check` raises again.
+        """
+        self.used = True
+        task = asyncio.create_task(sub_agent)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await task
+        except ToolFailure:
+            raise
+        except Exception as error:
+            self.failure = self.failure or error
+            raise ToolUnavailable(f"its sub-agent failed: {error}") from error
+
+    def check_loop(self, tool: str) -> None:
+        """Raise ToolUnavailable where no sub-agent can run: another event loop, after a failure."""
+        self.used = True
+        if asyncio.get_running_loop() is not self._loop:
+            self.failure = ToolUnavailable(
+                f"tool {tool}: delegates from an event loop of its own; make the tool `async def` "
+                "and await context.delegate(…)"
+            )
+        if self.failure is not None:
+            raise ToolUnavailable(f"a sub-agent of this rollout failed: {self.failure}")
+
+    async def check(self, results: Sequence[ToolResult], order: CallOrder) -> None:
+        """Raise a sub-agent's failure, or ToolUnavailable for a tool that returned without it.
+
+        A call that timed out may still be ending its sub-agent.
+        """
+        running = order.delegating
+        if self.failure is None and running is not None:
+            await self.aclose()
+            if not any(one.call.id == running and one.error for one in results):
+                self.failure = ToolUnavailable(
+                    f"call {running}: the tool returned while its sub-agent was running; await "
+                    "context.delegate(…) before it returns"
+                )
+        if self.failure is not None:
+            raise self.failure
+
+    async def aclose(self) -> None:
+        """End the sub-agents that still run."""
+        running = [*self._running]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=CANCEL_S)
