@@ -42,13 +42,13 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch) -> None:
-    (tmp_path / "my_rewards.py").write_text(MINE)
+    (tmp_path / "rescore_rewards.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def test_both_means_of_every_step(run, mine, tmp_path, capsys):
-    arguments = ["reward=[]", "reward.mine._target_=my_rewards.by_sample", "to=scores.jsonl"]
+    arguments = ["reward=[]", "reward.mine._target_=rescore_rewards.by_sample", "to=scores.jsonl"]
     assert main(["rescore", str(run), *arguments]) == 0
     # Old 0 1 0 1 | 1 0 1 1, new 0 1 0 1 | 0 1 0 1: means 0.5 and 0.5, 0.75 and 0.5, together 0.625
     # and 0.5. Over all eight: the sum of products is 3, so the covariance is
@@ -85,7 +85,7 @@ def test_the_runs_own_reward_with_another_weight(run, capsys):
         (["step=9", "reward=[exact_match]"], "step=9: no rollouts of that step; there are 1 to 2"),
         (["reward=[exact_mach]"], "did you mean 'exact_match'?"),
         (["reward=[]", "optimizer.lr=1"], "optimizer.lr=1: cannot be combined with rescore"),
-        (["reward=[]", "reward.mine._target_=my_rewards.fails"], "RuntimeError: broken"),
+        (["reward=[]", "reward.mine._target_=rescore_rewards.fails"], "RuntimeError: broken"),
     ],
 )
 def test_what_cannot_be_rescored_is_told(run, mine, capsys, arguments, told):
@@ -97,7 +97,7 @@ def test_a_reward_of_a_row_that_is_gone_is_refused(run, mine, tmp_path, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "copy", symlinks=True))
     for file in (copy / "rollouts").glob("*.jsonl"):
         file.write_text(file.read_text().replace('"task_id": "shop/', '"task_id": "gone/'))
-    reward = ["reward=[]", "reward.mine._target_=my_rewards.by_sample"]
+    reward = ["reward=[]", "reward.mine._target_=rescore_rewards.by_sample"]
     assert main(["rescore", str(copy), *reward]) == 2
     assert "reward.mine reads the column answer, and task gone/" in capsys.readouterr().err
     # One that reads no column needs no row.

@@ -255,7 +255,7 @@ def test_what_left_the_process_group_ends_with_its_worker(then, marker):
         for way in WAYS_OUT:
             await ask(toolbox, way=way, then=then)
             if then == "return":  # a server that one call starts serves the next
-                assert any("sleep" in line for line in commands(marked(marker)))
+                wait_for(lambda: any("sleep" in c for c in commands(marked(marker))))
             else:
                 wait_for(lambda: marked(marker) == [])
         await toolbox.aclose()
