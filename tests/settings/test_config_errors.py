@@ -450,6 +450,15 @@ MAZE = "+environment.maze._target_=worlds.Maze"
             "tools.python.isolation=process: its code runs in processes of the rollout's own",
         ),
         (
+            ["algorithm=gigpo"],
+            "algorithm.credit=gigpo: compares turns that began in equal states of an environment, "
+            "and the run has none; add one with a state()",
+        ),
+        (
+            ["algorithm=gigpo", MAZE],
+            "environment.maze._target_=worlds.Maze: has no state(), and algorithm.credit=gigpo",
+        ),
+        (
             ["+environment.life._target_=worlds.Life", "+environment.life.sise=2"],
             "environment.life.sise=2: worlds.Life has no such argument; known are: slow_s, board",
         ),
