@@ -70,9 +70,11 @@ def test_such_a_run_goes_on_to_the_bit(whole: Path, tmp_path: Path, capsys) -> N
     assert "\nhelper" in capsys.readouterr().out  # the report at its end
 
 
-def test_replay_and_view_know_sub_agents(whole: Path, tmp_path: Path, capsys) -> None:
+def test_replay_rescore_and_view_know_sub_agents(whole: Path, tmp_path: Path, capsys) -> None:
     assert main(["replay", str(whole)]) == 0
     assert "8 of 8 rollouts of step 2 replay to identical ids" in capsys.readouterr().out
+    rescored = ["rescore", str(whole), "reward=[exact_match]", "step=2"]
+    assert main(rescored) == 0
     page = tmp_path / "page.html"
     assert main(["view", str(whole), "step=2", f"to={page}"]) == 0
     assert '"helper"' in page.read_text()
