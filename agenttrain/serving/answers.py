@@ -15,7 +15,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.engines.base import Engine, EngineError, Streaming
 from agenttrain.engines.config import Sampling
 from agenttrain.serving.conversations import Conversations, Prompt
-from agenttrain.serving.protocol import (
+from agenttrain.chat.wire.openai import (
     ChatRequest,
     RequestError,
     answer_message,
