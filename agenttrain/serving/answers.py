@@ -12,9 +12,6 @@ from typing import Any
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
-from agenttrain.engines.base import Engine, EngineError, Streaming
-from agenttrain.engines.config import Sampling
-from agenttrain.serving.conversations import Conversations, Prompt
 from agenttrain.chat.wire.openai import (
     ChatRequest,
     RequestError,
@@ -23,6 +20,9 @@ from agenttrain.chat.wire.openai import (
     read_messages,
     well_formed,
 )
+from agenttrain.engines.base import Engine, EngineError, Streaming
+from agenttrain.engines.config import Sampling
+from agenttrain.serving.conversations import Conversations, Prompt
 from agenttrain.types import AssistantTurn, Completion, Finish, Message
 
 KEPT_ALIVE_S = 10.0
