@@ -83,6 +83,10 @@ class StopReason(StrEnum):
     """A sub-agent delegated deeper than allowed."""
     max_delegated_tokens = "max_delegated_tokens"
     """The sub-agents reached their token limit."""
+    max_requests = "max_requests"
+    """An outside agent sent more requests than allowed."""
+    agent_failed = "agent_failed"
+    """An outside agent crashed or ran out of time, and `agent.on_failure=zero` scores that 0."""
     error = "error"
     """The rollout failed; `Rollout.error` has the reason."""
 
@@ -382,6 +386,9 @@ class Trajectory:
     """(index, position): the first tokens of that trajectory are its context; None: it has none."""
     delegation: Delegation | None = None
     """Request for the sub-agent whose trajectory this is; None: the task's own agent."""
+    schemas: tuple[Mapping[str, Any], ...] | None = None
+    """Schemas of the tools that an outside agent sent with its prompt; None: the task's, or those
+    of the delegation."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
@@ -453,6 +460,13 @@ class Trajectory:
     def name(self) -> str:
         """Name of the trajectory in errors: ``rollout train-3-0-1 trajectory 0``."""
         return f"rollout {self.rollout_id} trajectory {self.index}"
+
+    def turn_name(self, turn: int) -> str:
+        """Return the name of a turn in the ids of its calls, unlike those of other trajectories.
+
+        Example: ``call_3_0`` in the first trajectory, ``call_2.3_0`` in that of index 2.
+        """
+        return f"{self.index}.{turn}" if self.index else str(turn)
 
     @property
     def added_messages(self) -> list[Message]:
@@ -550,6 +564,9 @@ class Rollout:
     """Weighted sum of `rewards`; None: no reward function applies, or one could not score."""
     seconds: float = 0.0
     """Wall time of the rollout."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Metric -> number of such events in the rollout, e.g. ``agent/restarts/system``; empty without
+    an outside agent."""
 
     def __post_init__(self) -> None:
         if not self.trajectories:

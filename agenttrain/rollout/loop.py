@@ -32,7 +32,6 @@ from agenttrain.rollout.compaction import (
 from agenttrain.rollout.config import OnMalformedCall, OnParallelCalls, OnToolFailure
 from agenttrain.rollout.delegation import Agent, CallOrder, SubAgentRequest, SubAgents
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
-from agenttrain.rollout.ledger import turn_name
 from agenttrain.rollout.monitoring import Throttle
 from agenttrain.rollout.replies import Suffix, fit_replies
 from agenttrain.rollout.request import RolloutContext, RolloutRequest, append_prompt
@@ -213,7 +212,7 @@ class _Loop:
             trajectory.states.append(prefix + state)
 
         ids, index = completion.token_ids, trajectory.turns - 1
-        name, after = turn_name(trajectory, index), trajectory.messages[-1]["role"]
+        name, after = trajectory.turn_name(index), trajectory.messages[-1]["role"]
         turn = self.chat.parse(ids, self.tools.schemas, turn=name, after=after)
         message = turn.message()
         if self.parsed_turns is not None:

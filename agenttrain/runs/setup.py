@@ -8,10 +8,14 @@ its engine are built afterwards, in `loading.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from agenttrain.agents.attempt import Attempt
+from agenttrain.agents.runner import Agents, make_agent
 from agenttrain.chat.certificate import Certificate, certify
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
@@ -21,13 +25,14 @@ from agenttrain.chat.parsers.export import response_template
 from agenttrain.data.build import Splits, build_tasks, check_reward_columns
 from agenttrain.data.config import OnBadRow
 from agenttrain.data.tasks import TaskSource, check_columns
-from agenttrain.engines.base import Engine
+from agenttrain.engines.base import Engine, Lockstep
 from agenttrain.environments.environments import Environments, build_kinds
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.compaction import check_compaction
-from agenttrain.rollout.config import tasks_of_round
+from agenttrain.rollout.config import RolloutConfig, tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.rollout.row_tools import (
     RowTools,
     check_collisions,
@@ -40,7 +45,7 @@ from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_section
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import AssistantTurn, Finish, Message, Task
+from agenttrain.types import AssistantTurn, Finish, Message, Rollout, Task
 from agenttrain.utils.model_path import base_folder, model_folder
 from agenttrain.utils.names import did_you_mean
 
@@ -69,6 +74,7 @@ class Components:
         self.config = config
         self.verb = verb
         self._tools = tools
+        self._agents: Agents | None = None
 
     def with_config(self, config: RunConfig) -> Components:
         """Return components of another configuration that share these tools, chat and certificate.
@@ -141,7 +147,7 @@ class Components:
         With an environment a row needs no prompt of its own, unless it is a demonstration.
         """
         config = self.config
-        needs_prompt = self.verb == "sft" or not config.environment
+        needs_prompt = self.verb == "sft" or not (config.environment or config.agent.outside)
         return build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
 
     @property
@@ -199,9 +205,18 @@ class Components:
             environments=self.environments,
         )
 
-    def collector(self, engine: Engine) -> Collector:
-        """Return a collector of rollouts that samples from `engine`."""
+    def collector(self, engine: Engine, folder: Path | None = None) -> Collector:
+        """Return a collector of rollouts that samples from `engine`.
+
+        The output of outside agents goes to `folder`/agents; None: to a temporary folder.
+        """
+        attempt = None
+        if self.config.agent.outside:
+            if folder is None:
+                folder = Path(tempfile.mkdtemp(prefix="agenttrain-"))
+            attempt = self._outside(engine, folder / "agents")
         return Collector(
+            attempt=attempt,
             engine=engine,
             chat=self.chat,
             toolbox=self.toolbox,
@@ -209,6 +224,28 @@ class Components:
             limits=self.config.rollout,
             environments=self.environments,
         )
+
+    def _outside(
+        self, engine: Engine, folder: Path
+    ) -> Callable[[RolloutRequest, RolloutContext], Awaitable[Rollout]]:
+        """Return the function that lets outside agents make the rollouts."""
+        limits: RolloutConfig = self.config.rollout
+        lockstep = limits.deterministic is not False and isinstance(engine, Lockstep)
+        agents = Agents(self.config.agent, self.chat, folder, lockstep=lockstep)
+        self._agents = agents
+
+        async def attempt(request: RolloutRequest, context: RolloutContext) -> Rollout:
+            record = None if context.parsed_turns is None else context.parsed_turns.record
+            wanted = Attempt(
+                task=request.task,
+                sampling=request.sampling,
+                rollout_id=request.rollout_id,
+                group_id=request.group_id,
+                sample=request.sample,
+            )
+            return await agents.attempt(wanted, context.engine, context.limits, record)
+
+        return attempt
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
         """Return the schemas of the tools that the model has in this task."""
@@ -232,9 +269,13 @@ class Components:
     async def aclose(self) -> None:
         """Close the tools and the environments."""
         try:
-            await self.environments.aclose()
+            if self._agents is not None:
+                await self._agents.aclose()
         finally:
-            await self.toolbox.aclose()
+            try:
+                await self.environments.aclose()
+            finally:
+                await self.toolbox.aclose()
 
     def _prompt_length(self, task: Task, key: str) -> int:
         """Return the tokens of a prompt, after rendering each later user turn behind an answer."""
@@ -307,6 +348,8 @@ def complete(components: Components) -> None:
                 f"tools are: {', '.join(declared) or 'none'}"
             )
     check_compaction(config.rollout, components.chat, context_of(config))
+    if config.agent.outside:
+        make_agent(config.agent)
     rubric = components.rubric
     _check_room(components, training=verb == "train")
     for key, source in tasks.by_key.items():
@@ -431,8 +474,9 @@ def _check_room(components: Components, *, training: bool) -> None:
     """
     config, tasks, lengths = components.config, components.tasks, components.prompt_lengths
     context = context_of(config)
-    if context is None or any(kind.has_reset for kind in components.environments.kinds.values()):
-        return  # a reset may replace the row's prompt
+    resets = any(kind.has_reset for kind in components.environments.kinds.values())
+    if context is None or resets or config.agent.outside:
+        return  # a reset, or the agent, may replace the row's prompt
     step = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
     counts = {
         "data.train": step if training else 0,

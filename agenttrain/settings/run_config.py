@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, PlainValidator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.agents.config import AgentConfig
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.objectives.config import DEFAULT, all_objectives
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
@@ -89,6 +90,7 @@ class RunConfig:
     environment: dict[str, Any] = field(default_factory=dict)
     """Name -> `_target_` (a class), settings (EnvironmentSettings) and bound arguments; the column
     `environment` picks one per row."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: dict[str, Any] = field(default_factory=dict)

@@ -75,6 +75,16 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("data/uneven_prompts", "Groups whose rollouts began with different prompts."),
         ("data/bad_rows", "Rows left out by `data.on_bad_row=skip` (`agenttrain sft`)."),
     ),
+    "Outside agents": (
+        ("agent/requests", "Requests that agents sent."),
+        ("agent/merged_share", "Share of turns after the first that continue a trajectory."),
+        ("agent/ambiguous", "Requests that matched several turns; the newest was taken."),
+        ("agent/overridden", "Requests whose sampling parameters were replaced."),
+        ("agent/restarts/system", "Trajectories begun because a system message changed."),
+        ("agent/restarts/tools", "Trajectories begun because tools or tool texts changed."),
+        ("agent/restarts/edited", "Trajectories begun because other messages changed."),
+        ("agent/restarts/dropped", "Trajectories begun because messages are missing."),
+    ),
     "Resampling": (
         ("data/tasks", "Tasks drawn from the data in this step."),
         ("resample/rounds", "Extra rounds of dynamic sampling."),
