@@ -297,12 +297,13 @@ def recorded_tools(
         return tools, Environments()
     before = prompt_messages(record["trajectories"][0])
     asked = [message["content"] for message in added_messages(record) if message["role"] == "user"]
-    ended = record["stop_reason"] == StopReason.environment_done
+    ended = record["stop_reason"] in (StopReason.environment_done, StopReason.environment_truncated)
     replies = RecordedReplies(
         messages=tuple(before[len(task.messages) :]),
         user=asked[len(task.user_turns) :],
         reward=record.get("environment_reward"),
         done=lambda: ended and in_last_turn(),
+        truncated=record["stop_reason"] == StopReason.environment_truncated,
     )
     return tools, RecordedEnvironments(RecordedKind(kind, replies))
 
@@ -373,6 +374,8 @@ class RecordedReplies:
     reward: float | None
     done: Callable[[], bool]
     """Returns True once the episode is over."""
+    truncated: bool
+    """True if a limit of the environment's own ended the episode."""
 
 
 class RecordedKind(EnvironmentKind):
@@ -394,6 +397,7 @@ class RecordedEpisode(Episode):
         super().__init__(kind, Instance(kind.name, kind.settings.timeout_s), rollout_id)
         self.messages = replies.messages
         self._replies = replies
+        self.truncated = replies.truncated
         self._user: Iterator[str] = iter(replies.user)
 
     @property

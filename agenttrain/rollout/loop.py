@@ -422,10 +422,10 @@ class _Loop:
                 self._reward_turn(reply.value, f"environment {self.episode.kind.name}: its user")
                 reply = reply.content
             text = reply
-        episode_done = self.episode is not None and self.episode.done
+        over = None if self.episode is None else self.episode.stop_reason
         if text is None:
-            return StopReason.environment_done if episode_done else StopReason.completed
-        if not episode_done and self._turns >= self.limits.max_turns:
+            return over or StopReason.completed
+        if over is None and self._turns >= self.limits.max_turns:
             return StopReason.max_turns
         question: Message = {"role": "user", "content": text}
         suffix = self.chat.suffix(
@@ -433,15 +433,15 @@ class _Loop:
             [question],
             completion_ids=completion.token_ids,
             finish=completion.finish,
-            generation_prompt=not episode_done,
+            generation_prompt=over is None,
         )
         # A tool's text may be clipped to fit, a question may not: it would be another question.
-        if sum(len(ids) for _, ids in suffix) + int(not episode_done) <= self._room():
+        if sum(len(ids) for _, ids in suffix) + int(over is None) <= self._room():
             self._append(turn, completion, [question], suffix)
             self._user_turns += 1
-        elif not episode_done:
+        elif over is None:
             return self._reason_without_room()
-        return StopReason.environment_done if episode_done else None
+        return over
 
     def _reason_not_to_run(
         self, turn: AssistantTurn, calls: list[ToolCall], completion: Completion
@@ -571,8 +571,9 @@ class _Loop:
 
     def _reason_after_calls(self, results: list[ToolResult]) -> StopReason | None:
         """Return the reason to stop after a turn's calls were answered."""
-        episode_done = self.episode is not None and self.episode.done
-        if episode_done or any(result.done for result in results):
+        if self.episode is not None and self.episode.done:
+            return self.episode.stop_reason
+        if any(result.done for result in results):
             return StopReason.environment_done
         max_calls = self.limits.max_tool_calls
         limited = any(result.error is ToolError.limit for result in results)

@@ -39,7 +39,13 @@ from agenttrain.tools.config import (
 from agenttrain.tools.sandbox.config import INTERPRETER
 from agenttrain.tracking.config import OwnTrackerSettings, missing_libraries
 from agenttrain.types import ConfigError
-from agenttrain.utils.locate import about_argument, call_parameters, locate, parameter_names
+from agenttrain.utils.locate import (
+    about_argument,
+    call_parameters,
+    class_method,
+    locate,
+    parameter_names,
+)
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import beside, field_names, shown
 
@@ -197,6 +203,14 @@ def _environment(
             f"{key}._target_={section['_target_']}: is a function; each rollout gets an instance "
             "of its own, so name a class"
         )
+    elif (check := class_method(target, "check")) is not None:
+        _, bound = beside(EnvironmentSettings, section, key)
+        try:
+            check(**bound)
+        except TypeError as error:
+            yield f"{key}: {error}"
+        except ValueError as error:
+            yield about_argument(error, key, bound)
 
 
 def _errors_to_retry(key: str, limits: ToolLimits) -> Iterator[str]:
@@ -300,7 +314,8 @@ def tool_names(config: RunConfig) -> ToolNames:
     for name, section in config.environment.items():
         target = locate(section["_target_"], key=f"environment.{name}._target_")
         names = _methods(target, HOOKS) if isclass(target) else ()
-        parts.append(ToolNames(names=names, complete=True))
+        described = isclass(target) and class_method(target, "tools") is not None
+        parts.append(ToolNames(names=names, complete=not described))
     every = dict.fromkeys(name for part in parts for name in part.names)
     return ToolNames(names=tuple(every), complete=all(part.complete for part in parts))
 
