@@ -34,7 +34,7 @@ from agenttrain.rollout.delegation import Agent, CallOrder, SubAgentRequest, Sub
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
 from agenttrain.rollout.ledger import turn_name
 from agenttrain.rollout.monitoring import Throttle
-from agenttrain.rollout.replies import Suffix, fit_replies
+from agenttrain.rollout.replies import Suffix, fit_replies, reply_message
 from agenttrain.rollout.request import RolloutContext, RolloutRequest, append_prompt
 from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.types import (
@@ -368,7 +368,7 @@ class _Loop:
         replies, suffix = fit_replies(
             self.chat,
             turn,
-            [_reply(result) for result in results],
+            [reply_message(result) for result in results],
             completion=completion,
             room=self._room() - int(reason is None),
             max_result_tokens=[
@@ -485,7 +485,7 @@ class _Loop:
             return StopReason.repeated_call
         wrapper = self.chat.wrapper_length(
             turn,
-            [_reply(ToolResult(call=call, content="")) for call in calls],
+            [reply_message(ToolResult(call=call, content="")) for call in calls],
             completion_ids=completion.token_ids,
             finish=completion.finish,
             generation_prompt=True,
@@ -614,12 +614,3 @@ def _reason_cut(completion: Completion) -> StopReason | None:
     if completion.finish is Finish.length:
         return StopReason.max_tokens
     return StopReason.aborted if completion.finish is Finish.abort else None
-
-
-def _reply(result: ToolResult) -> Message:
-    return {
-        "role": "tool",
-        "tool_call_id": result.call.id,
-        "name": result.call.name,
-        "content": result.content,
-    }
