@@ -61,6 +61,8 @@ class StopReason(StrEnum):
     """The model called a stop tool."""
     environment_done = "environment_done"
     """The environment declared the episode over."""
+    environment_truncated = "environment_truncated"
+    """A limit of the environment's own cut the episode off."""
     max_turns = "max_turns"
     """The turn limit was reached with calls pending."""
     max_tokens = "max_tokens"
@@ -609,8 +611,5 @@ class Rollout:
     @property
     def truncated(self) -> bool:
         """True if a token limit ended the rollout, judged by its stop reason."""
-        return self.stop_reason in (
-            StopReason.max_tokens,
-            StopReason.context_full,
-            StopReason.max_delegated_tokens,
-        )
+        limits = (StopReason.max_tokens, StopReason.context_full, StopReason.max_delegated_tokens)
+        return self.stop_reason in limits
