@@ -61,6 +61,8 @@ class StopReason(StrEnum):
     """The model called a stop tool."""
     environment_done = "environment_done"
     """The environment declared the episode over."""
+    environment_truncated = "environment_truncated"
+    """A limit of the environment's own cut the episode off."""
     max_turns = "max_turns"
     """The turn limit was reached with calls pending."""
     max_tokens = "max_tokens"

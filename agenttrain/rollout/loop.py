@@ -155,6 +155,10 @@ class _Loop:
         """Sampled and tool tokens of the trajectories that came before."""
         self._user_turns = 0
         """User's messages since the prompt."""
+        self._spoken: list[Message] = []
+        """What a simulated user has said and heard since the prompt."""
+        self._simulated_turns = 0
+        """Messages of the simulated user."""
         self._calls_made: list[ToolCall] = []
         self._compaction = make_compaction(context.limits)
         self._past: list[PastTurn] = []
@@ -402,12 +406,14 @@ class _Loop:
     ) -> StopReason | None:
         """Append the user's next message after an answer; `completed` if there is none.
 
-        The task's scripted user turns come first, then those of the environment. A context with
-        a `user` of its own has those alone, and a sub-agent has none.
+        The task's scripted user turns come first, then those of the environment, then those of the
+        simulated user. A context with a `user` of its own has those alone, and a sub-agent has
+        none.
         """
         if self.agent.depth:
             return StopReason.completed
         scripted = self.rollout.task.user_turns
+        self._spoken.append({"role": "assistant", "content": turn.content})
         text: str | None = None
         if self.user is not None:
             if self._turns >= self.limits.max_turns:
@@ -421,10 +427,12 @@ class _Loop:
                 self._reward_turn(reply.value, f"environment {self.episode.kind.name}: its user")
                 reply = reply.content
             text = reply
-        episode_done = self.episode is not None and self.episode.done
+        over = None if self.episode is None else self.episode.stop_reason
+        if text is None and over is None and self.user is None:
+            text = await self._simulated_reply()
         if text is None:
-            return StopReason.environment_done if episode_done else StopReason.completed
-        if not episode_done and self._turns >= self.limits.max_turns:
+            return over or StopReason.completed
+        if over is None and self._turns >= self.limits.max_turns:
             return StopReason.max_turns
         question: Message = {"role": "user", "content": text}
         suffix = self.chat.suffix(
@@ -432,15 +440,31 @@ class _Loop:
             [question],
             completion_ids=completion.token_ids,
             finish=completion.finish,
-            generation_prompt=not episode_done,
+            generation_prompt=over is None,
         )
         # A tool's text may be clipped to fit, a question may not: it would be another question.
-        if sum(len(ids) for _, ids in suffix) + int(not episode_done) <= self._room():
+        if sum(len(ids) for _, ids in suffix) + int(over is None) <= self._room():
             self._append(turn, completion, [question], suffix)
+            self._spoken.append(question)
             self._user_turns += 1
-        elif not episode_done:
+        elif over is None:
             return self._reason_without_room()
-        return StopReason.environment_done if episode_done else None
+        return over
+
+    async def _simulated_reply(self) -> str | None:
+        """Return the simulated user's reply to the last answer; None if it says nothing."""
+        simulated = self.context.simulated_user
+        if simulated is None:
+            return None
+        said = [m for m in self.rollout.task.messages if m["role"] in ("user", "assistant")]
+        text = await simulated.reply(
+            self.rollout.task,
+            [*said, *self._spoken],
+            replies=self._simulated_turns,
+            seed=derive_seed(self.request.sampling.seed, "user", self._user_turns),
+        )
+        self._simulated_turns += 1
+        return text
 
     def _reason_not_to_run(
         self, turn: AssistantTurn, calls: list[ToolCall], completion: Completion
@@ -570,8 +594,9 @@ class _Loop:
 
     def _reason_after_calls(self, results: list[ToolResult]) -> StopReason | None:
         """Return the reason to stop after a turn's calls were answered."""
-        episode_done = self.episode is not None and self.episode.done
-        if episode_done or any(result.done for result in results):
+        if self.episode is not None and self.episode.done:
+            return self.episode.stop_reason
+        if any(result.done for result in results):
             return StopReason.environment_done
         max_calls = self.limits.max_tool_calls
         limited = any(result.error is ToolError.limit for result in results)

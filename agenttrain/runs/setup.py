@@ -22,11 +22,12 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import system_problem
 from agenttrain.chat.loading import load_chat
 from agenttrain.chat.parsers.export import response_template
-from agenttrain.data.build import Splits, build_tasks, check_reward_columns
+from agenttrain.data.build import Splits, build_tasks, check_needed_columns
 from agenttrain.data.config import OnBadRow
 from agenttrain.data.tasks import TaskSource, check_columns
 from agenttrain.engines.base import Engine, Lockstep
 from agenttrain.environments.environments import Environments, build_kinds
+from agenttrain.environments.user import SimulatedUser, build_user
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.compaction import check_compaction
@@ -195,6 +196,21 @@ class Components:
             lengths[key] = [self._prompt_length(task, key) for task in first if task.messages]
         return lengths
 
+    @cached_property
+    def user(self) -> SimulatedUser | None:
+        """The run's simulated user; None if it has none."""
+        return build_user(self.config.user)
+
+    @property
+    def needed_columns(self) -> dict[str, Sequence[str]]:
+        """Columns that the rows must have, by the key of the component that reads them."""
+        needed: dict[str, Sequence[str]] = {
+            f"reward.{name}": columns for name, columns in self.rubric.columns.items()
+        }
+        if self.user is not None:
+            needed["user.prompt"] = self.user.columns
+        return needed
+
     @property
     def demonstrator(self) -> Demonstrator:
         """The component that makes rollouts out of rows with answers."""
@@ -223,6 +239,7 @@ class Components:
             rubric=self.rubric,
             limits=self.config.rollout,
             environments=self.environments,
+            simulated_user=self.user,
         )
 
     def _outside(
@@ -350,10 +367,9 @@ def complete(components: Components) -> None:
     check_compaction(config.rollout, components.chat, context_of(config))
     if config.agent.outside:
         make_agent(config.agent)
-    rubric = components.rubric
-    _check_room(components, training=verb == "train")
     for key, source in tasks.by_key.items():
-        check_reward_columns(source, rubric.columns, key)
+        check_needed_columns(source, components.needed_columns, key)
+    _check_room(components, training=verb == "train")
     if verb == "train" and config.algorithm.has_teacher:
         from agenttrain.runs.teacher import check_teacher
 

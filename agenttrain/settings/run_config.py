@@ -91,6 +91,8 @@ class RunConfig:
     """Name -> `_target_` (a class), settings (EnvironmentSettings) and bound arguments; the column
     `environment` picks one per row."""
     agent: AgentConfig = field(default_factory=AgentConfig)
+    user: dict[str, Any] = field(default_factory=dict)
+    """`_target_` of a simulated user, settings (UserSettings) and bound arguments."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: dict[str, Any] = field(default_factory=dict)
