@@ -151,7 +151,7 @@ class Reply(Response):
                 text = f"{event}data: {_json(self.api.error(error))}\n\n"
             await _send(send, text or "", more=False)
         elif error is not None:
-            await JSONResponse(self.api.error(error), error.status)({}, _never, send)
+            await JSONResponse(self.api.error(error), error.status)({"type": "http"}, _never, send)
         else:
             await _start(send, 200, "application/json")
             await _send(send, _json(self.api.body(answer)), more=False)
