@@ -170,6 +170,7 @@ class Components:
             self.environments,
             self.tasks.by_key,
             structured_calls=self.config.rollout.structured_calls,
+            executed=self.verb != "sft",
         )
 
     @cached_property
@@ -268,7 +269,8 @@ class Components:
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
         """Return the schemas of the tools that the model has in this task."""
-        return RowTools(task, self.toolbox, self.environments).schemas
+        executed = self.verb != "sft"
+        return RowTools(task, self.toolbox, self.environments, executed=executed).schemas
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Return the ids with which a rollout of the task starts."""
@@ -447,17 +449,18 @@ def check_rows(
     sources: Mapping[str, TaskSource],
     *,
     structured_calls: bool = False,
+    executed: bool = True,
 ) -> set[str]:
     """Check the rows of each source, and the template with their tools; return these tools' names.
 
-    Raises RowError with the name of the row, CertificateError as `Certificate.raise_if_refused`,
-    and ChatError as `check_grammars`.
+    `executed` is that of `RowTools`. Raises RowError with the name of the row, CertificateError as
+    `Certificate.raise_if_refused`, and ChatError as `check_grammars`.
     """
     names: set[str] = set()
     if structured_calls:
         check_grammars(chat, tool_sets(toolbox, environments))
     for key, source in sources.items():
-        sets = list(row_tool_sets(key, source, toolbox, environments))
+        sets = list(row_tool_sets(key, source, toolbox, environments, executed=executed))
         names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
         if sets:
             _certificate(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()

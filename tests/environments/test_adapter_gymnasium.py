@@ -22,9 +22,9 @@ from agenttrain.environments.adapters.gymnasium import (
     action_from,
     action_in,
     parameters_of,
-    readable,
     uncoloured,
 )
+from agenttrain.environments.adapters.observations import readable
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.tools.arguments import ArgumentSchema

@@ -3,7 +3,7 @@
     environment=gymnasium environment.gymnasium.id=FrozenLake-v1
 
 The model reads observations as text, and writes actions as JSON values: `parameters_of` describes a
-space of actions, `action_from` turns a value into an action, `readable` an observation into text.
+space of actions, `action_from` turns a value into an action.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from agenttrain.environments.adapters.observations import readable
 from agenttrain.types import Message, Rollout, ToolFailure, ToolUnavailable, TurnReward
 from agenttrain.utils.text_templates import TextTemplate
 
@@ -22,8 +23,6 @@ LARGEST_ACTION = 64
 """Numbers that a model may have to write for one action."""
 LARGEST_OBSERVATION = 1024
 """Numbers of an observation that are shown."""
-DIGITS = 4
-"""Digits of a number of an observation."""
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 ACTION_BY, REWARDS = ("tool", "text"), ("episode", "turns")
@@ -318,35 +317,6 @@ def action_in(text: str, space: Any, names: Sequence[str] | None = None) -> Any:
             pass
     allowed = ", ".join(options) if options else space
     raise ToolFailure(f"There is no action in your answer. Answer with one of: {allowed}.")
-
-
-def readable(observation: Any) -> str:
-    """Return an observation as text: a Dict's parts one a line, numbers with four digits.
-
-    Example: ``{"position": array([0.12345]), "door": 1}`` -> ``"position: [0.1235]\\ndoor: 1"``.
-    """
-    value = _plain(observation)
-    if isinstance(value, dict):
-        return "\n".join(f"{name}: {_text(part)}" for name, part in value.items())
-    return _text(value)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    return value if isinstance(value, str | int | bool | None) else repr(value)
 
 
 def uncoloured(drawing: Any) -> str:
