@@ -177,11 +177,13 @@ class Components:
     def rubric(self) -> Rubric:
         """The run's rewards, those of its environments among them.
 
-        Raises ValueError for a reward on a tool that neither the run nor a row has.
+        Raises ValueError for a reward on a tool that neither the run nor a row has; the tools of an
+        outside agent are its own and cannot be checked.
         """
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
         rubric = rubric_of(self.config, self.environments.rewards)
-        rubric.check_tools(names)
+        if not self.config.agent.outside:
+            rubric.check_tools(names)
         return rubric
 
     @cached_property
