@@ -82,6 +82,7 @@ class RunFacts:
     """distributed.name."""
     several: bool
     """The run has more than one process."""
+    servers: ServersConfig
 
 
 def _no_problems(*_: Any) -> Iterable[str]:

@@ -66,6 +66,7 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         lora_rank=config.model.lora.rank,
         distributed=str(config.distributed.name),
         several=several_processes(config.distributed) if several is None else several,
+        servers=config.servers,
     )
     yield from spec.check(engine, facts)
 

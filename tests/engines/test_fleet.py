@@ -28,17 +28,17 @@ from fleet_kit import (
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.fleet import FleetLost
-from agenttrain.engines.vllm_server.health import State
+from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.stub import FAULTS, TOKEN_S
 from agenttrain.types import Finish
 
 
-def states(engine) -> list[State]:
+def states(engine) -> list[MemberState]:
     return [member.state for member in engine.fleet.members]
 
 
 def both_live(engine) -> bool:
-    return states(engine) == [State.live] * 2
+    return states(engine) == [MemberState.live] * 2
 
 
 def test_requests_weights_and_the_end(tmp_path: Path) -> None:
@@ -73,6 +73,7 @@ def test_requests_weights_and_the_end(tmp_path: Path) -> None:
             more = [len(await call(tmp_path, n, "GET", "/stub/log")) for n in (0, 1)]
             assert sorted(new - len(old) for new, old in zip(more, served, strict=True)) == [0, 6]
 
+            await no_route_answers_without_the_token(tmp_path)
             with pytest.raises(EngineError, match="400 id out of vocabulary"):
                 await engine.generate([9999], Sampling(max_tokens=1), session="a")
             with pytest.raises(EngineError, match=r"max_context=256"):
@@ -84,6 +85,21 @@ def test_requests_weights_and_the_end(tmp_path: Path) -> None:
         assert sorted(os.listdir(tmp_path / "run/servers")) == ["0.log", "1.log"]
 
     asyncio.run(main())
+
+
+async def no_route_answers_without_the_token(folder: Path) -> None:
+    server = record(folder, 0)
+    wrong = {"Authorization": f"Bearer {server.token}x"}
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+        for method, path in (
+            *(("GET", "/weight_info"), ("GET", "/version"), ("GET", "/stub/log")),
+            *(("POST", "/pause"), ("POST", "/inference/v1/generate")),
+            *(("OPTIONS", "/pause"), ("GET", "/health/"), ("GET", "//health")),
+        ):
+            for headers in ({}, wrong, {"Authorization": "Bearer"}):
+                answer = await http.request(method, path, headers=headers)
+                assert answer.status_code == 401, (method, path)
+        assert (await http.get("/health")).status_code == 200
 
 
 def test_requests_of_a_killed_server_are_sent_to_another(
@@ -137,6 +153,7 @@ def test_servers_that_answer_badly(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_request_that_every_server_fails_at_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +196,7 @@ def test_a_server_that_does_not_load_what_it_was_sent(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_weights_that_a_server_cannot_read(tmp_path: Path) -> None:
     """A bit of the file flips on its way: no server loads it."""
 
@@ -221,13 +239,14 @@ def test_no_server_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_killed_wrapper_takes_its_server_along(tmp_path: Path) -> None:
     async def main() -> None:
         async with running(tmp_path) as engine:
             pid, wrapper = record(tmp_path, 0).pid, record(tmp_path, 0).wrapper
             os.kill(wrapper, signal.SIGKILL)
             assert gone([pid])
-            await until(lambda: states(engine)[0] is State.gone)
+            await until(lambda: states(engine)[0] is MemberState.gone)
             assert engine.fleet.members[0].reason == "its wrapper was killed"
             await asyncio.gather(*(sample(engine, n) for n in range(10)))
 
@@ -277,22 +296,3 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
     run.stdout.close()
     assert gone(pids)
     assert not weights.exists()
-
-
-def test_no_route_answers_without_the_token(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(tmp_path, count=1):
-            server = record(tmp_path, 0)
-            async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
-                for method, path in (
-                    *(("GET", "/weight_info"), ("GET", "/version"), ("GET", "/stub/log")),
-                    *(("POST", "/pause"), ("POST", "/inference/v1/generate")),
-                    *(("OPTIONS", "/pause"), ("GET", "/health/"), ("GET", "//health")),
-                ):
-                    wrong = {"Authorization": f"Bearer {server.token}x"}
-                    for headers in ({}, wrong, {"Authorization": "Bearer"}):
-                        answer = await http.request(method, path, headers=headers)
-                        assert answer.status_code == 401, (method, path)
-                assert (await http.get("/health")).status_code == 200
-
-    asyncio.run(main())

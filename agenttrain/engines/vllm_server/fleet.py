@@ -14,7 +14,7 @@ from pathlib import Path
 from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
-from agenttrain.engines.vllm_server.health import ANSWERING, Member, State, watch
+from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
 from agenttrain.engines.vllm_server.records import ServerRecord, last_lines, log_path
 from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.weight_files import WeightFiles
@@ -83,7 +83,7 @@ class Fleet:
         """Return the server for a request; wait until there is one."""
         while True:
             # Before the first verification nothing is trained on: the probe's text is sampled.
-            state = State.live if self._verified else State.loaded
+            state = MemberState.live if self._verified else MemberState.loaded
             able = self._files is not None and (self._probe is not None or not self._verified)
             loads = {m.number: m.requests for m in self.members if m.state is state and able}
             if loads:
@@ -126,7 +126,7 @@ class Fleet:
             self._files = files
             able = [member for member in self.members if member.state in ANSWERING]
             await asyncio.gather(*map(self._bring, able))
-        while not any(member.state is State.loaded for member in self.members):
+        while not any(member.state is MemberState.loaded for member in self.members):
             await self._wait()
 
     async def verify(self, token_ids: Sequence[int], problem: Problem) -> list[float]:
@@ -137,7 +137,7 @@ class Fleet:
         """
         while True:
             async with self._syncing:
-                loaded = [member for member in self.members if member.state is State.loaded]
+                loaded = [member for member in self.members if member.state is MemberState.loaded]
                 scores = await asyncio.gather(*(self._score(one, token_ids) for one in loaded))
                 results = [
                     (member, values, problem(values))
@@ -152,18 +152,18 @@ class Fleet:
                         if wrong is not None:
                             member.kill(wrong)
                         else:
-                            member.state = State.live
+                            member.state = MemberState.live
                     self._probe, self._verified = (token_ids, problem), True
                     self.changed()
                     return good[0][1]
-            while not any(member.state is State.loaded for member in self.members):
+            while not any(member.state is MemberState.loaded for member in self.members):
                 await self._wait()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return a server's log-probability of every id after the first."""
         while True:
             for member in self.members:
-                if member.state in (State.live, State.loaded):
+                if member.state in (MemberState.live, MemberState.loaded):
                     values = await self._score(member, token_ids)
                     if values is not None:
                         return values
@@ -177,14 +177,14 @@ class Fleet:
         async with self._syncing:
             if self._files is not None:
                 await self._bring(member)
-            if self._probe is not None and member.state is State.loaded:
+            if self._probe is not None and member.state is MemberState.loaded:
                 token_ids, problem = self._probe
                 values = await self._score(member, token_ids)
                 wrong = None if values is None else problem(values)
                 if wrong is not None:
                     member.kill(wrong)
                 elif values is not None:
-                    member.state = State.live
+                    member.state = MemberState.live
 
     async def _bring(self, member: Member) -> None:
         """Send the current weights to one server; kill it if that fails."""
@@ -203,7 +203,7 @@ class Fleet:
             member.kill(f"weight update {files.version}: {error or 'took too long'}")
             return
         if member.boot == boot and member.state in ANSWERING:
-            member.initialised, member.state = True, State.loaded
+            member.initialised, member.state = True, MemberState.loaded
 
     async def _score(self, member: Member, token_ids: Sequence[int]) -> list[float] | None:
         """Return a server's log-probabilities; None: it failed, and was killed."""
@@ -224,10 +224,10 @@ class Fleet:
         ]
         for watcher in self._watchers:
             watcher.add_done_callback(lambda _: self.changed())
-        while any(member.state is State.starting for member in self.members):
+        while any(member.state is MemberState.starting for member in self.members):
             await self._wait()
-            if any(member.state is State.gone for member in self.members):
-                raise FleetLost(f"a server did not start: {self._ends(State.gone)}")
+            if any(member.state is MemberState.gone for member in self.members):
+                raise FleetLost(f"a server did not start: {self._ends(MemberState.gone)}")
 
     def changed(self) -> None:
         """Wake all that wait for a server."""
@@ -236,14 +236,14 @@ class Fleet:
 
     async def _wait(self) -> None:
         """Wait for a change of a server's state; raises FleetLost if none is left."""
-        if all(member.state is State.gone for member in self.members):
-            raise FleetLost(f"no server is left: {self._ends(State.gone)}")
+        if all(member.state is MemberState.gone for member in self.members):
+            raise FleetLost(f"no server is left: {self._ends(MemberState.gone)}")
         for watcher in self._watchers:
             if watcher.done():  # only a bug ends it
                 watcher.result()
         await self._change.wait()
 
-    def _ends(self, state: State) -> str:
+    def _ends(self, state: MemberState) -> str:
         """Describe how the servers in a state ended, with the last lines of their logs."""
         texts = []
         for member in self.members:
@@ -259,7 +259,7 @@ class Fleet:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         for member in self.members:
-            member.leave(State.gone, "the engine was closed")
+            member.leave(MemberState.gone, "the engine was closed")
             if member.client is not None:
                 await member.client.aclose()
         self.changed()

@@ -1,4 +1,4 @@
-"""`Guard`: middleware of a server that answers nobody without the token but `GET /health`.
+"""`TokenGuard`: middleware of a server that answers nobody without the token but `GET /health`.
 
 vLLM's own --api-key leaves the routes open that pause a server and replace its weights.
 """
@@ -21,7 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
-class Guard:
+class TokenGuard:
     """ASGI middleware around all routes: 401 without ``Authorization: Bearer <token>``."""
 
     def __init__(self, app: App) -> None:

@@ -28,8 +28,8 @@ GRACE_S = 0.5
 """Further seconds for an answer that came while this process's event loop was busy training."""
 
 
-class State(StrEnum):
-    """State of a server in the fleet."""
+class MemberState(StrEnum):
+    """MemberState of a server in the fleet."""
 
     starting = "starting"
     syncing = "syncing"
@@ -44,7 +44,7 @@ class State(StrEnum):
     """It has died, and is not started again."""
 
 
-ANSWERING = (State.syncing, State.loaded, State.live, State.suspect)
+ANSWERING = (MemberState.syncing, MemberState.loaded, MemberState.live, MemberState.suspect)
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Member:
     """One server of the fleet."""
 
     number: int
-    state: State = State.starting
+    state: MemberState = MemberState.starting
     boot: int = 0
     """The start that the fleet knows; answers of an earlier one are dropped."""
     pid: int = 0
@@ -70,15 +70,15 @@ class Member:
 
     def join(self, record: ServerRecord, timeout_s: float) -> None:
         """Take a server that has started."""
-        self.state, self.boot, self.pid = State.syncing, record.boot, record.pid
+        self.state, self.boot, self.pid = MemberState.syncing, record.boot, record.pid
         self.client = ServerClient(record.url, record.token, timeout_s=timeout_s)
         self.initialised, self.failures, self.lost = False, 0, asyncio.Event()
 
     def fault(self, reason: str) -> None:
         """Count a failed call; the server gets no request before it has been examined."""
-        if self.state in (State.live, State.suspect):
+        if self.state in (MemberState.live, MemberState.suspect):
             self.failures += 1
-            self.state = State.suspect
+            self.state = MemberState.suspect
             if self.failures >= FAULTS:
                 self.kill(f"{FAULTS} calls failed one after the other; the last: {reason}")
 
@@ -87,9 +87,9 @@ class Member:
         if self.state in ANSWERING:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self.leave(State.restarting, f"was killed: {reason}")
+            self.leave(MemberState.restarting, f"was killed: {reason}")
 
-    def leave(self, state: State, reason: str) -> None:
+    def leave(self, state: MemberState, reason: str) -> None:
         """Drop the server's requests: it has ended."""
         self.state, self.reason = state, reason
         self.lost.set()
@@ -114,7 +114,7 @@ async def watch(member: Member, fleet: Members, folder: Path, servers: ServersCo
         record = read_record(folder, member.number)
         if record is not None:
             await _follow(member, record, fleet)
-            if member.state in (State.live, State.suspect):
+            if member.state in (MemberState.live, MemberState.suspect):
                 await _examine(member, servers.dead_s)
         if member.state is not before:
             fleet.changed()
@@ -125,18 +125,18 @@ async def _follow(member: Member, record: ServerRecord, fleet: Members) -> None:
     """Bring the member's state up to its record."""
     wrapped = _exists(record.wrapper)
     if record.condition is Condition.gone or not wrapped:
-        if member.state is not State.gone:
-            killed = member.state is State.restarting and record.boot == member.boot
+        if member.state is not MemberState.gone:
+            killed = member.state is MemberState.restarting and record.boot == member.boot
             end = record.end or "ended"
             if killed:
                 end = f"{end} ({member.reason})"
-            member.leave(State.gone, end if wrapped else "its wrapper was killed")
+            member.leave(MemberState.gone, end if wrapped else "its wrapper was killed")
     elif record.condition is Condition.ready and record.boot > member.boot:
         await fleet.joined(member, record)
     elif member.state in ANSWERING and (
         record.boot > member.boot or record.condition is Condition.ended
     ):
-        member.leave(State.restarting, record.end)
+        member.leave(MemberState.restarting, record.end)
 
 
 async def _examine(member: Member, dead_s: float) -> None:
@@ -148,7 +148,7 @@ async def _examine(member: Member, dead_s: float) -> None:
             await asyncio.wait((question,), timeout=limit)
     finally:
         question.cancel()
-    if member.boot != boot or member.state not in (State.live, State.suspect):
+    if member.boot != boot or member.state not in (MemberState.live, MemberState.suspect):
         return
     if not question.done():
         member.kill(f"its engine did not answer for servers.dead_s={dead_s:g} s")
@@ -156,7 +156,7 @@ async def _examine(member: Member, dead_s: float) -> None:
         member.fault(f"it does not answer: {question.exception()}")
     else:
         question.result()
-        member.state = State.live
+        member.state = MemberState.live
 
 
 def _exists(pid: int) -> bool:

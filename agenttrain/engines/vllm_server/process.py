@@ -75,7 +75,7 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         "host": "127.0.0.1",
         "port": port,
         "served_model_name": NAME,
-        "middleware": "agenttrain.engines.vllm_server.guard.Guard",
+        "middleware": "agenttrain.engines.vllm_server.guard.TokenGuard",
         "weight_transfer_config": {"backend": BACKEND},
         "enable_scale_out": True,  # token ids in, token ids out
         "enable_prompt_tokens_details": True,

@@ -18,6 +18,22 @@ from agenttrain.utils.sections import plain
 
 SERVER = "agenttrain.engines.vllm_server.process"
 """The module that is a server."""
+OWNED = {
+    "dtype": "engine.dtype",
+    "enforce_eager": "engine.enforce_eager",
+    "gpu_memory_utilization": "engine.memory_share",
+    "kv_cache_memory_bytes": "engine.kv_cache_mb",
+    "max_model_len": "engine.max_context",
+    "max_num_seqs": "engine.max_rows",
+    "quantization": "engine.quantization",
+    "seed": "seed",
+    "tensor_parallel_size": "servers.tensor_parallel_size",
+    **dict.fromkeys(("host", "model", "port", "served_model_name", "middleware"), ""),
+    **dict.fromkeys(("weight_transfer_config", "enable_scale_out", "logprobs_mode"), ""),
+    **dict.fromkeys(("generation_config", "data_parallel_size", "api_server_count"), ""),
+}
+"""Flags of the server that `servers.args` must not have, mapped to their settings if there are
+any."""
 
 
 def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = SERVER) -> Engine:
@@ -81,6 +97,9 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
             f"model.lora.rank={run.lora_rank}: engine=vllm_server takes no adapters so far; set "
             "engine=vllm, or leave it out"
         )
+    for name in run.servers.args:
+        if (key := OWNED.get(name.strip("-").replace("-", "_"))) is not None:
+            yield f"servers.args.{name}: is set by agenttrain; leave it out{key and f', set {key}'}"
 
 
 def check_machine(settings: VllmServerSettings, count_gpus: Callable[[], int]) -> Iterator[str]:

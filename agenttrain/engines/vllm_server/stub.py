@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agenttrain.engines.vllm_server.guard import Guard
+from agenttrain.engines.vllm_server.guard import TokenGuard
 from agenttrain.engines.vllm_server.weight_files import BadWeights, read_verified
 from agenttrain.utils.child_process import end_with_parent
 
@@ -45,7 +45,7 @@ def next_token(token_ids: Sequence[int], seed: int) -> int:
 
 
 class StubServer:
-    """State and routes of one stub."""
+    """MemberState and routes of one stub."""
 
     def __init__(self) -> None:
         self.w = 0.0
@@ -149,7 +149,7 @@ class StubServer:
         """Return version and workers."""
         return {"version": "stub", "world_size": 1}
 
-    def app(self) -> Guard:
+    def app(self) -> TokenGuard:
         """Return the application, behind the guard of real servers."""
         routes = {
             "POST /inference/v1/generate": self.generate,
@@ -166,7 +166,9 @@ class StubServer:
             "POST /stub/fault": self.fault,
             "GET /stub/log": self.log,
         }
-        return Guard(Starlette(routes=[_route(name, answer) for name, answer in routes.items()]))
+        return TokenGuard(
+            Starlette(routes=[_route(name, answer) for name, answer in routes.items()])
+        )
 
 
 def _route(name: str, answer: Callable[[Any], Awaitable[Any]]) -> Route:
