@@ -136,6 +136,15 @@ class Forgetful(Protocol):
 
 
 @runtime_checkable
+class Measured(Protocol):
+    """An engine with metrics of its own."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call."""
+        ...
+
+
+@runtime_checkable
 class Streaming(Protocol):
     """An engine that reports tokens while it samples them."""
 

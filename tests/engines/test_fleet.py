@@ -103,7 +103,7 @@ async def no_route_answers_without_the_token(folder: Path) -> None:
 
 
 def test_requests_of_a_killed_server_are_sent_to_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It serves again only once it has the weights of now."""
     monkeypatch.setenv(TOKEN_S, "0.01")
@@ -118,6 +118,11 @@ def test_requests_of_a_killed_server_are_sent_to_another(
             await asyncio.gather(*work)
             assert fleet.resent > 0
             await until(lambda: both_live(engine))
+            metrics, resent = engine.metrics(), fleet.resent
+            assert (metrics["fleet/deaths"], metrics["fleet/servers"]) == (1, 2)
+            assert metrics["fleet/requests"] == 12 + metrics["fleet/resent"] > 12 + resent == 12
+            assert 0.5 <= metrics["fleet/load"] < 1
+            assert "server 0" in capsys.readouterr().err
             assert record(tmp_path, 0).boot == 2
             await asyncio.gather(*(sample(engine, n, 4) for n in range(40)))
             log = await call(tmp_path, 0, "GET", "/stub/log")

@@ -105,6 +105,10 @@ class VllmServerEngine:
     async def sleep(self) -> None:
         """Do nothing: servers have devices of their own."""
 
+    def metrics(self) -> dict[str, float]:
+        """Implement `Measured.metrics`."""
+        return self.fleet.metrics()
+
     async def aclose(self) -> None:
         """End the servers; calls still waiting fail. A second time does nothing."""
         servers, self._servers = self._servers, None

@@ -37,9 +37,8 @@ class Fleet:
 
     def __init__(self, folder: Path, servers: ServersConfig, mode: WeightSyncMode) -> None:
         self.members = [Member(number) for number in range(servers.count)]
-        self.sent = 0
-        """Requests that were sent, those sent again included."""
         self.resent = 0
+        """Requests that were sent again since the metrics were last read."""
         self._folder, self._servers, self._mode = folder, servers, mode
         self._files: WeightFiles | None = None
         """The current weights."""
@@ -63,7 +62,7 @@ class Fleet:
         for _ in range(SENDS):
             member = await self._pick(session)
             boot = member.boot
-            self.sent += 1
+            member.sent += 1
             self.resent += error is not None
             try:
                 completion = await self._ask(member, token_ids, sampling)
@@ -253,13 +252,28 @@ class Fleet:
                 texts.append(f"server {member.number} {member.reason}; the end of {log}:\n{lines}")
         return "\n".join(texts)
 
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call."""
+        sent = [member.sent for member in self.members]
+        metrics = {
+            "fleet/servers": float(sum(member.state in ANSWERING for member in self.members)),
+            "fleet/deaths": float(sum(member.deaths for member in self.members)),
+            "fleet/requests": float(sum(sent)),
+            "fleet/resent": float(self.resent),
+            "fleet/load": max(sent) / max(sum(sent), 1),
+        }
+        self.resent = 0
+        for member in self.members:
+            member.sent = member.deaths = 0
+        return metrics
+
     async def aclose(self) -> None:
         """Stop watching; requests in flight fail."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         for member in self.members:
-            member.leave(MemberState.gone, "the engine was closed")
+            member.close("the engine was closed")
             if member.client is not None:
                 await member.client.aclose()
         self.changed()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -61,6 +62,9 @@ class Member:
     """Its weight transfer was opened."""
     requests: int = 0
     """In flight."""
+    sent: int = 0
+    """Requests since the metrics were last read."""
+    deaths: int = 0
     failures: int = 0
     """Calls that failed since the last completion."""
     reason: str = ""
@@ -91,7 +95,16 @@ class Member:
 
     def leave(self, state: MemberState, reason: str) -> None:
         """Drop the server's requests: it has ended."""
+        if self.state is not MemberState.restarting:
+            self.deaths += 1
+        what = "it is started again" if state is MemberState.restarting else "it is gone for good"
+        print(f"server {self.number} {reason}; {what}", file=sys.stderr, flush=True)
         self.state, self.reason = state, reason
+        self.lost.set()
+
+    def close(self, reason: str) -> None:
+        """Fail the server's requests: nothing is asked of it any more."""
+        self.state, self.reason = MemberState.gone, reason
         self.lost.set()
 
 
@@ -136,7 +149,7 @@ async def _follow(member: Member, record: ServerRecord, fleet: Members) -> None:
     elif member.state in ANSWERING and (
         record.boot > member.boot or record.condition is Condition.ended
     ):
-        member.leave(MemberState.restarting, record.end)
+        member.leave(MemberState.restarting, record.end or "ended")
 
 
 async def _examine(member: Member, dead_s: float) -> None:

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -91,7 +92,9 @@ class Wrapper:
     def _live(self, plan: ServerPlan) -> bool:
         """Run the server once, to its end; return True if it has answered."""
         port, token = _free_port(), secrets.token_urlsafe(32)
-        environment = {**os.environ, TOKEN: token}
+        # Of its own, as killed processes leave sockets behind.
+        sockets = tempfile.mkdtemp(prefix="agenttrain-server-")
+        environment = {**os.environ, TOKEN: token, "TMPDIR": sockets}
         if plan.gpus is not None:
             gpus = plan.gpus[self.number]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
@@ -126,6 +129,7 @@ class Wrapper:
                 time.sleep(LOOK_S)
         finally:
             self._end(process)
+            shutil.rmtree(sockets, ignore_errors=True)
         return started
 
     def _register(self) -> bool:
