@@ -101,7 +101,7 @@ def help_text() -> str:
     """Return the text of `--help`."""
     conf = conf_folder()
     return HELP.format(
-        verbs="\n".join(f"  {name:<13} {verb.does}" for name, verb in VERBS.items()),
+        verbs="\n".join(f"  {name:<10} {verb.does}" for name, verb in VERBS.items()),
         groups="\n".join(
             fill(
                 f"{name:<16} {', '.join(options)}",

@@ -56,11 +56,11 @@ class ServersConfig:
     """Seconds within which a server answers after its start."""
     health_s: Number = Field(default=1.0, gt=0)
     """Seconds between two examinations of a server."""
-    dead_s: Number = Field(default=10.0, gt=0)
+    dead_s: Number = Field(default=30.0, gt=0)
     """Seconds that a server's engine may take to answer an examination; it is then killed, and its
     requests go to another server."""
-    request_s: Number = Field(default=600.0, gt=0)
-    """Seconds of one request, weight updates included; the server is then killed as above."""
+    request_s: Number = Field(default=3600.0, gt=0)
+    """Seconds that one request may take, or a weight update: longer than the longest completion."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further flags of the server's program, e.g. {max-num-batched-tokens: 16384}."""
 

@@ -129,7 +129,8 @@ class EngineSpec(Generic[S]):
     """True: samples from weights of its own, which are sent to it; False: from the policy's."""
     run_server: Callable[[Path, int, int | None], int] | None = None
     """Run one server of the run in a folder, by its number, until it is stopped or the process of
-    the third argument has ended; return the exit code. None: the engine has no servers."""
+    the third argument has ended; return the exit code. Raises ConfigError if that server runs
+    already. None: the engine has no servers."""
     server: Callable[[S, ServedModel], list[str]] | None = None
     """Return the command of the engine's own server of OpenAI's API, which answers `/health` once
     it is ready and completes its answers after a SIGTERM; None: it has none."""

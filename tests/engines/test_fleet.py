@@ -25,6 +25,7 @@ from fleet_kit import (
     until,
 )
 
+from agenttrain import cli
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.fleet import FleetLost
@@ -254,6 +255,36 @@ def test_a_killed_wrapper_takes_its_server_along(tmp_path: Path) -> None:
             await until(lambda: states(engine)[0] is MemberState.gone)
             assert engine.fleet.members[0].reason == "its wrapper was killed"
             await asyncio.gather(*(sample(engine, n) for n in range(10)))
+
+    asyncio.run(main())
+
+
+def test_a_server_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It takes the place of one without restarts left; nothing else does."""
+
+    def refused(*words: str) -> str:
+        assert cli.main(["engine-server", *words]) == 2
+        return capsys.readouterr().err
+
+    run = str(tmp_path / "run")
+    assert "no run with servers is going on in this folder" in refused(run)
+    assert "give the folder of a run with servers" in refused()
+
+    async def main() -> None:
+        async with running(tmp_path, restarts=0) as engine:
+            assert "number=2: this run has servers.count=2" in refused(run, "number=2")
+            assert "numbre=1: is not an option of engine-server (did" in refused(run, "numbre=1")
+            assert "number=0: server 0 of" in refused(run, "number=0")
+            os.kill(record(tmp_path, 0).pid, signal.SIGKILL)
+            await until(lambda: states(engine)[0] is MemberState.gone)
+            command = [sys.executable, "-m", "agenttrain.cli", "engine-server", run, "number=0"]
+            by_hand = subprocess.Popen(command)
+            await until(lambda: both_live(engine))
+            assert record(tmp_path, 0).boot == 2
+            pid = record(tmp_path, 0).pid
+            by_hand.terminate()
+            assert await asyncio.to_thread(by_hand.wait) == 0
+            assert gone([pid]) and engine._writer.folder.is_dir()
 
     asyncio.run(main())
 

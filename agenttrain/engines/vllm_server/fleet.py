@@ -189,6 +189,7 @@ class Fleet:
         """Send the current weights to one server; kill it if that fails."""
         assert member.client is not None and self._files is not None
         files, boot = self._files, member.boot
+        member.state = MemberState.syncing  # it need not answer examinations while it loads
         try:
             async with asyncio.timeout(self._servers.request_s):
                 await member.client.load(

@@ -55,7 +55,11 @@ class LocalServers:
     def __init__(self, folder: Path, plan: ServerPlan, count: int) -> None:
         """Start them; raises EngineError if those of an earlier process still run."""
         self._folder, self._plan, self._count = folder, plan, count
-        self._await_end_of_earlier()
+        try:
+            self._await_end_of_earlier()
+        except EngineError:
+            shutil.rmtree(plan.weights, ignore_errors=True)
+            raise
         plan.write(folder)
         for number in range(count):
             record_path(folder, number).unlink(missing_ok=True)

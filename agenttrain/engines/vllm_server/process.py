@@ -27,7 +27,13 @@ def main() -> None:
     """Serve until SIGTERM, or until the wrapper has ended."""
     end_with_parent()
     folder, number, port = sys.argv[1:]
-    flags = server_flags(ServerPlan.read(Path(folder)), int(port))
+    plan = ServerPlan.read(Path(folder))
+    if plan.gpus is None:
+        # By default each server would compute on all cores, and bind its threads to the first.
+        share = len(os.sched_getaffinity(0)) // plan.servers["count"]
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    flags = server_flags(plan, int(port))
     # `vllm serve` asks for the metadata of a distribution that the build for CPUs does not have.
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 

@@ -14,6 +14,7 @@ from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.files_transport import PLUGIN
 from agenttrain.engines.vllm_server.records import FOLDER, ServerPlan
+from agenttrain.types import ConfigError
 from agenttrain.utils.sections import plain
 
 SERVER = "agenttrain.engines.vllm_server.process"
@@ -80,8 +81,13 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
 
 def run_server(folder: Path, number: int, parent: int | None) -> int:
     """Run a server of the run in `folder`: `agenttrain engine-server`."""
-    from agenttrain.engines.vllm_server.wrapper import Wrapper
+    from agenttrain.engines.vllm_server.wrapper import Wrapper, is_running
 
+    if is_running(folder, number):
+        raise ConfigError(
+            f"number={number}: server {number} of {folder} runs already, or is started again by "
+            "its wrapper; leave it alone"
+        )
     return Wrapper(folder, number, parent).run()
 
 
