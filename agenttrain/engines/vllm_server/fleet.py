@@ -68,7 +68,8 @@ class Fleet:
                 completion = await self._ask(member, token_ids, sampling)
             except ServerFailed as failed:
                 error = failed
-                if member.boot == boot:
+                # Requests that fail together are one fault: only the first meets a live server.
+                if member.boot == boot and member.state is MemberState.live:
                     member.fault(str(failed))
             else:
                 member.failures = 0

@@ -80,11 +80,10 @@ class Member:
 
     def fault(self, reason: str) -> None:
         """Count a failed call; the server gets no request before it has been examined."""
-        if self.state in (MemberState.live, MemberState.suspect):
-            self.failures += 1
-            self.state = MemberState.suspect
-            if self.failures >= FAULTS:
-                self.kill(f"{FAULTS} calls failed one after the other; the last: {reason}")
+        self.failures += 1
+        self.state = MemberState.suspect
+        if self.failures >= FAULTS:
+            self.kill(f"{FAULTS} calls failed one after the other; the last: {reason}")
 
     def kill(self, reason: str) -> None:
         """Kill all processes of the server, which its wrapper starts again."""
