@@ -109,41 +109,45 @@ class Wrapper:
                 env=environment,
             )
         started = False
+        url = f"http://127.0.0.1:{port}"
+        http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=ASK_S,
+            trust_env=False,
+            verify=False,  # plain HTTP: no certificates are read
+        )
         try:
             self._write(
                 condition=Condition.starting,
                 boot=self._record.boot + 1,
                 pid=process.pid,
-                url=f"http://127.0.0.1:{port}",
+                url=url,
                 token=token,
                 end="",
             )
             deadline = time.monotonic() + plan.servers["start_s"]
             while process.poll() is None and not self._is_stopping():
                 if not started:
-                    started = self._register()
+                    started = self._register(http)
                     if not started and time.monotonic() > deadline:
                         end = f"did not start within servers.start_s={plan.servers['start_s']:g} s"
                         self._record = replace(self._record, end=end)
                         break
                 time.sleep(LOOK_S)
         finally:
+            http.close()
             self._end(process)
             shutil.rmtree(sockets, ignore_errors=True)
         return started
 
-    def _register(self) -> bool:
+    def _register(self, http: httpx.Client) -> bool:
         """Write the record of a server that answers; return False if it does not yet."""
-        record = self._record
-        headers = {"Authorization": f"Bearer {record.token}"}
         try:
-            with httpx.Client(
-                base_url=record.url, headers=headers, timeout=ASK_S, trust_env=False
-            ) as http:
-                if http.get("/health").status_code != httpx.codes.OK:
-                    return False
-                answers = [http.get(path) for path in ("/version", "/get_world_size")]
-                version, world_size = [answer.raise_for_status().json() for answer in answers]
+            if http.get("/health").status_code != httpx.codes.OK:
+                return False
+            answers = [http.get(path) for path in ("/version", "/get_world_size")]
+            version, world_size = [answer.raise_for_status().json() for answer in answers]
         except (httpx.HTTPError, ValueError):
             return False
         self._write(
