@@ -16,7 +16,7 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.data.config import check_rollout_files
 from agenttrain.data.files import BadRow, FileRows
-from agenttrain.rollout.ledger import schemas_of, turn_name, verify
+from agenttrain.rollout.ledger import schemas_of, verify
 from agenttrain.tracking.rollouts import current_form, prompt_messages, read_rollout
 from agenttrain.types import LedgerError, Message, Origin, Rollout, StopReason, Task, Trajectory
 
@@ -211,7 +211,7 @@ def _other_context(trajectory: Trajectory, chat: Chat, schemas: Sequence[dict]) 
             return None
         after = trajectory.messages[place - 1]["role"]
         suffix = chat.suffix(
-            chat.parse(ids, schemas, turn=turn_name(trajectory, turn), after=after),
+            chat.parse(ids, schemas, turn=trajectory.turn_name(turn), after=after),
             trajectory.messages[place + 1 : end],
             completion_ids=ids,
             finish=finish,
