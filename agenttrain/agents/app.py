@@ -166,7 +166,11 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         api = APIS[request.url.path.partition("/v1/")[2]]
         opened = _authorised(request, find)
         body = await _body(request)
-        question = api.question(body)
+        try:
+            question = api.question(body)
+        except RequestError as error:
+            opened.rollout.refuse(error)
+            raise
         retries = request.headers.get("x-stainless-retry-count", "0")
         delivery = opened.replays.deliver(
             request.url.path,
