@@ -8,11 +8,13 @@ policy sampled keeps its ids, as in the run's own loop.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -593,6 +595,12 @@ class EndpointRollout:
             )
 
 
+@lru_cache(maxsize=1024)
+def _argument_schema(parameters: str) -> ArgumentSchema:
+    """Return the schema of a tool's parameters, given as JSON: making one takes milliseconds."""
+    return ArgumentSchema(json.loads(parameters))
+
+
 def _call_error(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolError | None:
     """Return the error of a call that its tool could not have run; None: perhaps it did."""
     if call.malformed is not None:
@@ -600,7 +608,7 @@ def _call_error(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolE
     if call.name not in known:
         return ToolError.unknown_tool
     try:
-        ArgumentSchema(known[call.name]).read(call.arguments)
+        _argument_schema(json.dumps(known[call.name])).read(call.arguments)
     except InvalidArguments:
         return ToolError.invalid_arguments
     return None
