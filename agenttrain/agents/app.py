@@ -97,7 +97,7 @@ class Api:
 APIS = {"chat/completions": Api("openai"), "messages": Api("anthropic")}
 
 
-class Reply(Response):
+class AnswerResponse(Response):
     """Writes an answer once it is sampled; a stream has comments meanwhile.
 
     The sampling goes on if the client leaves: the same request then gets its answer.
@@ -179,7 +179,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
             retry=retries.isdecimal() and int(retries) > 0,
             sample=lambda: opened.rollout.answer(question, text_arguments=not api.anthropic),
         )
-        return Reply(opened, delivery, api, question)
+        return AnswerResponse(opened, delivery, api, question)
 
     async def count_tokens(request: Request) -> Response:
         opened = _authorised(request, find)

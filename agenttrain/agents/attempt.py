@@ -8,20 +8,17 @@ policy sampled keeps its ids, as in the run's own loop.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, served
 from agenttrain.agents.conversations import (
-    Conversations,
     IssuedTurn,
     Match,
     Restart,
@@ -29,6 +26,7 @@ from agenttrain.agents.conversations import (
     text_ids,
     tools_digest,
 )
+from agenttrain.agents.transcript import Transcript, call_error
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.wire.normal import Answer, Question, issued_calls, issued_message
@@ -36,7 +34,6 @@ from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine, EngineDead, EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.rollout.config import RolloutConfig
-from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.types import (
     MAIN,
     Completion,
@@ -46,8 +43,6 @@ from agenttrain.types import (
     Rollout,
     StopReason,
     Task,
-    ToolCall,
-    ToolError,
     ToolResult,
     Trajectory,
 )
@@ -74,7 +69,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class ServedPolicy:
     """The policy as the rollouts use it."""
 
     engine: Engine
@@ -110,29 +105,10 @@ class _Plan:
     """The turn whose calls the request answers."""
 
 
-@dataclass(slots=True, eq=False)
-class Transcript:
-    """A rollout with the turns that were issued in it."""
-
-    rollout: Rollout
-    prefix: str
-    """Beginning of the names of its sessions in the engine."""
-    conversations: Conversations = field(default_factory=Conversations)
-    sessions: list[str] = field(default_factory=list)
-    """Session of each trajectory."""
-    seeds: list[int] = field(default_factory=list)
-    """Seed of each trajectory."""
-    growing: set[int] = field(default_factory=set)
-    """Trajectories that a request in flight extends."""
-    openings: Counter[str] = field(default_factory=Counter)
-    """Number of trajectories that began with the same ids."""
-    begun: int = 0
-
-
 class EndpointRollout:
     """The requests of one outside agent, and the rollout that they make."""
 
-    def __init__(self, attempt: Attempt, policy: Policy, settings: AgentConfig) -> None:
+    def __init__(self, attempt: Attempt, policy: ServedPolicy, settings: AgentConfig) -> None:
         self.attempt, self.policy, self.settings = attempt, policy, settings
         self.rollout = Rollout(
             task=attempt.task,
@@ -590,28 +566,9 @@ class EndpointRollout:
                 ToolResult(
                     call=call,
                     content=contents.get(call.id, ""),
-                    error=_call_error(call, known),
+                    error=call_error(call, known),
                 )
             )
-
-
-@lru_cache(maxsize=1024)
-def _argument_schema(parameters: str) -> ArgumentSchema:
-    """Return the schema of a tool's parameters, given as JSON: making one takes milliseconds."""
-    return ArgumentSchema(json.loads(parameters))
-
-
-def _call_error(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolError | None:
-    """Return the error of a call that its tool could not have run; None: perhaps it did."""
-    if call.malformed is not None:
-        return ToolError.malformed
-    if call.name not in known:
-        return ToolError.unknown_tool
-    try:
-        _argument_schema(json.dumps(known[call.name])).read(call.arguments)
-    except InvalidArguments:
-        return ToolError.invalid_arguments
-    return None
 
 
 def _rendered(message: Message) -> Message:

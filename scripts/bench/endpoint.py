@@ -1,4 +1,4 @@
-"""The endpoint's own cost, with a scripted engine: `python scripts/bench/endpoint.py [--json FILE]`.
+"""CPU cost of the endpoint, with a scripted engine: scripts/bench/endpoint.py [--json FILE].
 
 endpoint_overhead_ms_64   CPU milliseconds of the endpoint's process per turn, median of the
                           rounds, with 64 agents at once; their clients are another process
