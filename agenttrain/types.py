@@ -61,6 +61,8 @@ class StopReason(StrEnum):
     """The model called a stop tool."""
     environment_done = "environment_done"
     """The environment declared the episode over."""
+    environment_truncated = "environment_truncated"
+    """A limit of the environment's own cut the episode off."""
     max_turns = "max_turns"
     """The turn limit was reached with calls pending."""
     max_tokens = "max_tokens"
@@ -387,8 +389,7 @@ class Trajectory:
     delegation: Delegation | None = None
     """Request for the sub-agent whose trajectory this is; None: the task's own agent."""
     schemas: tuple[Mapping[str, Any], ...] | None = None
-    """Schemas of the tools that an outside agent sent with its prompt; None: the task's, or those
-    of the delegation."""
+    """Schemas of the tools that an outside agent sent; None: the task's, or the delegation's."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
@@ -462,10 +463,7 @@ class Trajectory:
         return f"rollout {self.rollout_id} trajectory {self.index}"
 
     def turn_name(self, turn: int) -> str:
-        """Return the name of a turn in the ids of its calls, unlike those of other trajectories.
-
-        Example: ``call_3_0`` in the first trajectory, ``call_2.3_0`` in that of index 2.
-        """
+        """Return a turn's part of its calls' ids: ``call_3_0``, ``call_2.3_0`` in trajectory 2."""
         return f"{self.index}.{turn}" if self.index else str(turn)
 
     @property
@@ -565,8 +563,7 @@ class Rollout:
     seconds: float = 0.0
     """Wall time of the rollout."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Metric -> number of such events in the rollout, e.g. ``agent/restarts/system``; empty without
-    an outside agent."""
+    """Metric -> events in the rollout, e.g. ``agent/restarts/system``, of an outside agent."""
 
     def __post_init__(self) -> None:
         if not self.trajectories:
@@ -609,8 +606,5 @@ class Rollout:
     @property
     def truncated(self) -> bool:
         """True if a token limit ended the rollout, judged by its stop reason."""
-        return self.stop_reason in (
-            StopReason.max_tokens,
-            StopReason.context_full,
-            StopReason.max_delegated_tokens,
-        )
+        limits = (StopReason.max_tokens, StopReason.context_full, StopReason.max_delegated_tokens)
+        return self.stop_reason in limits

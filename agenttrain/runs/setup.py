@@ -22,11 +22,12 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import system_problem
 from agenttrain.chat.loading import load_chat
 from agenttrain.chat.parsers.export import response_template
-from agenttrain.data.build import Splits, build_tasks, check_reward_columns
+from agenttrain.data.build import Splits, build_tasks, check_needed_columns
 from agenttrain.data.config import OnBadRow
 from agenttrain.data.tasks import TaskSource, check_columns
 from agenttrain.engines.base import Engine, Lockstep
 from agenttrain.environments.environments import Environments, build_kinds
+from agenttrain.environments.user import SimulatedUser, build_user
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.compaction import check_compaction
@@ -169,17 +170,20 @@ class Components:
             self.environments,
             self.tasks.by_key,
             structured_calls=self.config.rollout.structured_calls,
+            executed=self.verb != "sft",
         )
 
     @cached_property
     def rubric(self) -> Rubric:
         """The run's rewards, those of its environments among them.
 
-        Raises ValueError for a reward on a tool that neither the run nor a row has.
+        Raises ValueError for a reward on a tool that neither the run nor a row has; the tools of an
+        outside agent are its own and cannot be checked.
         """
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
         rubric = rubric_of(self.config, self.environments.rewards)
-        rubric.check_tools(names)
+        if not self.config.agent.outside:
+            rubric.check_tools(names)
         return rubric
 
     @cached_property
@@ -194,6 +198,21 @@ class Components:
             # A row without messages: an environment's reset may give the whole prompt.
             lengths[key] = [self._prompt_length(task, key) for task in first if task.messages]
         return lengths
+
+    @cached_property
+    def user(self) -> SimulatedUser | None:
+        """The run's simulated user; None if it has none."""
+        return build_user(self.config.user)
+
+    @property
+    def needed_columns(self) -> dict[str, Sequence[str]]:
+        """Columns that the rows must have, by the key of the component that reads them."""
+        needed: dict[str, Sequence[str]] = {
+            f"reward.{name}": columns for name, columns in self.rubric.columns.items()
+        }
+        if self.user is not None:
+            needed["user.prompt"] = self.user.columns
+        return needed
 
     @property
     def demonstrator(self) -> Demonstrator:
@@ -223,6 +242,7 @@ class Components:
             rubric=self.rubric,
             limits=self.config.rollout,
             environments=self.environments,
+            simulated_user=self.user,
         )
 
     def _outside(
@@ -249,7 +269,8 @@ class Components:
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
         """Return the schemas of the tools that the model has in this task."""
-        return RowTools(task, self.toolbox, self.environments).schemas
+        executed = self.verb != "sft"
+        return RowTools(task, self.toolbox, self.environments, executed=executed).schemas
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Return the ids with which a rollout of the task starts."""
@@ -350,10 +371,9 @@ def complete(components: Components) -> None:
     check_compaction(config.rollout, components.chat, context_of(config))
     if config.agent.outside:
         make_agent(config.agent)
-    rubric = components.rubric
-    _check_room(components, training=verb == "train")
     for key, source in tasks.by_key.items():
-        check_reward_columns(source, rubric.columns, key)
+        check_needed_columns(source, components.needed_columns, key)
+    _check_room(components, training=verb == "train")
     if verb == "train" and config.algorithm.has_teacher:
         from agenttrain.runs.teacher import check_teacher
 
@@ -429,17 +449,18 @@ def check_rows(
     sources: Mapping[str, TaskSource],
     *,
     structured_calls: bool = False,
+    executed: bool = True,
 ) -> set[str]:
     """Check the rows of each source, and the template with their tools; return these tools' names.
 
-    Raises RowError with the name of the row, CertificateError as `Certificate.raise_if_refused`,
-    and ChatError as `check_grammars`.
+    `executed` is that of `RowTools`. Raises RowError with the name of the row, CertificateError as
+    `Certificate.raise_if_refused`, and ChatError as `check_grammars`.
     """
     names: set[str] = set()
     if structured_calls:
         check_grammars(chat, tool_sets(toolbox, environments))
     for key, source in sources.items():
-        sets = list(row_tool_sets(key, source, toolbox, environments))
+        sets = list(row_tool_sets(key, source, toolbox, environments, executed=executed))
         names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
         if sets:
             _certificate(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
