@@ -16,7 +16,7 @@ from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
 
 class AgentName(StrEnum):
-    """Who attempts the tasks."""
+    """The program that attempts the tasks."""
 
     none = "none"
     """The run's own tool loop."""
@@ -25,7 +25,7 @@ class AgentName(StrEnum):
 
 
 class Served(StrEnum):
-    """What a request for a model of this name gets."""
+    """Answers that requests for a model of some name get."""
 
     policy = "policy"
     """The policy, whose samples are trained."""
