@@ -389,8 +389,7 @@ class Trajectory:
     delegation: Delegation | None = None
     """Request for the sub-agent whose trajectory this is; None: the task's own agent."""
     schemas: tuple[Mapping[str, Any], ...] | None = None
-    """Schemas of the tools that an outside agent sent with its prompt; None: the task's, or those
-    of the delegation."""
+    """Schemas of the tools that an outside agent sent; None: the task's, or the delegation's."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
@@ -464,10 +463,7 @@ class Trajectory:
         return f"rollout {self.rollout_id} trajectory {self.index}"
 
     def turn_name(self, turn: int) -> str:
-        """Return the name of a turn in the ids of its calls, unlike those of other trajectories.
-
-        Example: ``call_3_0`` in the first trajectory, ``call_2.3_0`` in that of index 2.
-        """
+        """Return a turn's part of its calls' ids: ``call_3_0``, ``call_2.3_0`` in trajectory 2."""
         return f"{self.index}.{turn}" if self.index else str(turn)
 
     @property
@@ -567,8 +563,7 @@ class Rollout:
     seconds: float = 0.0
     """Wall time of the rollout."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Metric -> number of such events in the rollout, e.g. ``agent/restarts/system``; empty without
-    an outside agent."""
+    """Metric -> events in the rollout, e.g. ``agent/restarts/system``, of an outside agent."""
 
     def __post_init__(self) -> None:
         if not self.trajectories:
