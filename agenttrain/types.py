@@ -611,8 +611,5 @@ class Rollout:
     @property
     def truncated(self) -> bool:
         """True if a token limit ended the rollout, judged by its stop reason."""
-        return self.stop_reason in (
-            StopReason.max_tokens,
-            StopReason.context_full,
-            StopReason.max_delegated_tokens,
-        )
+        limits = (StopReason.max_tokens, StopReason.context_full, StopReason.max_delegated_tokens)
+        return self.stop_reason in limits

@@ -20,6 +20,7 @@ from agenttrain.types import Message, Task, ToolUnavailable
 from agenttrain.utils.chat_api import ChatApi, ChatUnavailable, Transient
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.sections import beside
+from agenttrain.utils.seeds import derive_seed
 from agenttrain.utils.text_templates import TextTemplate
 from agenttrain.utils.threads import DaemonThreads, attempt, blocks
 
@@ -82,6 +83,41 @@ class SimulatedUser:
         if result.error is not None:  # SystemExit of the user's code must not end the run
             raise RuntimeError(f"{type(result.error).__name__}: {result.error}")
         return await result.value if inspect.isawaitable(result.value) else result.value
+
+
+class Dialogue:
+    """What the user of one rollout has said and heard since the prompt."""
+
+    def __init__(self, user: SimulatedUser | None, seed: int) -> None:
+        """`seed` is the rollout's; each reply has its own."""
+        self._user, self._seed = user, seed
+        self._spoken: list[Message] = []
+        self._replies = 0
+        self.said = 0
+        """Messages of the user."""
+
+    def hear(self, answer: str) -> None:
+        """Note an answer of the model."""
+        self._spoken.append({"role": "assistant", "content": answer})
+
+    def say(self, text: str) -> None:
+        """Note a message of the user, whoever wrote it."""
+        self._spoken.append({"role": "user", "content": text})
+        self.said += 1
+
+    async def reply(self, task: Task) -> str | None:
+        """Return the simulated user's reply to the last answer; None if there is none.
+
+        Raises ToolUnavailable if it fails.
+        """
+        if self._user is None:
+            return None
+        prompt = [m for m in task.messages if m["role"] in ("user", "assistant")]
+        seed = derive_seed(self._seed, "user", self.said)
+        spoken = [*prompt, *self._spoken]
+        text = await self._user.reply(task, spoken, replies=self._replies, seed=seed)
+        self._replies += 1
+        return text
 
 
 class LlmUser:
