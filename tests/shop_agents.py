@@ -44,11 +44,18 @@ async def run_calls(agent: AgentTask, calls: list[tuple[str, dict[str, Any]]]) -
     return [result.content for result in await toolbox().execute(made, context)]
 
 
+def http(url: str, headers: dict[str, str]) -> httpx.AsyncClient:
+    """A client without certificates, which take longer to load than a rollout."""
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=60, verify=False)
+
+
 async def with_httpx(agent: AgentTask) -> None:
     """Plain requests."""
     schemas, messages = toolbox().schemas(), agent.messages
     headers = {"authorization": f"Bearer {agent.api_key}"}
-    async with httpx.AsyncClient(base_url=agent.url, headers=headers, timeout=60, verify=False) as client:
+    async with httpx.AsyncClient(
+        base_url=agent.url, headers=headers, timeout=60, verify=False
+    ) as client:
         while True:
             asked = {"model": agent.model, "messages": messages, "tools": schemas}
             response = await client.post("/v1/chat/completions", json=asked)
@@ -94,7 +101,9 @@ async def with_openai(agent: AgentTask) -> None:
                 choice = chunk.choices[0]
                 content += choice.delta.content or ""
                 for part in choice.delta.tool_calls or ():
-                    call = calls.setdefault(part.index, {"id": part.id, "name": "", "arguments": ""})
+                    call = calls.setdefault(
+                        part.index, {"id": part.id, "name": "", "arguments": ""}
+                    )
                     call["name"] += part.function.name or ""
                     call["arguments"] += part.function.arguments or ""
                 finish = choice.finish_reason or finish
@@ -136,7 +145,9 @@ async def in_anthropics_shape(agent: AgentTask) -> None:
     system = "".join(m["content"] for m in agent.messages if m["role"] == "system")
     messages: list[Any] = [m for m in agent.messages if m["role"] != "system"]
     headers = {"x-api-key": agent.api_key, "anthropic-version": "2023-06-01"}
-    async with httpx.AsyncClient(base_url=agent.url, headers=headers, timeout=60, verify=False) as client:
+    async with httpx.AsyncClient(
+        base_url=agent.url, headers=headers, timeout=60, verify=False
+    ) as client:
         while True:
             asked = {"model": agent.model, "messages": messages, "tools": tools, "max_tokens": 4096}
             if system:

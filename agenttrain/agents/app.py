@@ -151,7 +151,8 @@ class Reply(Response):
                 text = f"{event}data: {_json(self.api.error(error))}\n\n"
             await _send(send, text or "", more=False)
         elif error is not None:
-            await JSONResponse(self.api.error(error), error.status)({"type": "http"}, _never, send)
+            await _start(send, error.status, "application/json")
+            await _send(send, _json(self.api.error(error)), more=False)
         else:
             await _start(send, 200, "application/json")
             await _send(send, _json(self.api.body(answer)), more=False)
@@ -165,7 +166,11 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         api = APIS[request.url.path.partition("/v1/")[2]]
         opened = _authorised(request, find)
         body = await _body(request)
-        question = api.question(body)
+        try:
+            question = api.question(body)
+        except RequestError as error:
+            opened.rollout.refuse(error)
+            raise
         retries = request.headers.get("x-stainless-retry-count", "0")
         delivery = opened.replays.deliver(
             request.url.path,
@@ -283,10 +288,6 @@ async def _body(request: Request) -> bytes:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _never() -> Any:
-    raise RuntimeError("the request was read already")
 
 
 async def _start(send: Send, status: int, kind: str) -> None:

@@ -8,11 +8,13 @@ policy sampled keeps its ids, as in the run's own loop.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,8 @@ from agenttrain.utils.seeds import derive_seed
 
 SIDE = "agent"
 """Role of the trajectories of conversations that begin unlike the first one."""
+BUSY = "one_request_at_a_time"
+"""Code of the error that a request gets while another one is in flight, in lockstep."""
 Suffix = list[tuple[Origin, list[int]]]
 
 
@@ -165,14 +169,17 @@ class EndpointRollout:
             transcript = self._admit(question)
             return await self._sample(transcript, question, text_arguments)
         except RequestError as error:
-            code = error.code
-            if self.ended is None and error.status < 500 and code != "one_request_at_a_time":
-                full = code == "context_length_exceeded"
-                reason = StopReason.context_full if full else StopReason.error
-                self.refused = reason, str(error)
+            self.refuse(error)
             raise
         except RecursionError as error:
             raise RequestError("the request is nested too deeply") from error
+
+    def refuse(self, error: RequestError) -> None:
+        """Note an error: unless a turn comes after it, it is why the rollout ended."""
+        if self.ended is None and error.status < 500 and error.code != BUSY:
+            full = error.code == "context_length_exceeded"
+            reason = StopReason.context_full if full else StopReason.error
+            self.refused = reason, str(error)
 
     def count_tokens(self, question: Question) -> int:
         """Return the number of tokens of a request's prompt. Raises RequestError."""
@@ -263,7 +270,7 @@ class EndpointRollout:
             raise RequestError(
                 "the rollout has a request in flight, and with rollout.deterministic each has one "
                 "at a time; wait for its answer, or set rollout.deterministic=false",
-                code="one_request_at_a_time",
+                code=BUSY,
                 status=400,
             )
         return self.untrained if kind is Served.frozen else self.trained
@@ -588,6 +595,12 @@ class EndpointRollout:
             )
 
 
+@lru_cache(maxsize=1024)
+def _argument_schema(parameters: str) -> ArgumentSchema:
+    """Return the schema of a tool's parameters, given as JSON: making one takes milliseconds."""
+    return ArgumentSchema(json.loads(parameters))
+
+
 def _call_error(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolError | None:
     """Return the error of a call that its tool could not have run; None: perhaps it did."""
     if call.malformed is not None:
@@ -595,7 +608,7 @@ def _call_error(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolE
     if call.name not in known:
         return ToolError.unknown_tool
     try:
-        ArgumentSchema(known[call.name]).read(call.arguments)
+        _argument_schema(json.dumps(known[call.name])).read(call.arguments)
     except InvalidArguments:
         return ToolError.invalid_arguments
     return None
