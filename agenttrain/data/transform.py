@@ -160,6 +160,11 @@ class TransformedRows:
         where = getattr(self.rows, "where", None)
         return f"row {index + 1}" if where is None else where(index)
 
+    def question(self, index: int) -> Sequence[Message] | None:
+        """Return the messages before a recorded answer; None for rows that were not recorded."""
+        question = getattr(self.rows, "question", None)
+        return None if question is None else question(index)
+
 
 @dataclass(frozen=True, slots=True)
 class RowSubset:
@@ -221,7 +226,8 @@ def check_rows(
             continue
         usable.good.append(index)
         # The environment makes the question of a row without messages from its columns.
-        asked = [_question(task.messages) or dict(task.columns), task.user_turns]
+        question = rows.question(index) or _question(task.messages)
+        asked = [question or dict(task.columns), task.user_turns]
         usable.keys.append(json.dumps(asked, default=str, sort_keys=True))
     if change.where is not None and usable.left_out == len(rows):
         raise ValueError(

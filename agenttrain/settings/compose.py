@@ -36,7 +36,7 @@ OPEN_SECTIONS = (
     *("tools.", "environment.", "user.", "reward.", "data.train.", "data.test."),
     *("data.map.", "algorithm.objective.", "tracker.own."),
     *("chat_template.kwargs.", "optimizer.schedule_options."),
-    "engine.",
+    *("engine.", "servers.args."),
 )
 """Sections whose keys depend on a choice in them, or that hold arguments of a user's functions: any
 key may be set in them."""

@@ -23,7 +23,7 @@ from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.commands.sweep.config import SweepConfig
 from agenttrain.data.config import DataConfig
-from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
+from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings, ServersConfig
 from agenttrain.engines.registry import chosen, specs
 from agenttrain.health.config import GuardsConfig, StopWhenConfig, WatchdogConfig
 from agenttrain.launch.config import DistributedConfig
@@ -100,6 +100,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineSection = field(default_factory=partial(chosen, {"name": DEFAULT_ENGINE}))
     """Name of the engine, and its own settings."""
+    servers: ServersConfig = field(default_factory=ServersConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     optimizer: Annotated[OptimizerConfig, PlainValidator(optimizer_settings)] = field(
         default_factory=AdamWSettings

@@ -135,6 +135,11 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("weight_sync/gap", "Mean gap of a fixed text after a weight sync, in nats."),
         ("weight_sync/gap_q90", "Its 90 % quantile over tokens."),
         ("weight_sync/gap_max", "Its largest token."),
+        ("fleet/servers", "Servers that answer, at the end of the step."),
+        ("fleet/deaths", "Servers that died or were killed in the step."),
+        ("fleet/requests", "Requests that were sent to servers, those sent again included."),
+        ("fleet/resent", "Requests that were sent again, as a server failed."),
+        ("fleet/load", "Largest share of the requests that a server got: 0.5 of two is even."),
     ),
     "Time": (
         ("time/rollout_s", "Seconds of sampling, tools included."),
