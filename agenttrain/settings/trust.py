@@ -30,8 +30,7 @@ from agenttrain.utils.files import PACKAGE, conf_folder
 from agenttrain.utils.moved import MOVED
 from agenttrain.utils.names import did_you_mean
 
-ENGINE, TRACKER, ROLLOUT, USER = "engine", "tracker", "rollout", "user"
-AGENT = "agent"
+ENGINE, TRACKER, ROLLOUT, AGENT, USER = "engine", "tracker", "rollout", "agent", "user"
 SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE, ROLLOUT, AGENT)
 """Sections that name code."""
 SIGNATURE = "signature"
