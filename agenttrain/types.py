@@ -61,6 +61,8 @@ class StopReason(StrEnum):
     """The model called a stop tool."""
     environment_done = "environment_done"
     """The environment declared the episode over."""
+    environment_truncated = "environment_truncated"
+    """A limit of the environment's own cut the episode off."""
     max_turns = "max_turns"
     """The turn limit was reached with calls pending."""
     max_tokens = "max_tokens"
@@ -83,6 +85,10 @@ class StopReason(StrEnum):
     """A sub-agent delegated deeper than allowed."""
     max_delegated_tokens = "max_delegated_tokens"
     """The sub-agents reached their token limit."""
+    max_requests = "max_requests"
+    """An outside agent sent more requests than allowed."""
+    agent_failed = "agent_failed"
+    """An outside agent crashed or ran out of time, and `agent.on_failure=zero` scores that 0."""
     error = "error"
     """The rollout failed; `Rollout.error` has the reason."""
 
@@ -382,6 +388,9 @@ class Trajectory:
     """(index, position): the first tokens of that trajectory are its context; None: it has none."""
     delegation: Delegation | None = None
     """Request for the sub-agent whose trajectory this is; None: the task's own agent."""
+    schemas: tuple[Mapping[str, Any], ...] | None = None
+    """Schemas of the tools that an outside agent sent with its prompt; None: the task's, or those
+    of the delegation."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
@@ -453,6 +462,13 @@ class Trajectory:
     def name(self) -> str:
         """Name of the trajectory in errors: ``rollout train-3-0-1 trajectory 0``."""
         return f"rollout {self.rollout_id} trajectory {self.index}"
+
+    def turn_name(self, turn: int) -> str:
+        """Return the name of a turn in the ids of its calls, unlike those of other trajectories.
+
+        Example: ``call_3_0`` in the first trajectory, ``call_2.3_0`` in that of index 2.
+        """
+        return f"{self.index}.{turn}" if self.index else str(turn)
 
     @property
     def added_messages(self) -> list[Message]:
@@ -550,6 +566,9 @@ class Rollout:
     """Weighted sum of `rewards`; None: no reward function applies, or one could not score."""
     seconds: float = 0.0
     """Wall time of the rollout."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Metric -> number of such events in the rollout, e.g. ``agent/restarts/system``; empty without
+    an outside agent."""
 
     def __post_init__(self) -> None:
         if not self.trajectories:
@@ -592,8 +611,5 @@ class Rollout:
     @property
     def truncated(self) -> bool:
         """True if a token limit ended the rollout, judged by its stop reason."""
-        return self.stop_reason in (
-            StopReason.max_tokens,
-            StopReason.context_full,
-            StopReason.max_delegated_tokens,
-        )
+        limits = (StopReason.max_tokens, StopReason.context_full, StopReason.max_delegated_tokens)
+        return self.stop_reason in limits

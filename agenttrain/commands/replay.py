@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from agenttrain.commands.recorded import EVALUATED, Record, recorded_tasks, step_records
 from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.engines.config import Sampling
+from agenttrain.environments.config import UserSettings
 from agenttrain.environments.environment import EnvironmentKind, Episode, Instance, Reward, Start
 from agenttrain.environments.environments import Environments
+from agenttrain.environments.user import SimulatedUser
 from agenttrain.evaluation import limits_of, restricted
 from agenttrain.rollout.config import OnToolFailure
 from agenttrain.rollout.declared import read_declared
@@ -57,6 +59,7 @@ from agenttrain.types import (
 )
 from agenttrain.utils.json_lines import dumps
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import LARGEST
 from agenttrain.utils.seeds import seeds_of
 
 if TYPE_CHECKING:
@@ -191,6 +194,7 @@ async def replay(
         max_context=context_of(config) or sys.maxsize,
     )
     tools, environments = components.toolbox, components.environments
+    user = components.user if live else recorded_user(record, task, config, environments)
     if not live:
         tools, environments = recorded_tools(
             record, task, tools, environments, in_last_turn=lambda: engine.exhausted
@@ -209,6 +213,7 @@ async def replay(
         toolbox=tools,
         limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
         environments=environments,
+        simulated_user=user,
     )
     return await run_rollout(request, context)
 
@@ -296,15 +301,34 @@ def recorded_tools(
     if kind is None:
         return tools, Environments()
     before = prompt_messages(record["trajectories"][0])
-    asked = [message["content"] for message in added_messages(record) if message["role"] == "user"]
-    ended = record["stop_reason"] == StopReason.environment_done
+    ended = record["stop_reason"] in (StopReason.environment_done, StopReason.environment_truncated)
     replies = RecordedReplies(
         messages=tuple(before[len(task.messages) :]),
-        user=asked[len(task.user_turns) :],
+        user=_asked(record)[len(task.user_turns) :],
         reward=record.get("environment_reward"),
         done=lambda: ended and in_last_turn(),
+        truncated=record["stop_reason"] == StopReason.environment_truncated,
     )
     return tools, RecordedEnvironments(RecordedKind(kind, replies))
+
+
+def recorded_user(
+    record: Record, task: Task, config: RunConfig, environments: Environments
+) -> SimulatedUser | None:
+    """Return a double of the simulated user, which is not asked again.
+
+    None if there was none, or if the double of an environment repeats all of the user's messages.
+    """
+    if not config.user or environments.kind_of(task) is not None:
+        return None
+    texts = iter(_asked(record)[len(task.user_turns) :])
+    endless = UserSettings(max_turns=LARGEST - 1)
+    return SimulatedUser(lambda task, spoken, seed: next(texts, None), endless)
+
+
+def _asked(record: Record) -> list[str]:
+    """Return the user's messages after the prompt."""
+    return [message["content"] for message in added_messages(record) if message["role"] == "user"]
 
 
 class RecordedToolbox(Toolbox):
@@ -373,6 +397,8 @@ class RecordedReplies:
     reward: float | None
     done: Callable[[], bool]
     """Returns True once the episode is over."""
+    truncated: bool
+    """True if a limit of the environment's own ended the episode."""
 
 
 class RecordedKind(EnvironmentKind):
@@ -394,6 +420,7 @@ class RecordedEpisode(Episode):
         super().__init__(kind, Instance(kind.name, kind.settings.timeout_s), rollout_id)
         self.messages = replies.messages
         self._replies = replies
+        self.truncated = replies.truncated
         self._user: Iterator[str] = iter(replies.user)
 
     @property

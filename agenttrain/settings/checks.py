@@ -338,6 +338,7 @@ def check_structured(verb: str, config: RunConfig) -> None:
 
 RL_ONLY = (
     *("algorithm", "reward", "engine", "weight_sync", "tasks_per_step", "rollout", "guards"),
+    "user",
     *("data.curriculum", "checkpoint.keep_best"),
     *(f"eval.{name}" for name in ("samples", "greedy", "group_by", "temperature")),
     *(f"eval.{name}" for name in ("top_p", "top_k", "min_p", "tools")),
@@ -346,7 +347,7 @@ RL_ONLY = (
 """Sections and settings that supervised learning does not read."""
 READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")
 """Settings of those sections that it reads."""
-UNPLAYED = ("sft", "slurm", "algorithm", "optimizer", "training", "reward", "stop_when")
+UNPLAYED = ("sft", "slurm", "algorithm", "optimizer", "training", "reward", "stop_when", "user")
 """Sections without effect where an agent is only used."""
 UNREAD = {
     "sft": (*RL_ONLY, "slurm"),
