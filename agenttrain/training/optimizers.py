@@ -75,19 +75,14 @@ def _muon(
 
 
 def _adamw(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: AdamWSettings) -> AdamW:
-    """Return AdamW without weight decay of norms and biases (fewer than two dimensions).
-
-    On a CPU torch's default makes temporary copies of each weight: its fused form takes a fifth of
-    the time and no memory. On a GPU the default is as fast.
-    """
+    """Return AdamW without weight decay of norms and biases (fewer than two dimensions)."""
     weights = parameters.values()
     groups = [
         {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
     ]
     first, second = config.betas
-    fused = True if all(p.device.type == "cpu" for p in weights) else None
-    return AdamW(groups, lr=config.lr, betas=(first, second), fused=fused)
+    return AdamW(groups, lr=config.lr, betas=(first, second))
 
 
 BUILDERS: Mapping[type[OptimizerConfig], Callable[..., Optimizer]] = {

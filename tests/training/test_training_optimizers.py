@@ -51,7 +51,6 @@ def test_muon_updates_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
         ],
         lr=0.01,
         betas=(0.9, 0.99),
-        fused=True,
     ).step()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, named[name]), name
