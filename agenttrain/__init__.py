@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to the interpreter
+    from agenttrain.agents.task import AgentTask as AgentTask
     from agenttrain.algorithms.objectives.base import ObjectiveInputs as ObjectiveInputs
     from agenttrain.algorithms.objectives.base import ObjectiveOutput as ObjectiveOutput
     from agenttrain.algorithms.objectives.config import build_objective as build_objective
@@ -67,6 +68,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.utils.model_path import model_folder as model_folder
 
 _MODULES = {
+    "AgentTask": "agenttrain.agents.task",
     "AgenttrainError": "agenttrain.types",
     "Chat": "agenttrain.chat.chat",
     "ChatTemplateConfig": "agenttrain.chat.config",

@@ -144,6 +144,10 @@ def _dispatch(arguments: list[str]) -> int:
             from agenttrain.commands.doctor import doctor
 
             return doctor(words)
+        if verb == "engine-server":
+            from agenttrain.commands.engine_server import engine_server
+
+            return engine_server(words)
         if verb == "submit":
             from agenttrain.commands.slurm.submit import submit
 

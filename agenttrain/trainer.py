@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agenttrain.algorithms.loss import Averages, mean_parts, policy_loss
-from agenttrain.engines.base import Engine, Separate
+from agenttrain.engines.base import Engine, EngineDead, Metered, Separate
 from agenttrain.evaluation import Best, Evaluation, Evaluator, HeldOutLoss
 from agenttrain.health.guards import Guards, GuardTripped
 from agenttrain.health.stop_when import StopWhen
@@ -162,7 +162,14 @@ class Trainer:
         with self.run.phase("check", n):
             check_weights(self.policy.model, f"before step {n}", self.run.world)
         with self.run.phase(self.source.phase, n):
-            batch = await self.source.batch(n)
+            try:
+                batch = await self.source.batch(n)
+            except EngineDead:
+                # The policy is still that of the last finished step. Alone: other processes would
+                # have to save together with this one, and may wait elsewhere.
+                if self.run.world.size == 1:
+                    self.save_checkpoint()
+                raise
         with self.run.phase("check", n, rollouts=batch.rollouts):
             check_logprobs(batch.rollouts, self.run.world)
         with self.run.phase("train", n, rollouts=batch.rollouts):
@@ -190,6 +197,8 @@ class Trainer:
         training = {**training, **self.policy.kernel_metrics()}
         if self.probe is not None:
             training |= self.probe.gap.metrics()
+        if isinstance(self.engine, Metered):
+            training |= self.engine.metrics()
         batches, clocks = zip(*shares, strict=True)
         seconds = {phase: max(clock[phase] for clock in clocks) for phase in self.run.seconds}
         return self.source.summarise(batches, training, seconds)

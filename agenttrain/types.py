@@ -61,6 +61,8 @@ class StopReason(StrEnum):
     """The model called a stop tool."""
     environment_done = "environment_done"
     """The environment declared the episode over."""
+    environment_truncated = "environment_truncated"
+    """A limit of the environment's own cut the episode off."""
     max_turns = "max_turns"
     """The turn limit was reached with calls pending."""
     max_tokens = "max_tokens"
@@ -83,6 +85,10 @@ class StopReason(StrEnum):
     """A sub-agent delegated deeper than allowed."""
     max_delegated_tokens = "max_delegated_tokens"
     """The sub-agents reached their token limit."""
+    max_requests = "max_requests"
+    """An outside agent sent more requests than allowed."""
+    agent_failed = "agent_failed"
+    """An outside agent crashed or ran out of time, and `agent.on_failure=zero` scores that 0."""
     error = "error"
     """The rollout failed; `Rollout.error` has the reason."""
 
@@ -382,6 +388,8 @@ class Trajectory:
     """(index, position): the first tokens of that trajectory are its context; None: it has none."""
     delegation: Delegation | None = None
     """Request for the sub-agent whose trajectory this is; None: the task's own agent."""
+    schemas: tuple[Mapping[str, Any], ...] | None = None
+    """Schemas of the tools that an outside agent sent; None: the task's, or the delegation's."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
@@ -408,36 +416,27 @@ class Trajectory:
         Raises LedgerError unless `sent` is exactly the concatenation of the spans so far, and the
         completion's policy versions cover its tokens.
         """
+        where = f"{self.name} turn {self.turns}"
         if (sent if isinstance(sent, array) else array("q", sent)) != self._ids:
-            position = next(
-                (i for i, (a, b) in enumerate(zip(sent, self._ids, strict=False)) if a != b),
-                min(len(sent), len(self._ids)),
-            )
+            pairs, shorter = zip(sent, self._ids, strict=False), min(len(sent), len(self._ids))
+            position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
             raise LedgerError(
-                f"{self.name} turn {self.turns}: the engine was sent {len(sent)} ids that differ "
-                f"from the {len(self._ids)} ids of the ledger at position {position}: "
+                f"{where}: the engine was sent {len(sent)} ids that differ from the "
+                f"{len(self._ids)} ids of the ledger at position {position}: "
                 f"sent {list(sent[position:][:4])}, ledger {list(self._ids[position:][:4])}"
             )
+        sampled, start = completion.token_ids, 0
         total = sum(count for _, count in completion.versions)
-        if total != len(completion.token_ids) or not completion.token_ids:
-            raise LedgerError(
-                f"{self.name} turn {self.turns}: {len(completion.token_ids)} sampled tokens, but "
-                f"their policy versions cover {total}"
-            )
-        start = 0
+        if total != len(sampled) or not sampled:
+            counts = f"{len(sampled)} sampled tokens, but their policy versions cover {total}"
+            raise LedgerError(f"{where}: {counts}")
         for index, (version, count) in enumerate(completion.versions):
             last = index == len(completion.versions) - 1
-            self.spans.append(
-                Span(
-                    Origin.sampled,
-                    completion.token_ids[start : start + count],
-                    completion.logprobs[start : start + count if not last else None],
-                    self.turns,
-                    version,
-                    completion.finish if last else None,
-                )
-            )
-            self._ids.extend(self.spans[-1].token_ids)
+            end = None if last else start + count
+            ids, logprobs = sampled[start:end], completion.logprobs[start:end]
+            finish = completion.finish if last else None
+            self.spans.append(Span(Origin.sampled, ids, logprobs, self.turns, version, finish))
+            self._ids.extend(ids)
             start += count
         self.turns += 1
 
@@ -453,6 +452,10 @@ class Trajectory:
     def name(self) -> str:
         """Name of the trajectory in errors: ``rollout train-3-0-1 trajectory 0``."""
         return f"rollout {self.rollout_id} trajectory {self.index}"
+
+    def turn_name(self, turn: int) -> str:
+        """Return a turn's part of its calls' ids: ``call_3_0``, ``call_2.3_0`` in trajectory 2."""
+        return f"{self.index}.{turn}" if self.index else str(turn)
 
     @property
     def added_messages(self) -> list[Message]:
@@ -550,10 +553,11 @@ class Rollout:
     """Weighted sum of `rewards`; None: no reward function applies, or one could not score."""
     seconds: float = 0.0
     """Wall time of the rollout."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Metric -> events in the rollout, e.g. ``agent/restarts/system``, of an outside agent."""
 
     def __post_init__(self) -> None:
-        if not self.trajectories:
-            self.trajectories = [Trajectory(rollout_id=self.rollout_id)]
+        self.trajectories = self.trajectories or [Trajectory(rollout_id=self.rollout_id)]
 
     @property
     def turns(self) -> int:
@@ -592,8 +596,5 @@ class Rollout:
     @property
     def truncated(self) -> bool:
         """True if a token limit ended the rollout, judged by its stop reason."""
-        return self.stop_reason in (
-            StopReason.max_tokens,
-            StopReason.context_full,
-            StopReason.max_delegated_tokens,
-        )
+        limits = (StopReason.max_tokens, StopReason.context_full, StopReason.max_delegated_tokens)
+        return self.stop_reason in limits

@@ -43,17 +43,15 @@ def rollouts(folder: Path, step: int) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def main(rollout: dict) -> dict:
-    """The one trajectory of a rollout."""
-    (trajectory,) = rollout["trajectories"]
-    return trajectory
+def ids(rollout: dict) -> list[list[int]]:
+    """The ids of each trajectory."""
+    return [trajectory["token_ids"] for trajectory in rollout["trajectories"]]
 
 
-def advantage(rollout: dict) -> float | None:
-    """The advantage of all sampled spans of a rollout."""
-    spans = [span for span in main(rollout)["spans"] if span["origin"] == "sampled"]
-    (value,) = {span["advantage"] for span in spans}
-    return value
+def advantages(rollout: dict) -> list[float | None]:
+    """The advantage of each sampled span, of one trajectory after the other."""
+    spans = [span for trajectory in rollout["trajectories"] for span in trajectory["spans"]]
+    return [span["advantage"] for span in spans if span["origin"] == "sampled"]
 
 
 def same(folder: Path, whole: Path, steps: int) -> None:
@@ -62,10 +60,9 @@ def same(folder: Path, whole: Path, steps: int) -> None:
         mine, theirs = rollouts(folder, step), rollouts(whole, step)
         for what in ("rollout_id", "task_id", "reward"):
             assert [one[what] for one in mine] == [one[what] for one in theirs], (step, what)
-        assert [main(one)["token_ids"] for one in mine] == [main(o)["token_ids"] for o in theirs]
-        assert [advantage(one) for one in mine] == pytest.approx(
-            [advantage(one) for one in theirs], abs=1e-6
-        )
+        assert [ids(one) for one in mine] == [ids(one) for one in theirs]
+        for one, other in zip(mine, theirs, strict=True):
+            assert advantages(one) == pytest.approx(advantages(other), abs=1e-6)
     gap = "sampling/logprob_gap"  # itself a rounding
     for mine, theirs in zip(metrics(folder), metrics(whole), strict=True):
         names = [n for n in theirs if not n.endswith("_s") and not n.startswith(gap)]

@@ -15,7 +15,7 @@ LAYERS = (
     ("config",),
     ("algorithms", "chat", "tools", "data", "engines", "tracking"),
     ("rewards", "environments"),
-    ("rollout", "training", "serving"),
+    ("rollout", "training", "agents", "serving"),
     ("health", "settings"),
     ("evaluation",),
     ("trainer",),

@@ -40,7 +40,7 @@ from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding, full_weights
 from agenttrain.training.teacher import ModelTeacher, Teacher
 from agenttrain.training.world import World
-from agenttrain.types import Rollout, StopReason
+from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason
 from agenttrain.utils.exit_codes import DONE
 
 GROUPS = 4
@@ -62,6 +62,8 @@ class Case:
     offload: bool = False
     pictures: bool = False
     """A model that could see, of rollouts of text."""
+    branches: bool = False
+    """Rollouts of three trajectories each, one of which began in another."""
     tolerance: float = 1e-4
     """Relative, of metrics: AdamW makes more of a gradient's rounding."""
 
@@ -142,6 +144,12 @@ WHAT = {
         algorithm={"credit": Credit.turn_reward, "gamma": 0.5, "scale": Scale.batch}
     ),
     "turns, none left": Case(algorithm={"credit": Credit.turn_baseline}, shares=NONE_LEFT),
+    "turns of branches": Case(
+        algorithm={"credit": Credit.turn_reward, "gamma": 0.5}, branches=True
+    ),
+    "states of branches": Case(
+        algorithm={"credit": Credit.gigpo, "aggregation": Aggregation.sequence_sum}, branches=True
+    ),
     "each reward": Case(algorithm={"rewards": Rewards.normalize_each, "scale": Scale.batch}),
     "sequences": Case(
         algorithm={
@@ -162,9 +170,11 @@ WHAT = {
 CASES = {**WHAT, **HOW}
 
 
-def groups(seed: int) -> list[list[Rollout]]:
+def groups(seed: int, *, branches: bool = False) -> list[list[Rollout]]:
     """Four groups of four, one of equal rewards, with a rollout without reward and a cut one."""
     made = random_groups(seed, groups=GROUPS)
+    for one in (one for group in made for one in group if branches):
+        branch(one)
     for one in made[1]:
         one.reward = 0.5
     made[2][0].stop_reason = StopReason.max_tokens
@@ -174,6 +184,22 @@ def groups(seed: int) -> list[list[Rollout]]:
             one.turn_scores = {"g": tuple(0.5 * turn for turn in range(one.turns))}
     made[3][1].reward, made[3][1].rewards = None, {"f": None, "g": None}
     return made
+
+
+def branch(one: Rollout) -> None:
+    """Add a trajectory from amid the first, and one that begins anew; both sample a turn."""
+    (first,) = one.trajectories
+    shared = first.prompt_length + 1
+    amid, anew = one.branch(0, shared, role="summary"), one.begin(role="helper", delegation=None)
+    for trajectory in (amid, anew):
+        trajectory.append_context([11, 12, 13 + one.sample], Origin.prompt)
+        own = (20 + one.sample, 21, 2)
+        done = Completion(
+            token_ids=own, logprobs=(-5.5,) * 3, finish=Finish.stop, versions=((0, 3),)
+        )
+        trajectory.append_sampled(done, trajectory.token_ids)
+    for trajectory in one.trajectories:
+        trajectory.states = [f"{turn + one.sample % 2}" for turn in range(trajectory.turns)]
 
 
 def seeing(seed: int) -> Gemma3ForConditionalGeneration:
@@ -231,10 +257,10 @@ def teacher_of(case: Case, trained: Policy, mode: str) -> Teacher | None:
 
 def advantages_of(rollout: Rollout) -> list[tuple[str, float | None]]:
     """The advantage of each sampled token, or None of the rollout."""
-    (trajectory,) = rollout.trajectories
-    if trajectory.advantages is None:
+    each = [trajectory.advantages for trajectory in rollout.trajectories]
+    if None in each:
         return [(rollout.rollout_id, None)]
-    return [(f"{rollout.rollout_id}/{s}", a) for s, a in enumerate(trajectory.advantages)]
+    return [(f"{rollout.rollout_id}/{s}", a) for s, a in enumerate(a for own in each for a in own)]
 
 
 def run(case: Case, mode: str, world: World) -> dict[str, object]:
@@ -244,7 +270,7 @@ def run(case: Case, mode: str, world: World) -> dict[str, object]:
     teacher = teacher_of(case, trained, mode)
     found, advantages = [], []
     for seed in range(case.steps):
-        made = groups(seed)
+        made = groups(seed, branches=case.branches)
         own = [made[i] if i in share else [] for i in range(GROUPS)]
         found.append(update(trained, own, teacher))
         mine = dict(pair for i in share for one in made[i] for pair in advantages_of(one))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from agenttrain.types import Done, Rollout, ToolContext, TurnReward
+from agenttrain.data.bundled import shop
+from agenttrain.types import Done, Rollout, ToolContext, ToolFailure, TurnReward
 
 
 class Life:
@@ -160,3 +163,29 @@ def move(steps: int) -> str:
         steps: How far.
     """
     return f"{steps}"
+
+
+class Shop:
+    """The bundled shop's database; a query that finds something earns a tenth."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        self.database, self.seen = shop.connect(row), set()
+
+    def sql(self, query: str) -> TurnReward:
+        """Run a read-only SQL query.
+
+        Args:
+            query: One SELECT statement.
+        """
+        try:
+            found = self.database.execute(query).fetchmany(20)
+        except sqlite3.Error as error:
+            raise ToolFailure(str(error)) from error
+        self.seen.add(str(found))
+        return TurnReward(0.1 * bool(found), str(found) * 4)  # longer than "[dropped]"
+
+    def state(self) -> list[str]:
+        return sorted(self.seen)
+
+    def close(self) -> None:
+        self.database.close()

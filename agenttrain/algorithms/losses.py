@@ -36,13 +36,14 @@ def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimat
 def token_weights(
     lengths_B: Tensor, aggregation: Aggregation, *, tokens: int, rollouts: int, fixed_length: int
 ) -> Tensor:
-    """Weight of each token of rollout b in the loss, [B].
+    """Weight of each token of sequence b in the loss, [B].
 
     The weights depend on all microbatches and processes of an optimizer update, so that the
     weighted sums of its parts add up to exactly its loss.
 
-    lengths_B counts sampled tokens; `tokens` and `rollouts` count the update, including those
-    without a gradient; `fixed_length` is the limit on a completion's tokens.
+    lengths_B counts the sampled tokens of the sequence's whole rollout; `tokens` and `rollouts`
+    count the update, including those without a gradient; `fixed_length` is the limit on a
+    completion's tokens.
 
     token_mean: 1 / tokens (DAPO, https://arxiv.org/abs/2503.14476). sequence_mean:
     1 / (rollouts x length): the mean over rollouts of each one's mean (GRPO,

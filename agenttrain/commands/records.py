@@ -55,7 +55,9 @@ def replay(arguments: Sequence[str]) -> int:
     if crash is not None:
         runs = STAGES[crash]
     else:
-        runs = ("data", "rollout") if declared else ("data", "rollout", "tools", "environment")
+        runs = (
+            ("data", "rollout") if declared else ("data", "rollout", "tools", "environment", "user")
+        )
     with hydra_session(Source()):
         config = replayed(typed.folder, Source(), trust=trust, runs=runs).config
     try:

@@ -22,13 +22,17 @@ from typing import TYPE_CHECKING, Any
 from agenttrain.commands.recorded import EVALUATED, Record, recorded_tasks, step_records
 from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.engines.config import Sampling
+from agenttrain.environments.config import UserSettings
 from agenttrain.environments.environment import EnvironmentKind, Episode, Instance, Reward, Start
 from agenttrain.environments.environments import Environments
+from agenttrain.environments.user import SimulatedUser
 from agenttrain.evaluation import limits_of, restricted
 from agenttrain.rollout.config import OnToolFailure
 from agenttrain.rollout.declared import read_declared
 from agenttrain.rollout.demonstration import BadDemonstration
 from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.recorded import difference as other_rendering
+from agenttrain.rollout.recorded import read_again
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
@@ -44,6 +48,7 @@ from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import (
     Completion,
     ConfigError,
+    LedgerError,
     Message,
     Origin,
     Rollout,
@@ -57,6 +62,7 @@ from agenttrain.types import (
 )
 from agenttrain.utils.json_lines import dumps
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import LARGEST
 from agenttrain.utils.seeds import seeds_of
 
 if TYPE_CHECKING:
@@ -98,6 +104,8 @@ def replay_rollouts(
     _ = components.chat  # built first: an error in it is reported before one in the data
     if read_summary(folder).get("verb") == "sft":
         return _print_all(records, _demonstrations(components, records), step)
+    if config.agent.outside:
+        return _print_all(records, _attempts_of_agents(components, records), step)
     tasks = recorded_tasks(config, components.tasks, records, step)
     lost = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
     if lost:
@@ -114,6 +122,28 @@ def replay_rollouts(
         config = replace(config, rollout=limits_of(config.rollout, config.eval))
     differences = asyncio.run(_replay_all(config, components, records, tasks, live=live))
     return _print_all(records, differences, step)
+
+
+def _attempts_of_agents(components: Components, records: Sequence[Record]) -> list[str | None]:
+    """Return what differs in each rollout of an outside agent, which is not run again.
+
+    Its messages are rendered and its turns parsed again, with the tools that the agent sent.
+    """
+    chat = components.chat
+    differences: list[str | None] = []
+    for record in records:
+        task = Task(task_id=record["task_id"], messages=(), columns=record["columns"] or {})
+        try:
+            rollout = read_again(record, task, record["rollout_id"], chat.stop_token_ids)
+        except LedgerError as error:
+            differences.append(str(error))
+            continue
+        first = rollout.trajectories[0]
+        schemas = [dict(schema) for schema in first.schemas or ()]
+        differences.append(
+            other_rendering(rollout, first.messages, chat, schemas) if rollout.turns else None
+        )
+    return differences
 
 
 def _demonstrations(components: Components, records: Sequence[Record]) -> list[str | None]:
@@ -191,6 +221,7 @@ async def replay(
         max_context=context_of(config) or sys.maxsize,
     )
     tools, environments = components.toolbox, components.environments
+    user = components.user if live else recorded_user(record, task, config, environments)
     if not live:
         tools, environments = recorded_tools(
             record, task, tools, environments, in_last_turn=lambda: engine.exhausted
@@ -209,6 +240,7 @@ async def replay(
         toolbox=tools,
         limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
         environments=environments,
+        simulated_user=user,
     )
     return await run_rollout(request, context)
 
@@ -296,15 +328,34 @@ def recorded_tools(
     if kind is None:
         return tools, Environments()
     before = prompt_messages(record["trajectories"][0])
-    asked = [message["content"] for message in added_messages(record) if message["role"] == "user"]
-    ended = record["stop_reason"] == StopReason.environment_done
+    ended = record["stop_reason"] in (StopReason.environment_done, StopReason.environment_truncated)
     replies = RecordedReplies(
         messages=tuple(before[len(task.messages) :]),
-        user=asked[len(task.user_turns) :],
+        user=_asked(record)[len(task.user_turns) :],
         reward=record.get("environment_reward"),
         done=lambda: ended and in_last_turn(),
+        truncated=record["stop_reason"] == StopReason.environment_truncated,
     )
     return tools, RecordedEnvironments(RecordedKind(kind, replies))
+
+
+def recorded_user(
+    record: Record, task: Task, config: RunConfig, environments: Environments
+) -> SimulatedUser | None:
+    """Return a double of the simulated user, which is not asked again.
+
+    None if there was none, or if the double of an environment repeats all of the user's messages.
+    """
+    if not config.user or environments.kind_of(task) is not None:
+        return None
+    texts = iter(_asked(record)[len(task.user_turns) :])
+    endless = UserSettings(max_turns=LARGEST - 1)
+    return SimulatedUser(lambda task, spoken, seed: next(texts, None), endless)
+
+
+def _asked(record: Record) -> list[str]:
+    """Return the user's messages after the prompt."""
+    return [message["content"] for message in added_messages(record) if message["role"] == "user"]
 
 
 class RecordedToolbox(Toolbox):
@@ -373,6 +424,8 @@ class RecordedReplies:
     reward: float | None
     done: Callable[[], bool]
     """Returns True once the episode is over."""
+    truncated: bool
+    """True if a limit of the environment's own ended the episode."""
 
 
 class RecordedKind(EnvironmentKind):
@@ -394,6 +447,7 @@ class RecordedEpisode(Episode):
         super().__init__(kind, Instance(kind.name, kind.settings.timeout_s), rollout_id)
         self.messages = replies.messages
         self._replies = replies
+        self.truncated = replies.truncated
         self._user: Iterator[str] = iter(replies.user)
 
     @property

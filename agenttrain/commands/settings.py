@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 
-from agenttrain.settings.components import SETTINGS_BESIDE
+from agenttrain.settings.components import ONE_BESIDE, SETTINGS_BESIDE
 from agenttrain.settings.run_config import CHOICES, RunConfig, choices
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
@@ -140,6 +140,8 @@ def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
             yield _setting(cls, field, hints[field.name], key)
             if cls is RunConfig and key in SETTINGS_BESIDE:
                 yield from all_settings(SETTINGS_BESIDE[key], f"{key}.<name>.")
+            if cls is RunConfig and key in ONE_BESIDE:
+                yield from all_settings(ONE_BESIDE[key], f"{key}.")
 
 
 def _of_choices(section: str, description: str) -> Iterator[Setting]:
@@ -246,7 +248,7 @@ def json_schema() -> dict[str, Any]:
 
     Any setting may be left out, and may be an interpolation.
     """
-    classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE}
+    classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE, **ONE_BESIDE}
     for section, named in choices().items():
         classes |= {f"{section}={name}": cls for name, cls in named.items()}
     references, schemas = TypeAdapter.json_schemas(
@@ -282,12 +284,13 @@ def json_schema() -> dict[str, Any]:
             *([outside] if section not in CHOICES else []),
             INTERPOLATION,
         ]
-    for section in SETTINGS_BESIDE:
+    for section in (*SETTINGS_BESIDE, *ONE_BESIDE):
         beside = references[section, "validation"]
         target: dict[str, Any] = {"type": "object", "properties": {"_target_": {"type": "string"}}}
         name = beside["$ref"].rpartition("/")[2]
         # Beside the settings stand the arguments of the `_target_`.
         target["properties"] |= definitions[name]["properties"]
-        root["properties"][section] |= {"additionalProperties": target}
+        one = section in ONE_BESIDE
+        root["properties"][section] |= target if one else {"additionalProperties": target}
         root["properties"][section].pop("anyOf")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}

@@ -147,20 +147,20 @@ def column_names(source: TaskSource) -> list[str]:
     return list(known)
 
 
-def check_reward_columns(
+def check_needed_columns(
     source: TaskSource, columns: Mapping[str, Sequence[str]], key: str
 ) -> None:
-    """Raise ValueError for a column that a reward needs and none of the first rows has.
+    """Raise ValueError for a column that a component needs and none of the first rows has.
 
-    `columns` maps rewards to the columns they need; `key` is that of the rows. Example:
-    ``check_reward_columns(tasks, {"exact_match": ("answer",)}, "data.train")``.
+    `columns` maps components to the columns they need; `key` is that of the rows. Example:
+    ``check_needed_columns(tasks, {"reward.exact_match": ("answer",)}, "data.train")``.
     """
     known = column_names(source)
-    for reward, names in columns.items():
+    for component, names in columns.items():
         for name in names:
             if name not in known:
                 raise ValueError(
-                    f"reward.{reward}: needs the column {name!r}, and the rows of {key} have: "
+                    f"{component}: needs the column {name!r}, and the rows of {key} have: "
                     f"{', '.join(known) or 'none'}{did_you_mean(name, known)}; make it of another: "
                     f"data.map.{name}=…"
                 )

@@ -120,6 +120,9 @@ class DataConfig:
     """The user's message as a Jinja text over the columns: "{{ question }} Give a number."."""
     system: str | None = None
     """A system message, put before every prompt that has none."""
+    executor: str | None = None
+    """Tool of the run that does the work of the rows' own tools that name none; None: the run's
+    tool of the same name."""
     on_bad_row: OnBadRow = OnBadRow.error
     """Consequence of a row that cannot become a task."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
@@ -190,7 +193,7 @@ GROUPS = {
 """Setting -> the choices of `data` whose rows use it."""
 ENDLESS = tuple(
     f"agenttrain.data.bundled.{name}.row"
-    for name in ("shop", "calculator", "code", "encyclopedia", "demonstrations")
+    for name in ("shop", "calculator", "code", "encyclopedia", "demonstrations", "seeds")
 )
 """The bundled generators: they have a row for every number."""
 NO_PATH = "path=null: has no value; set data.path=…, or data.train.path=… and data.test.path=…"

@@ -167,6 +167,9 @@ def to_task(row: Mapping[str, Any], index: int, *, needs_prompt: bool = True) ->
 
 
 KEYS = ("name", "description", "parameters", "executor")
+OF_OPENAI = ("type", "function", "strict")
+"""Further keys in OpenAI's form of a tool."""
+NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
@@ -179,8 +182,10 @@ def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
                  "parameters": {"type": "object", "properties": {"name": {"type": "string"}},
                                 "required": ["name"]}}]
 
-    The model sees ``lookup_city(name)``, and its calls go to the run's tool `lookup`. CSV and
-    parquet have one type per column, so the list, or a tool's parameters, may be JSON text.
+    The model sees ``lookup_city(name)``, and its calls go to the run's tool `lookup`; without an
+    executor, to the run's tool of the same name. OpenAI's form, ``{"type": "function", "function":
+    {…}}``, is read too. CSV and parquet have one type per column, so the list, one of the tools, or
+    a tool's parameters may be JSON text.
 
     Raises ValueError that names the row and the mistake.
     """
@@ -190,7 +195,12 @@ def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
     listed = _json(value, where)
     if not isinstance(listed, list | tuple):
         raise ValueError(f"{where}={value!r:.200}: give a list of names, or of tools of its own")
-    return tuple(item if isinstance(item, str) else _own_tool(item, where) for item in listed)
+    return tuple(
+        item
+        if isinstance(item, str) and not item.lstrip().startswith("{")
+        else _own_tool(_json(item, where), where)
+        for item in listed
+    )
 
 
 def _own_tool(item: Any, where: str) -> RowTool:
@@ -198,18 +208,49 @@ def _own_tool(item: Any, where: str) -> RowTool:
     keys = f"{', '.join(KEYS[:-1])} and {KEYS[-1]}"
     if not isinstance(item, Mapping):
         raise ValueError(f"{where}: {item!r:.200} is neither a name nor a tool with {keys}")
-    for key in item:
-        if key not in KEYS:
+    function = _json(item.get("function"), where)
+    given = {**item, **function} if isinstance(function, Mapping) else item
+    for key in given:
+        if key not in (KEYS if given is item else (*KEYS, *OF_OPENAI)):
             raise ValueError(f"{where}: {key!r} is no key of a tool{did_you_mean(key, KEYS)}")
-    texts: list[Any] = [item.get(key) for key in ("name", "description", "executor")]
-    parameters = _json(item.get("parameters"), where)
-    are_texts = all(isinstance(text, str) and text for text in texts)
+    name, description = given.get("name"), given.get("description") or given.get("name")
+    executor = given.get("executor") or name
+    parameters = _json(given.get("parameters") or NO_PARAMETERS, where)
+    are_texts = all(isinstance(text, str) and text for text in (name, description, executor))
     if not are_texts or not isinstance(parameters, Mapping):
-        raise ValueError(f"{where}: {item!r:.200} needs {keys}; `parameters` is a JSON schema")
-    name, description, executor = texts
+        raise ValueError(
+            f"{where}: {item!r:.200} needs a name, and may have description, parameters (a JSON "
+            "schema) and executor; they are texts but for the parameters"
+        )
     return RowTool(
-        name=name, description=description, executor=executor, parameters=dict(parameters)
+        name=str(name),
+        description=str(description),
+        executor=str(executor),
+        parameters=dict(parameters),
     )
+
+
+def with_executor(tools: Any, executor: str) -> Any:
+    """Return a column `tools` whose own tools without an executor have this one.
+
+    What cannot be read is left to `read_tools`, which names the row.
+    """
+    try:
+        listed = _json(tools, "tools")
+        parsed = [
+            _json(item, "tools")
+            if isinstance(item, str) and item.lstrip().startswith("{")
+            else item
+            for item in listed
+        ]
+    except (ValueError, TypeError):
+        return tools
+    return [
+        {**item, "executor": item.get("executor") or executor}
+        if isinstance(item, Mapping)
+        else item
+        for item in parsed
+    ]
 
 
 def _json(value: Any, where: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from agenttrain.data.config import DataConfig, OnBadRow
 from agenttrain.data.files import BadRow
-from agenttrain.data.tasks import Rows, to_task
+from agenttrain.data.tasks import Rows, to_task, with_executor
 from agenttrain.types import Message
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
@@ -38,6 +38,7 @@ class RowTransform:
         self._system = config.system
         self.where = None if config.where is None else compiled(config.where, "data.where")
         self.mapped = dict(config.map)
+        self._executor = config.executor
 
     def __call__(self, row: Mapping[str, Any], *, fills_missing: bool = False) -> dict[str, Any]:
         """Return the transformed row. Raises BadRow that names the setting that does not fit it.
@@ -57,6 +58,8 @@ class RowTransform:
             changed["messages"] = [_message(m, fills_missing=fills_missing) for m in messages]
         if fills_missing and "tools" in changed:
             changed["tools"] = _without_none(changed["tools"])
+        if self._executor is not None and "tools" in changed:
+            changed["tools"] = with_executor(changed["tools"], self._executor)
         return changed
 
     def keeps(self, row: Mapping[str, Any]) -> bool:
@@ -157,6 +160,11 @@ class TransformedRows:
         where = getattr(self.rows, "where", None)
         return f"row {index + 1}" if where is None else where(index)
 
+    def question(self, index: int) -> Sequence[Message] | None:
+        """Return the messages before a recorded answer; None for rows that were not recorded."""
+        question = getattr(self.rows, "question", None)
+        return None if question is None else question(index)
+
 
 @dataclass(frozen=True, slots=True)
 class RowSubset:
@@ -218,7 +226,8 @@ def check_rows(
             continue
         usable.good.append(index)
         # The environment makes the question of a row without messages from its columns.
-        asked = [_question(task.messages) or dict(task.columns), task.user_turns]
+        question = rows.question(index) or _question(task.messages)
+        asked = [question or dict(task.columns), task.user_turns]
         usable.keys.append(json.dumps(asked, default=str, sort_keys=True))
     if change.where is not None and usable.left_out == len(rows):
         raise ValueError(

@@ -93,6 +93,25 @@ class Separate(Protocol):
 
 
 @runtime_checkable
+class Replicated(Protocol):
+    """A `Separate` engine with several copies of the weights, each of which is checked.
+
+    After `update` it samples nothing for rollouts before `verify` has passed a copy.
+    """
+
+    async def verify(
+        self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
+    ) -> list[float]:
+        """Score the ids by every copy, as `score`, and sample from those without a problem.
+
+        `problem` says what is wrong with a copy's scores; None: nothing. It is kept until the next
+        update, for copies that come later. Return the scores of a good copy; if there is none,
+        those of a bad one.
+        """
+        ...
+
+
+@runtime_checkable
 class OwnNumberFormat(Protocol):
     """A `Separate` engine whose weights may have another number format than the policy's."""
 
@@ -114,6 +133,15 @@ class Forgetful(Protocol):
 
     lacks_base: bool
     """True: the next update has to bring the weights under the adapters too, before them."""
+
+
+@runtime_checkable
+class Metered(Protocol):
+    """An engine with metrics of its own."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call."""
+        ...
 
 
 @runtime_checkable

@@ -1,14 +1,17 @@
-"""Settings that every engine has; those of one engine are in its folder's config.py."""
+"""Settings that every engine has, and of servers; those of one engine are in its config.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
 from enum import StrEnum
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from agenttrain.utils.sections import SETTINGS, Whole
+from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems, shown
 
 DEFAULT_ENGINE = "transformers"
 """The engine of a run that names none."""
@@ -35,6 +38,50 @@ class EngineDtype(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
+
+
+@dataclass(config=SETTINGS)
+class ServersConfig:
+    """Servers that sample for a run, on this machine, each in processes of its own."""
+
+    count: Whole = Field(default=1, ge=1)
+    """Number of servers."""
+    tensor_parallel_size: Whole = Field(default=1, ge=1)
+    """GPUs that share the weights of one server."""
+    gpus: list[Whole] | None = None
+    """GPUs of the servers, by number, e.g. [4,5,6,7]; None: all after the trainer's."""
+    restarts: Whole = Field(default=3, ge=0)
+    """Times that a server is started again after it died; without a server left the run fails."""
+    start_s: Number = Field(default=1800.0, gt=0)
+    """Seconds within which a server answers after its start."""
+    health_s: Number = Field(default=1.0, gt=0)
+    """Seconds between two examinations of a server."""
+    dead_s: Number = Field(default=30.0, gt=0)
+    """Seconds that a server's engine may take to answer an examination; it is then killed, and its
+    requests go to another server."""
+    request_s: Number = Field(default=3600.0, gt=0)
+    """Seconds that one request may take, or a weight update: longer than the longest completion."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further flags of the server's program, e.g. {max-num-batched-tokens: 16384}."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ServersConfig:
+        raise_problems(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        gpus = self.gpus
+        if gpus is None:
+            return
+        if len(set(gpus)) < len(gpus):
+            yield f"servers.gpus={shown(gpus)}: names a GPU twice; each serves one server"
+        needed = self.count * self.tensor_parallel_size
+        if len(gpus) != needed:
+            yield (
+                f"servers.gpus={shown(gpus)}: servers.count={self.count} x "
+                f"servers.tensor_parallel_size={self.tensor_parallel_size} need {needed} GPUs; "
+                f"name as many"
+            )
 
 
 LEAST_TEMPERATURE = 0.01

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from agenttrain.engines.base import Engine
-from agenttrain.engines.config import LEAST_TEMPERATURE, EngineSettings
+from agenttrain.engines.config import LEAST_TEMPERATURE, EngineSettings, ServersConfig
 from agenttrain.engines.memory import EngineLoad, EngineMemory, ModelSizes
 from agenttrain.training.config import LoraSettings, WeightSyncMode
 
@@ -34,6 +34,9 @@ class EngineInputs:
     """Folder of the tokenizer, where requests come with a grammar."""
     sync_mode: WeightSyncMode
     """Treatment of requests in flight at an update."""
+    sync_folder: str | None
+    """weight_sync.folder."""
+    servers: ServersConfig
     seed: int
     on_gpu: bool
     rank: int
@@ -79,6 +82,7 @@ class RunFacts:
     """distributed.name."""
     several: bool
     """The run has more than one process."""
+    servers: ServersConfig
 
 
 def _no_problems(*_: Any) -> Iterable[str]:
@@ -123,6 +127,10 @@ class EngineSpec(Generic[S]):
     """Package of others that samples, beside agenttrain's own; `agenttrain doctor` imports it."""
     own_weights: bool = False
     """True: samples from weights of its own, which are sent to it; False: from the policy's."""
+    run_server: Callable[[Path, int, int | None], int] | None = None
+    """Run one server of the run in a folder, by its number, until it is stopped or the process of
+    the third argument has ended; return the exit code. Raises ConfigError if that server runs
+    already. None: the engine has no servers."""
     server: Callable[[S, ServedModel], list[str]] | None = None
     """Return the command of the engine's own server of OpenAI's API, which answers `/health` once
     it is ready and completes its answers after a SIGTERM; None: it has none."""
@@ -135,3 +143,8 @@ class EngineSpec(Generic[S]):
         "errors into whole nats, and overflow in the end"
     )
     """Reason against a temperature between 0 and LEAST_TEMPERATURE."""
+
+    @property
+    def fleet(self) -> bool:
+        """True: samples by processes of the section `servers`, which have devices of their own."""
+        return self.run_server is not None

@@ -1,4 +1,4 @@
-"""Settings of an environment that stand beside its `_target_`."""
+"""Settings of an environment, and of a simulated user, that stand beside its `_target_`."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ class EnvironmentSettings(ToolLimits):
                 "start a process of its own"
             )
         return value
+
+
+@dataclass(config=SETTINGS)
+class UserSettings:
+    """Settings of a simulated user, beside its `_target_`."""
+
+    max_turns: Whole = Field(default=8, ge=1)
+    """Messages of the user in a rollout, beside the row's; then the rollout is `completed`."""
+    concurrency: Whole = Field(default=32, ge=1)
+    """Replies that are made at once, over all rollouts."""
+    timeout_s: Number = Field(default=600.0, gt=0)
+    """Seconds that one reply may take, with its retries."""

@@ -5,6 +5,7 @@ A class may have these members, all optional, with sync or async methods::
     class Maze:
         pooled = False                       # True: an instance is used again after a reset
         done = False                         # attribute or property: True ends the rollout
+        truncated = False                    # with `done`: a limit ended the episode, not the task
 
         def reset(self, row, seed): ...      # -> None, a text (a user message) or messages
         def user(self, message): ...         # -> what the user says to an answer without a call
@@ -12,7 +13,14 @@ A class may have these members, all optional, with sync or async methods::
         def reward(self, rollout): ...       # -> float, or None: not applicable
         def close(self): ...                 # once, whatever happened
 
-Its other public methods are tools.
+Its other public methods are tools. A class whose tools depend on its arguments describes them::
+
+        @classmethod
+        def tools(cls, **arguments): ...     # -> schemas; the arguments are those of `__init__`
+        def call_tool(self, name, arguments): ...   # runs a call of one of them
+
+        @classmethod
+        def check(cls, **arguments): ...     # raises ValueError, before anything is started
 """
 
 from __future__ import annotations
@@ -30,7 +38,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from agenttrain.environments.config import EnvironmentSettings
-from agenttrain.types import Message, Rollout, ToolUnavailable, TurnReward
+from agenttrain.types import Message, Rollout, StopReason, ToolUnavailable, TurnReward
 from agenttrain.utils.threads import DaemonThreads, attempt, attempt_async
 
 RESET_ARGUMENTS = ("row", "seed", "group_seed")
@@ -199,7 +207,16 @@ class Episode:
         """Messages that the reset returned."""
         self.done = False
         """True once the environment declared the episode over; updated after every call."""
+        self.truncated = False
+        """True if it was over because of a limit of the environment's own."""
         self._finished = False
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Reason why the environment ends the rollout; None while the episode goes on."""
+        if not self.done:
+            return None
+        return StopReason.environment_truncated if self.truncated else StopReason.environment_done
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the instance; its errors pass."""
@@ -207,17 +224,21 @@ class Episode:
         function = getattr(made, method)
 
         # `done` may be a property with code of its own: it is read where the method runs.
+        def read_done() -> None:
+            self.done = bool(getattr(made, "done", False))
+            self.truncated = self.done and bool(getattr(made, "truncated", False))
+
         def call_and_read_done() -> Any:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.done = bool(getattr(made, "done", False))
+                read_done()
 
         async def await_and_read_done() -> Any:
             try:
                 return await function(*args, **kwargs)
             finally:
-                self.done = bool(getattr(made, "done", False))
+                read_done()
 
         is_async = inspect.iscoroutinefunction(function)
         return await self.instance.call(await_and_read_done if is_async else call_and_read_done)

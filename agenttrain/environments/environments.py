@@ -17,7 +17,7 @@ from agenttrain.tools.structured import build_instances
 from agenttrain.tools.tool import Tool, ToolSpec, describe_method, public_methods
 from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext
-from agenttrain.utils.locate import locate_section
+from agenttrain.utils.locate import about_argument, class_method, locate_section
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import beside
 
@@ -50,8 +50,14 @@ class Environments:
                 for method in public_methods(kind.cls, HOOKS):
                     spec = describe_method(kind.cls, method)
                     tools[method] = _Method(name=method, schema=spec.schema, kind=kind, spec=spec)
+                for schema in described_tools(kind):
+                    tool = schema["function"]["name"]
+                    if tool in tools:
+                        raise ValueError(f"it has two tools with the name {tool!r}; rename one")
+                    tools[tool] = _Described(name=tool, schema=schema, kind=kind)
             except ValueError as error:
-                raise ValueError(f"environment.{name}: {error}") from error
+                key = f"environment.{name}"
+                raise ValueError(about_argument(error, key, kind.bound)) from error
             self.toolboxes[name] = Toolbox(
                 tools,
                 limits=dict.fromkeys(tools, kind.settings),
@@ -151,6 +157,25 @@ class _Method:
         if self.spec.builders:
             arguments = await episode.instance.call(build_instances, self.spec.builders, arguments)
         return await episode.call(self.name, **arguments, **extra)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Described:
+    """A tool that the class described for its arguments; `call_tool` runs its calls."""
+
+    name: str
+    schema: dict[str, Any]
+    kind: EnvironmentKind
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        episode = self.kind.episodes[context.rollout_id]
+        return await episode.call("call_tool", self.name, arguments)
+
+
+def described_tools(kind: EnvironmentKind) -> list[dict[str, Any]]:
+    """Return the schemas of the tools that depend on the arguments of the environment's class."""
+    describe = class_method(kind.cls, "tools")
+    return [] if describe is None else list(describe(**kind.bound))
 
 
 def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -23,7 +23,7 @@ from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.monitoring import InFlight, LoopMonitor, Throttle, Waiting, light_gc
 from agenttrain.rollout.request import PromptTooLong, RolloutContext, RolloutRequest, check_room
 from agenttrain.rollout.row_tools import RowTools
-from agenttrain.tracking.metrics import rollout_metrics
+from agenttrain.tracking.metrics import agent_metrics, rollout_metrics
 from agenttrain.types import AgenttrainError, LedgerError, Rollout, StopReason, Task
 from agenttrain.utils.seeds import derive_seed
 from agenttrain.utils.signals import StopRequest
@@ -53,6 +53,9 @@ class Collector(RolloutContext):
     stop: StopRequest = field(default_factory=StopRequest)
     """Request to stop the run, which cuts a collection short."""
     in_flight: InFlight = field(default_factory=InFlight)
+    attempt: Callable[[RolloutRequest, RolloutContext], Awaitable[Rollout]] | None = None
+    """Makes a rollout in place of the loop: an outside agent does. It raises what `run_rollout`
+    raises."""
     progress: Callable[[int, int], None] | None = None
     """Called as ``progress(finished, total)`` after every rollout of a call of `collect`."""
 
@@ -181,15 +184,20 @@ async def collect(
             "prompts in data.train and data.test.",
             collected,
         )
-    collector.environments.warn_uneven_prompts(collected.uneven_prompts, len(collected.groups))
+    if collector.attempt is None:
+        collector.environments.warn_uneven_prompts(collected.uneven_prompts, len(collected.groups))
 
     usable = [rollout for rollout in collected.rollouts if may_be_scored(rollout)]
     collected.dropped = made - len(usable)
     if made and not usable and not may_be_empty:
         raise NoRollouts(_describe_failures(collected.rollouts, made), collected)
     started = time.perf_counter()
+    failed = [rollout for rollout in usable if rollout.stop_reason is StopReason.agent_failed]
+    for rollout in failed:
+        rollout.rewards, rollout.reward = dict.fromkeys(collector.rubric.names, 0.0), 0.0
+    scored = [rollout for rollout in usable if rollout.stop_reason is not StopReason.agent_failed]
     try:
-        unscored = await collector.rubric.score(usable)
+        unscored = await collector.rubric.score(scored)
     except RewardError as error:
         error.rollouts = usable
         raise
@@ -218,9 +226,9 @@ def _make_attempts(
     for place, task in placed:
         prompt_ids: list[int] | None = None
         kind = collector.environments.kind_of(task)
-        if kind is None or not kind.has_reset:
+        if collector.attempt is None and (kind is None or not kind.has_reset):
             # All rollouts of the group begin with this prompt. A reset adds to it, so that each
-            # rollout has to render its own.
+            # rollout has to render its own. An outside agent sends a prompt of its own.
             tools = RowTools(task, collector.toolbox, collector.environments)
             prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)
             try:
@@ -269,7 +277,8 @@ async def _run_all(
             await throttle.wait()
             try:
                 with collector.in_flight.tracked(request.rollout_id, engine) as tracked:
-                    result = await run_rollout(request, replace(collector, engine=tracked))
+                    attempt = collector.attempt or run_rollout
+                    result = await attempt(request, replace(collector, engine=tracked))
                 if result.length:  # an environment that could not be started has no prompt
                     tools = RowTools(result.task, collector.toolbox, collector.environments)
                     schemas[result.rollout_id] = tools.schemas
@@ -366,6 +375,7 @@ def step_metrics(
         **rollout_metrics(
             collected.groups, tools=collector.tool_names, rewards=collector.rubric.names
         ),
+        **({} if collector.attempt is None else agent_metrics(collected.rollouts)),
         "rollout/dropped": collected.dropped,
         "rollout/ledger_breaks": collected.broken,
         "time/loop_lag_max_s": collected.loop_lag_s,

@@ -84,7 +84,7 @@ class Demonstrator:
         columns = {name: value for name, value in task.columns.items() if name != ROLLOUT}
         task = replace(task, columns=columns)
         rollout = read_again(record, task, rollout_id, self.chat.stop_token_ids)
-        schemas = RowTools(task, self.toolbox, self.environments).schemas
+        schemas = RowTools(task, self.toolbox, self.environments, executed=False).schemas
         reason = difference(rollout, task.messages, self.chat, schemas)
         if reason is None:
             return rollout
@@ -133,7 +133,7 @@ class _Conversation:
                 "message"
             )
         self.chat, self.limits = owner.chat, owner.limits
-        self.tools = RowTools(task, owner.toolbox, owner.environments)
+        self.tools = RowTools(task, owner.toolbox, owner.environments, executed=False)
         self.schemas = self.tools.schemas
         self.pending = list(task.messages[first:])
         questions = tuple(str(m["content"]) for m in self.pending if m["role"] == "user")

@@ -108,7 +108,7 @@ def verify(
             turn, token_ids = spans[0].turn, _check_finish(trajectory, spans, chat)
             if parsed_turns.matches(trajectory, token_ids, message, turn=turn, after=after):
                 continue
-            name = turn_name(trajectory, turn)
+            name = trajectory.turn_name(turn)
             parsed = chat.parse(token_ids, shown, turn=name, after=after).message()
             if parsed != message:
                 raise LedgerError(
@@ -120,16 +120,10 @@ def verify(
 
 def schemas_of(trajectory: Trajectory, schemas: Sequence[dict]) -> Sequence[dict]:
     """Return the schemas that a trajectory's prompt shows; `schemas` are those of the task."""
-    delegation = trajectory.delegation
-    return schemas if delegation is None else [dict(schema) for schema in delegation.schemas]
-
-
-def turn_name(trajectory: Trajectory, turn: int) -> str:
-    """Return the name of a turn in the ids of its calls, unlike those of other trajectories.
-
-    Example: ``call_3_0`` in the first trajectory, ``call_2.3_0`` in that of index 2.
-    """
-    return f"{trajectory.index}.{turn}" if trajectory.index else str(turn)
+    delegation, own = trajectory.delegation, trajectory.schemas
+    if own is None and delegation is not None:
+        own = delegation.schemas
+    return schemas if own is None else [dict(schema) for schema in own]
 
 
 def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.environments.environment import Episode
+from agenttrain.environments.user import Dialogue
 from agenttrain.rewards.function import LARGEST, RewardError, copy_task, copy_value
 from agenttrain.rollout.call_limits import over_limits, repeats_a_call
 from agenttrain.rollout.compaction import (
@@ -32,9 +33,8 @@ from agenttrain.rollout.compaction import (
 from agenttrain.rollout.config import OnMalformedCall, OnParallelCalls, OnToolFailure
 from agenttrain.rollout.delegation import Agent, CallOrder, SubAgentRequest, SubAgents
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
-from agenttrain.rollout.ledger import turn_name
 from agenttrain.rollout.monitoring import Throttle
-from agenttrain.rollout.replies import Suffix, fit_replies
+from agenttrain.rollout.replies import Suffix, fit_replies, reply_message
 from agenttrain.rollout.request import RolloutContext, RolloutRequest, append_prompt
 from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.types import (
@@ -154,8 +154,7 @@ class _Loop:
         """Tokens of the trajectory that do not count as spent: its prompt, what is shown again."""
         self._tokens_before = 0
         """Sampled and tool tokens of the trajectories that came before."""
-        self._user_turns = 0
-        """User's messages since the prompt."""
+        self._dialogue = Dialogue(context.simulated_user, request.sampling.seed)
         self._calls_made: list[ToolCall] = []
         self._compaction = make_compaction(context.limits)
         self._past: list[PastTurn] = []
@@ -213,7 +212,7 @@ class _Loop:
             trajectory.states.append(prefix + state)
 
         ids, index = completion.token_ids, trajectory.turns - 1
-        name, after = turn_name(trajectory, index), trajectory.messages[-1]["role"]
+        name, after = trajectory.turn_name(index), trajectory.messages[-1]["role"]
         turn = self.chat.parse(ids, self.tools.schemas, turn=name, after=after)
         message = turn.message()
         if self.parsed_turns is not None:
@@ -364,7 +363,7 @@ class _Loop:
         replies, suffix = fit_replies(
             self.chat,
             turn,
-            [_reply(result) for result in results],
+            [reply_message(result) for result in results],
             completion=completion,
             room=self._room() - int(reason is None),
             max_result_tokens=[
@@ -403,29 +402,33 @@ class _Loop:
     ) -> StopReason | None:
         """Append the user's next message after an answer; `completed` if there is none.
 
-        The task's scripted user turns come first, then those of the environment. A context with
-        a `user` of its own has those alone, and a sub-agent has none.
+        The task's scripted user turns come first, then those of the environment, then those of the
+        simulated user. A context with a `user` of its own has those alone, and a sub-agent has
+        none.
         """
         if self.agent.depth:
             return StopReason.completed
         scripted = self.rollout.task.user_turns
+        self._dialogue.hear(turn.content)
         text: str | None = None
         if self.user is not None:
             if self._turns >= self.limits.max_turns:
                 return StopReason.max_turns  # before a message is asked for that cannot be answered
             text = await self.user(self.trajectory.messages[-1])
-        elif self._user_turns < len(scripted):
-            text = scripted[self._user_turns]
+        elif self._dialogue.said < len(scripted):
+            text = scripted[self._dialogue.said]
         elif self.episode is not None:
             reply = await self.episode.user(self.trajectory.messages[-1])
             if isinstance(reply, TurnReward):
                 self._reward_turn(reply.value, f"environment {self.episode.kind.name}: its user")
                 reply = reply.content
             text = reply
-        episode_done = self.episode is not None and self.episode.done
+        over = None if self.episode is None else self.episode.stop_reason
+        if text is None and over is None and self.user is None:
+            text = await self._dialogue.reply(self.rollout.task)
         if text is None:
-            return StopReason.environment_done if episode_done else StopReason.completed
-        if not episode_done and self._turns >= self.limits.max_turns:
+            return over or StopReason.completed
+        if over is None and self._turns >= self.limits.max_turns:
             return StopReason.max_turns
         question: Message = {"role": "user", "content": text}
         suffix = self.chat.suffix(
@@ -433,15 +436,15 @@ class _Loop:
             [question],
             completion_ids=completion.token_ids,
             finish=completion.finish,
-            generation_prompt=not episode_done,
+            generation_prompt=over is None,
         )
         # A tool's text may be clipped to fit, a question may not: it would be another question.
-        if sum(len(ids) for _, ids in suffix) + int(not episode_done) <= self._room():
+        if sum(len(ids) for _, ids in suffix) + int(over is None) <= self._room():
             self._append(turn, completion, [question], suffix)
-            self._user_turns += 1
-        elif not episode_done:
+            self._dialogue.say(text)
+        elif over is None:
             return self._reason_without_room()
-        return StopReason.environment_done if episode_done else None
+        return over
 
     def _reason_not_to_run(
         self, turn: AssistantTurn, calls: list[ToolCall], completion: Completion
@@ -461,7 +464,7 @@ class _Loop:
             return StopReason.repeated_call
         wrapper = self.chat.wrapper_length(
             turn,
-            [_reply(ToolResult(call=call, content="")) for call in calls],
+            [reply_message(ToolResult(call=call, content="")) for call in calls],
             completion_ids=completion.token_ids,
             finish=completion.finish,
             generation_prompt=True,
@@ -571,9 +574,9 @@ class _Loop:
 
     def _reason_after_calls(self, results: list[ToolResult]) -> StopReason | None:
         """Return the reason to stop after a turn's calls were answered."""
-        episode_done = self.episode is not None and self.episode.done
-        if episode_done or any(result.done for result in results):
-            return StopReason.environment_done
+        over = None if self.episode is None else self.episode.stop_reason
+        if over is not None or any(result.done for result in results):
+            return over or StopReason.environment_done
         max_calls = self.limits.max_tool_calls
         limited = any(result.error is ToolError.limit for result in results)
         if limited and max_calls is not None and len(self.rollout.tool_results) > max_calls:
@@ -589,12 +592,3 @@ def _reason_cut(completion: Completion) -> StopReason | None:
     if completion.finish is Finish.length:
         return StopReason.max_tokens
     return StopReason.aborted if completion.finish is Finish.abort else None
-
-
-def _reply(result: ToolResult) -> Message:
-    return {
-        "role": "tool",
-        "tool_call_id": result.call.id,
-        "name": result.call.name,
-        "content": result.content,
-    }

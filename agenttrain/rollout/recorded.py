@@ -16,9 +16,9 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.data.config import check_rollout_files
 from agenttrain.data.files import BadRow, FileRows
-from agenttrain.rollout.ledger import schemas_of, turn_name, verify
-from agenttrain.tracking.rollouts import current_form, read_rollout
-from agenttrain.types import LedgerError, Origin, Rollout, StopReason, Task, Trajectory
+from agenttrain.rollout.ledger import schemas_of, verify
+from agenttrain.tracking.rollouts import current_form, prompt_messages, read_rollout
+from agenttrain.types import LedgerError, Message, Origin, Rollout, StopReason, Task, Trajectory
 
 ROLLOUT = "rollout"
 """Column of a row that holds the recorded rollout."""
@@ -104,6 +104,13 @@ class RolloutRows:
     def where(self, index: int) -> str:
         """Return the row's place for error messages."""
         return self._file.where(self._selected[index])
+
+    def question(self, index: int) -> Sequence[Message]:
+        """Return the messages before the first sampled one: examples in a prompt are among them."""
+        try:
+            return prompt_messages(self._record(self._selected[index])["trajectories"][0])
+        except LookupError:  # a broken record, which `read_again` refuses
+            return ()
 
     def _record(self, index: int) -> RecordedRollout:
         """Return the recorded rollout of a line; raises ValueError for any other object."""
@@ -204,7 +211,7 @@ def _other_context(trajectory: Trajectory, chat: Chat, schemas: Sequence[dict]) 
             return None
         after = trajectory.messages[place - 1]["role"]
         suffix = chat.suffix(
-            chat.parse(ids, schemas, turn=turn_name(trajectory, turn), after=after),
+            chat.parse(ids, schemas, turn=trajectory.turn_name(turn), after=after),
             trajectory.messages[place + 1 : end],
             completion_ids=ids,
             finish=finish,

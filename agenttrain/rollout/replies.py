@@ -5,9 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agenttrain.chat.chat import Chat
-from agenttrain.types import AssistantTurn, Completion, LedgerError, Message, Origin
+from agenttrain.types import (
+    AssistantTurn,
+    Completion,
+    LedgerError,
+    Message,
+    Origin,
+    ToolResult,
+)
 
 Suffix = list[tuple[Origin, list[int]]]
+
+
+def reply_message(result: ToolResult) -> Message:
+    """Return a tool's result as a chat message."""
+    return {
+        "role": "tool",
+        "tool_call_id": result.call.id,
+        "name": result.call.name,
+        "content": result.content,
+    }
 
 
 def fit_replies(

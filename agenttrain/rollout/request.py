@@ -9,6 +9,7 @@ from agenttrain.chat.chat import Chat
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import Sampling
 from agenttrain.environments.environments import Environments
+from agenttrain.environments.user import SimulatedUser
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import ParsedTurns
 from agenttrain.rollout.monitoring import Throttle
@@ -57,6 +58,9 @@ class RolloutContext:
     user: Callable[[Message], Awaitable[str | None]] | None = None
     """Gives the user's next message after an answer, in place of the task's later turns and of the
     environment's; None ends the rollout."""
+    simulated_user: SimulatedUser | None = None
+    """Gives the user's next message when the task has no later turn and the environment says
+    nothing; None: the rollout ends then."""
     on_messages: Callable[[Rollout, Sequence[Message]], None] | None = None
     """Called with the messages that a rollout has just gained: a turn of the model before its
     calls run, then the replies."""

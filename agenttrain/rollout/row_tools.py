@@ -57,10 +57,13 @@ class RowTools:
         toolbox: Toolbox,
         environments: Environments,
         episode: Episode | None = None,
+        *,
+        executed: bool = True,
     ) -> None:
         """Take the tools that `task` lists, all of them if it lists none.
 
-        Raises ValueError for tools that the row cannot have.
+        Not `executed`: calls are demonstrated, so that a tool of the row needs no executor. Raises
+        ValueError for tools that the row cannot have.
         """
         self._toolbox = toolbox
         self._methods = environments.toolbox_of(environments.kind_of(task))
@@ -78,7 +81,9 @@ class RowTools:
         twice = next((name for name in self.names if self.names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"tools: {twice!r} is there twice; a name can have one meaning only")
-        self._arguments = {name: self._check_own(tool) for name, tool in self.own.items()}
+        self._arguments = {
+            name: self._check_own(tool, executed=executed) for name, tool in self.own.items()
+        }
         self.schemas: list[dict[str, Any]] = [
             {
                 "type": "function",
@@ -141,8 +146,9 @@ class RowTools:
     def limits(self, name: str) -> ToolLimits:
         """Return the limits of a visible tool; a tool of the row has those of its executor."""
         executor = self._executor(name)
-        toolbox = self._methods if executor in self._methods.names else self._toolbox
-        return toolbox.limits(executor)
+        if executor in self._methods.names:
+            return self._methods.limits(executor)
+        return self._toolbox.limits(executor) if executor in self._toolbox.names else ToolLimits()
 
     def _prepare(self, call: ToolCall) -> _Step | ToolResult:
         """Return the step that runs a call, or the call's error result."""
@@ -173,20 +179,23 @@ class RowTools:
         toolbox = self._methods if name in self._methods.names else self._toolbox
         return toolbox.schemas([name])[0]
 
-    def _check_own(self, tool: RowTool) -> ArgumentSchema:
+    def _check_own(self, tool: RowTool, *, executed: bool) -> ArgumentSchema:
         """Return the reader of a row tool's arguments. Raises ValueError if nothing can run it."""
         declared = (*self._toolbox.names, *self._methods.names)
         where = f"tools: {tool.name!r}"
-        if tool.executor not in declared:
+        if executed and tool.executor not in declared:
             hint = did_you_mean(tool.executor, declared)
+            remedy = "; data.executor=… names the tool of the run that does the work of such tools"
             raise ValueError(
                 f"{where}: executor={tool.executor!r} is no tool of this run{hint}; its tools are: "
-                f"{', '.join(declared) or 'none'}"
+                f"{', '.join(declared) or 'none'}{remedy if tool.executor == tool.name else ''}"
             )
         try:
             arguments = ArgumentSchema(tool.parameters)
         except ValueError as error:
             raise ValueError(f"{where}: its parameters are {error}") from error
+        if not executed:
+            return arguments
         executor = self._declared_schema(tool.executor)
         takes = _parameters(executor)
         if takes.keys() >= DISPATCHED:
@@ -307,18 +316,23 @@ def checked_rows(source: TaskSource) -> int:
 
 
 def row_tool_sets(
-    key: str, source: TaskSource, toolbox: Toolbox, environments: Environments
+    key: str,
+    source: TaskSource,
+    toolbox: Toolbox,
+    environments: Environments,
+    *,
+    executed: bool = True,
 ) -> Iterator[Schemas]:
     """Yield the tool sets of the rows of `source` that list their tools, each set once.
 
-    Of an endless source only the first rows are checked. Raises RowError, which begins with `key`
-    (data.train) and names the row.
+    `executed` is that of `RowTools`. Of an endless source only the first rows are checked. Raises
+    RowError, which begins with `key` (data.train) and names the row.
     """
     seen: set[str] = set()
     for index in range(checked_rows(source)):
         try:
             task = source.row(index)
-            tools = RowTools(task, toolbox, environments)
+            tools = RowTools(task, toolbox, environments, executed=executed)
         except ValueError as error:
             reason = str(error).removeprefix(f"data row {index}: ")
             raise RowError(f"{key}: {source.where(index)}: {reason}") from error

@@ -63,7 +63,10 @@ def fingerprints(components: Components) -> Fingerprints:
             **_code("tools", config.tools),
             **_files(config.tools),
         },
-        RunPart.environment: _code("environment", config.environment),
+        RunPart.environment: {
+            **_code("environment", config.environment),
+            **_code("", {"user": config.user}),
+        },
         RunPart.reward: _code("reward", config.reward),
         RunPart.model: {
             "tokenizer": _digest(_json(components.tokenizer.get_vocab())),
@@ -154,7 +157,7 @@ def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
             path = section.get(argument) if isinstance(section, Mapping) else None
             if not isinstance(path, str) or path.startswith(OURS):
                 continue
-            where = f"{key}.{name}" if argument == "_target_" else f"{key}.{name}.{argument}"
+            where = ".".join(filter(None, (key, name, argument.replace("_target_", ""))))
             code = code_of(locate(path, key=where))
             if code is not None:
                 digests[f"code of {where}"] = _digest(code)

@@ -21,6 +21,7 @@ from typing import Any
 from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
 from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.data.curriculum import Curriculum
+from agenttrain.engines.base import EngineDead
 from agenttrain.evaluation import (
     Best,
     Evaluation,
@@ -423,7 +424,7 @@ class Run:
     def _failed(self, error: Exception) -> int:
         """End after an error. Raises it again if it is a bug, or another process reports it.
 
-        If a write failed, the message names the checkpoint to go on from.
+        If a write failed or the engine died, the message names the checkpoint to go on from.
         """
         if isinstance(error, PeerFailed):
             self._record_end(status="failed", error=str(error))
@@ -435,7 +436,7 @@ class Run:
         self._record_end(status="failed", error=message)
         with suppress(OSError):
             saved = read_summary(self.folder).get("latest_checkpoint")
-            if isinstance(error, OSError | NotWritten) and saved is not None:
+            if isinstance(error, OSError | NotWritten | EngineDead) and saved is not None:
                 message += f"\n{saved} stands; once this is mended: {self._again}"
         print(message, file=sys.stderr)
         return FAILED
@@ -477,7 +478,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         prompt_ids = teacher_prompt(prompt, components.chat, components.schemas)
         teacher = make_teacher(config, policy, prompt_ids)
     run.record_kernel(components, policy)
-    collector = None if engine is None else components.collector(engine)
+    collector = None if engine is None else components.collector(engine, run.folder)
     run.watchdog.watch(collector, policy.model.get_input_embeddings())
     checkpoints = run.checkpoints(components.tokenizer)
     state = run.restore(checkpoints, policy)

@@ -105,6 +105,8 @@ def sampling_engine(config: RunConfig) -> Engine:
         adapters=None,
         tokenizer=None,
         sync_mode=config.weight_sync.mode,
+        sync_folder=None,
+        servers=config.servers,
         seed=config.seed,
         on_gpu=on_gpu,
         rank=0,

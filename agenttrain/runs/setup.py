@@ -8,26 +8,32 @@ its engine are built afterwards, in `loading.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from agenttrain.agents.attempt import Attempt
+from agenttrain.agents.runner import Agents, make_agent
 from agenttrain.chat.certificate import Certificate, certify
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import system_problem
 from agenttrain.chat.loading import load_chat
 from agenttrain.chat.parsers.export import response_template
-from agenttrain.data.build import Splits, build_tasks, check_reward_columns
+from agenttrain.data.build import Splits, build_tasks, check_needed_columns
 from agenttrain.data.config import OnBadRow
 from agenttrain.data.tasks import TaskSource, check_columns
-from agenttrain.engines.base import Engine
+from agenttrain.engines.base import Engine, Lockstep
 from agenttrain.environments.environments import Environments, build_kinds
+from agenttrain.environments.user import SimulatedUser, build_user
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.compaction import check_compaction
-from agenttrain.rollout.config import tasks_of_round
+from agenttrain.rollout.config import RolloutConfig, tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
+from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.rollout.row_tools import (
     RowTools,
     check_collisions,
@@ -40,7 +46,7 @@ from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_section
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import AssistantTurn, Finish, Message, Task
+from agenttrain.types import AssistantTurn, Finish, Message, Rollout, Task
 from agenttrain.utils.model_path import base_folder, model_folder
 from agenttrain.utils.names import did_you_mean
 
@@ -69,6 +75,7 @@ class Components:
         self.config = config
         self.verb = verb
         self._tools = tools
+        self._agents: Agents | None = None
 
     def with_config(self, config: RunConfig) -> Components:
         """Return components of another configuration that share these tools, chat and certificate.
@@ -141,7 +148,7 @@ class Components:
         With an environment a row needs no prompt of its own, unless it is a demonstration.
         """
         config = self.config
-        needs_prompt = self.verb == "sft" or not config.environment
+        needs_prompt = self.verb == "sft" or not (config.environment or config.agent.outside)
         return build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
 
     @property
@@ -163,17 +170,20 @@ class Components:
             self.environments,
             self.tasks.by_key,
             structured_calls=self.config.rollout.structured_calls,
+            executed=self.verb != "sft",
         )
 
     @cached_property
     def rubric(self) -> Rubric:
         """The run's rewards, those of its environments among them.
 
-        Raises ValueError for a reward on a tool that neither the run nor a row has.
+        Raises ValueError for a reward on a tool that neither the run nor a row has; the tools of an
+        outside agent are its own and cannot be checked.
         """
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
         rubric = rubric_of(self.config, self.environments.rewards)
-        rubric.check_tools(names)
+        if not self.config.agent.outside:
+            rubric.check_tools(names)
         return rubric
 
     @cached_property
@@ -189,6 +199,21 @@ class Components:
             lengths[key] = [self._prompt_length(task, key) for task in first if task.messages]
         return lengths
 
+    @cached_property
+    def user(self) -> SimulatedUser | None:
+        """The run's simulated user; None if it has none."""
+        return build_user(self.config.user)
+
+    @property
+    def needed_columns(self) -> dict[str, Sequence[str]]:
+        """Columns that the rows must have, by the key of the component that reads them."""
+        needed: dict[str, Sequence[str]] = {
+            f"reward.{name}": columns for name, columns in self.rubric.columns.items()
+        }
+        if self.user is not None:
+            needed["user.prompt"] = self.user.columns
+        return needed
+
     @property
     def demonstrator(self) -> Demonstrator:
         """The component that makes rollouts out of rows with answers."""
@@ -199,20 +224,53 @@ class Components:
             environments=self.environments,
         )
 
-    def collector(self, engine: Engine) -> Collector:
-        """Return a collector of rollouts that samples from `engine`."""
+    def collector(self, engine: Engine, folder: Path | None = None) -> Collector:
+        """Return a collector of rollouts that samples from `engine`.
+
+        The output of outside agents goes to `folder`/agents; None: to a temporary folder.
+        """
+        attempt = None
+        if self.config.agent.outside:
+            if folder is None:
+                folder = Path(tempfile.mkdtemp(prefix="agenttrain-"))
+            attempt = self._outside(engine, folder / "agents")
         return Collector(
+            attempt=attempt,
             engine=engine,
             chat=self.chat,
             toolbox=self.toolbox,
             rubric=self.rubric,
             limits=self.config.rollout,
             environments=self.environments,
+            simulated_user=self.user,
         )
+
+    def _outside(
+        self, engine: Engine, folder: Path
+    ) -> Callable[[RolloutRequest, RolloutContext], Awaitable[Rollout]]:
+        """Return the function that lets outside agents make the rollouts."""
+        limits: RolloutConfig = self.config.rollout
+        lockstep = limits.deterministic is not False and isinstance(engine, Lockstep)
+        agents = Agents(self.config.agent, self.chat, folder, lockstep=lockstep)
+        self._agents = agents
+
+        async def attempt(request: RolloutRequest, context: RolloutContext) -> Rollout:
+            record = None if context.parsed_turns is None else context.parsed_turns.record
+            wanted = Attempt(
+                task=request.task,
+                sampling=request.sampling,
+                rollout_id=request.rollout_id,
+                group_id=request.group_id,
+                sample=request.sample,
+            )
+            return await agents.attempt(wanted, context.engine, context.limits, record)
+
+        return attempt
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
         """Return the schemas of the tools that the model has in this task."""
-        return RowTools(task, self.toolbox, self.environments).schemas
+        executed = self.verb != "sft"
+        return RowTools(task, self.toolbox, self.environments, executed=executed).schemas
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Return the ids with which a rollout of the task starts."""
@@ -232,9 +290,13 @@ class Components:
     async def aclose(self) -> None:
         """Close the tools and the environments."""
         try:
-            await self.environments.aclose()
+            if self._agents is not None:
+                await self._agents.aclose()
         finally:
-            await self.toolbox.aclose()
+            try:
+                await self.environments.aclose()
+            finally:
+                await self.toolbox.aclose()
 
     def _prompt_length(self, task: Task, key: str) -> int:
         """Return the tokens of a prompt, after rendering each later user turn behind an answer."""
@@ -307,10 +369,11 @@ def complete(components: Components) -> None:
                 f"tools are: {', '.join(declared) or 'none'}"
             )
     check_compaction(config.rollout, components.chat, context_of(config))
-    rubric = components.rubric
-    _check_room(components, training=verb == "train")
+    if config.agent.outside:
+        make_agent(config.agent)
     for key, source in tasks.by_key.items():
-        check_reward_columns(source, rubric.columns, key)
+        check_needed_columns(source, components.needed_columns, key)
+    _check_room(components, training=verb == "train")
     if verb == "train" and config.algorithm.has_teacher:
         from agenttrain.runs.teacher import check_teacher
 
@@ -386,17 +449,18 @@ def check_rows(
     sources: Mapping[str, TaskSource],
     *,
     structured_calls: bool = False,
+    executed: bool = True,
 ) -> set[str]:
     """Check the rows of each source, and the template with their tools; return these tools' names.
 
-    Raises RowError with the name of the row, CertificateError as `Certificate.raise_if_refused`,
-    and ChatError as `check_grammars`.
+    `executed` is that of `RowTools`. Raises RowError with the name of the row, CertificateError as
+    `Certificate.raise_if_refused`, and ChatError as `check_grammars`.
     """
     names: set[str] = set()
     if structured_calls:
         check_grammars(chat, tool_sets(toolbox, environments))
     for key, source in sources.items():
-        sets = list(row_tool_sets(key, source, toolbox, environments))
+        sets = list(row_tool_sets(key, source, toolbox, environments, executed=executed))
         names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
         if sets:
             _certificate(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
@@ -431,8 +495,9 @@ def _check_room(components: Components, *, training: bool) -> None:
     """
     config, tasks, lengths = components.config, components.tasks, components.prompt_lengths
     context = context_of(config)
-    if context is None or any(kind.has_reset for kind in components.environments.kinds.values()):
-        return  # a reset may replace the row's prompt
+    resets = any(kind.has_reset for kind in components.environments.kinds.values())
+    if context is None or resets or config.agent.outside:
+        return  # a reset, or the agent, may replace the row's prompt
     step = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
     counts = {
         "data.train": step if training else 0,

@@ -12,10 +12,7 @@ from typing import Any
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
-from agenttrain.engines.base import Engine, EngineError, Streaming
-from agenttrain.engines.config import Sampling
-from agenttrain.serving.conversations import Conversations, Prompt
-from agenttrain.serving.protocol import (
+from agenttrain.chat.wire.openai import (
     ChatRequest,
     RequestError,
     answer_message,
@@ -23,6 +20,9 @@ from agenttrain.serving.protocol import (
     read_messages,
     well_formed,
 )
+from agenttrain.engines.base import Engine, EngineError, Streaming
+from agenttrain.engines.config import Sampling
+from agenttrain.serving.conversations import Conversations, Prompt
 from agenttrain.types import AssistantTurn, Completion, Finish, Message
 
 KEPT_ALIVE_S = 10.0

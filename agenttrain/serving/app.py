@@ -22,8 +22,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from agenttrain.chat.wire.openai import RequestError, parse_request
 from agenttrain.serving.answers import ChatServer
-from agenttrain.serving.protocol import RequestError, parse_request
 
 T = TypeVar("T")
 GRACE_S = 30

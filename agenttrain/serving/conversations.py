@@ -19,7 +19,7 @@ from typing import Any
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
-from agenttrain.serving.protocol import RequestError, well_formed
+from agenttrain.chat.wire.openai import RequestError, well_formed
 from agenttrain.types import AssistantTurn, Completion, Finish, Message
 
 MOST_TOKENS = 4_000_000

@@ -23,7 +23,7 @@ from agenttrain.data.config import (
     check_row_files,
     names_test_rows,
 )
-from agenttrain.environments.config import EnvironmentSettings
+from agenttrain.environments.config import EnvironmentSettings, UserSettings
 from agenttrain.rewards.config import RewardSettings
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.config import (
@@ -39,19 +39,31 @@ from agenttrain.tools.config import (
 from agenttrain.tools.sandbox.config import INTERPRETER
 from agenttrain.tracking.config import OwnTrackerSettings, missing_libraries
 from agenttrain.types import ConfigError
-from agenttrain.utils.locate import about_argument, call_parameters, locate, parameter_names
+from agenttrain.utils.locate import (
+    about_argument,
+    call_parameters,
+    class_method,
+    locate,
+    parameter_names,
+)
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import beside, field_names, shown
 
-SECTIONS = ("tools", "environment", "reward", "data", "tracker")
+SECTIONS = ("tools", "environment", "user", "reward", "data", "tracker")
 """Sections that name code."""
 SETTINGS_BESIDE: Mapping[str, type[Any]] = {
     "tools": ToolSettings,
     "environment": EnvironmentSettings,
     "reward": RewardSettings,
 }
-BESIDE: Mapping[str, type[Any]] = {**SETTINGS_BESIDE, "tracker": OwnTrackerSettings}
-"""The same, with sections that are not at the top."""
+ONE_BESIDE: Mapping[str, type[Any]] = {"user": UserSettings}
+"""The same, of sections that are one component."""
+BESIDE: Mapping[str, type[Any]] = {
+    **SETTINGS_BESIDE,
+    **ONE_BESIDE,
+    "tracker": OwnTrackerSettings,
+}
+"""All of them, with sections that are not at the top."""
 REWARD = "environment"
 """Name of the reward function that environments share."""
 REWARD_TARGET = "agenttrain.rewards.builtin.tools.environment"
@@ -75,7 +87,7 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             "and the run has none; add one with a state(), or set algorithm.credit=turn_baseline"
         )
     for key, section, others in _components(config):
-        kind, *_, name = key.split(".")
+        kind, name = key.partition(".")[0], key.rpartition(".")[2]
         if not isinstance(section, Mapping) or "_target_" not in section:
             if name == "_target_" and isinstance(section, str):
                 yield (
@@ -121,6 +133,8 @@ def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]
         sections = reward_sections(config) if kind == "reward" else others
         for name, section in sections.items():
             yield f"{kind}.{name}", section, others
+    if config.user:
+        yield "user", config.user, {}
     for name, section in config.tracker.own.items():
         yield f"tracker.own.{name}", section, config.tracker.own
     for split in ("train", "test") if names_test_rows(config.data) else ("train",):
@@ -197,6 +211,23 @@ def _environment(
             f"{key}._target_={section['_target_']}: is a function; each rollout gets an instance "
             "of its own, so name a class"
         )
+    elif (check := class_method(target, "check")) is not None:
+        _, bound = beside(EnvironmentSettings, section, key)
+        try:
+            check(**bound)
+        except TypeError as error:
+            yield f"{key}: {error}"
+        except ValueError as error:
+            yield about_argument(error, key, bound)
+
+
+def _user(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
+    from agenttrain.environments.user import build_user  # httpx comes with it
+
+    try:
+        build_user(section)
+    except ValueError as error:
+        yield str(error)
 
 
 def _errors_to_retry(key: str, limits: ToolLimits) -> Iterator[str]:
@@ -275,6 +306,7 @@ def _own_tracker(
 CODE_CHECKS: Mapping[str, Callable[..., Iterator[str]]] = {
     "tools": _tool,
     "environment": _environment,
+    "user": _user,
     "reward": _reward,
     "data": _rows,
     "tracker": _own_tracker,
@@ -300,7 +332,8 @@ def tool_names(config: RunConfig) -> ToolNames:
     for name, section in config.environment.items():
         target = locate(section["_target_"], key=f"environment.{name}._target_")
         names = _methods(target, HOOKS) if isclass(target) else ()
-        parts.append(ToolNames(names=names, complete=True))
+        described = isclass(target) and class_method(target, "tools") is not None
+        parts.append(ToolNames(names=names, complete=not described))
     every = dict.fromkeys(name for part in parts for name in part.names)
     return ToolNames(names=tuple(every), complete=all(part.complete for part in parts))
 

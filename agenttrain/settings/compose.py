@@ -33,10 +33,10 @@ from agenttrain.utils.sections import plain, validated
 HYDRA_VERSION = "1.3"
 """Hydra behaves as this version, whichever is installed."""
 OPEN_SECTIONS = (
-    *("tools.", "environment.", "reward.", "data.train.", "data.test."),
+    *("tools.", "environment.", "user.", "reward.", "data.train.", "data.test."),
     *("data.map.", "algorithm.objective.", "tracker.own."),
     *("chat_template.kwargs.", "optimizer.schedule_options."),
-    "engine.",
+    *("engine.", "servers.args."),
 )
 """Sections whose keys depend on a choice in them, or that hold arguments of a user's functions: any
 key may be set in them."""

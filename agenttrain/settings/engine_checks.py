@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from agenttrain.engines.config import LEAST_TEMPERATURE
+from agenttrain.engines.config import LEAST_TEMPERATURE, ServersConfig
 from agenttrain.engines.registry import OutsideEngine, admit, names_with, plain, spec_of
 from agenttrain.engines.spec import RunFacts
 from agenttrain.launch.config import several_processes
@@ -12,6 +12,11 @@ from agenttrain.settings.compose import Composed
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.types import ConfigError
+from agenttrain.utils.sections import plain as plain_settings
+from agenttrain.utils.sections import shown
+
+SERVERS = plain_settings(ServersConfig())
+"""Default of every key of the section `servers`."""
 
 
 def typed_engine(overrides: Sequence[str]) -> str | None:
@@ -55,12 +60,28 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         yield (
             f"weight_sync.mode={sync.mode}: has no effect without {names_with(own_weights=True)}"
         )
+    if not spec.fleet:
+        yield from _servers_unused(config)
     facts = RunFacts(
         lora_rank=config.model.lora.rank,
         distributed=str(config.distributed.name),
         several=several_processes(config.distributed) if several is None else several,
+        servers=config.servers,
     )
     yield from spec.check(engine, facts)
+
+
+def _servers_unused(config: RunConfig) -> Iterator[str]:
+    """Yield settings of servers, for an engine that has none."""
+    settings = {f"servers.{key}": getattr(config.servers, key) for key in SERVERS}
+    settings["weight_sync.folder"] = config.weight_sync.folder
+    defaults = {f"servers.{key}": value for key, value in SERVERS.items()}
+    for key, value in settings.items():
+        if value != defaults.get(key):
+            yield (
+                f"{key}={shown(value)}: engine={config.engine.name} has no servers; set "
+                f"{names_with(fleet=True)}, or leave it out"
+            )
 
 
 def admit_engine(composed: Composed) -> None:

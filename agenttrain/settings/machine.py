@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from agenttrain.engines.placement import placement_problems
 from agenttrain.engines.registry import OutsideEngine, spec_of
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.settings.run_config import RunConfig
@@ -53,6 +54,8 @@ def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) 
         if verb in SAMPLING_VERBS:
             spec = spec_of(config.engine)
             problems += spec.check_machine(config.engine, lambda: machine.gpus)
+            if spec.fleet:
+                problems += placement_problems(config.servers, machine.gpus)
     return list(dict.fromkeys(problems))
 
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, PlainValidator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.agents.config import AgentConfig
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.objectives.config import DEFAULT, all_objectives
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.commands.sweep.config import SweepConfig
 from agenttrain.data.config import DataConfig
-from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
+from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings, ServersConfig
 from agenttrain.engines.registry import chosen, specs
 from agenttrain.health.config import GuardsConfig, StopWhenConfig, WatchdogConfig
 from agenttrain.launch.config import DistributedConfig
@@ -89,6 +90,9 @@ class RunConfig:
     environment: dict[str, Any] = field(default_factory=dict)
     """Name -> `_target_` (a class), settings (EnvironmentSettings) and bound arguments; the column
     `environment` picks one per row."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    user: dict[str, Any] = field(default_factory=dict)
+    """`_target_` of a simulated user, settings (UserSettings) and bound arguments."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: dict[str, Any] = field(default_factory=dict)
@@ -96,6 +100,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineSection = field(default_factory=partial(chosen, {"name": DEFAULT_ENGINE}))
     """Name of the engine, and its own settings."""
+    servers: ServersConfig = field(default_factory=ServersConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     optimizer: Annotated[OptimizerConfig, PlainValidator(optimizer_settings)] = field(
         default_factory=AdamWSettings

@@ -38,12 +38,12 @@ from agenttrain.utils.sections import field_names, shown
 
 RESUMABLE = (
     *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
-    *("stop_when", "resume_changed"),
+    *("stop_when", "resume_changed", "servers"),
 )
 """Sections that a resumed run may change: the others decide the result of its training."""
 EVALUABLE = (
     *("eval", "data", "engine", "tracker", "rollout", "reward", "seed", "distributed"),
-    "watchdog",
+    *("watchdog", "servers"),
 )
 """Sections that an evaluation of a run may change: the others are the agent itself."""
 EVALUATED = tuple(name for name in SECTIONS if name != "algorithm")

@@ -148,6 +148,7 @@ def describe(config: RunConfig) -> str:
         "tools": ", ".join(config.tools) or "none",
         "stop tools": ", ".join(stop_tools(config)) or "none",
         **({"environment": INDENT.join(environments)} if environments else {}),
+        **({"user": _call(config.user)} if config.user else {}),
         "train data": _call(config.data.train),
         "test data": test,
         "reward": INDENT.join(rewards) or "none",

@@ -30,8 +30,8 @@ from agenttrain.utils.files import PACKAGE, conf_folder
 from agenttrain.utils.moved import MOVED
 from agenttrain.utils.names import did_you_mean
 
-ENGINE, TRACKER, ROLLOUT = "engine", "tracker", "rollout"
-SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE, ROLLOUT)
+ENGINE, TRACKER, ROLLOUT, AGENT, USER = "engine", "tracker", "rollout", "agent", "user"
+SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE, ROLLOUT, AGENT)
 """Sections that name code."""
 SIGNATURE = "signature"
 """Key of `provenance` in config.yaml."""
@@ -39,7 +39,10 @@ DESTINATIONS = (("trackio", "space"), ("trackio", "server_url"), ("mlflow", "uri
 """Settings of trackers that send data to other machines."""
 KEY_FILE = "AGENTTRAIN_KEY"
 """Environment variable with the file of the user's key, if it is not in the home folder."""
-JUDGE = "agenttrain.rewards.builtin.judge.Judge"
+ASKS_A_SERVER = (
+    "agenttrain.rewards.builtin.judge.Judge",
+    "agenttrain.environments.user.LlmUser",
+)
 TRUSTED = "trust=true"
 COMPONENTS = {"data": ("train", "test"), "algorithm": ("objective",)}
 """Sections in which only some keys are components."""
@@ -63,6 +66,13 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
             if "." in str(path):
                 code.append(f"{ROLLOUT}.compaction={path}")
             continue
+        if section == AGENT:
+            for key in ("command", "_target_", "env"):
+                value = components.get(key) if isinstance(components, Mapping) else None
+                if value:
+                    words = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else value
+                    code.append(f"{AGENT}.{key}={without_password(str(words))}")
+            continue
         if section == TRACKER and isinstance(components, Mapping):
             for name, key in DESTINATIONS:
                 value = (components.get(name) or {}).get(key)
@@ -70,6 +80,9 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
                     place = f"{TRACKER}.{name}.{key}={without_password(str(value))}"
                     code.append(f"{place} (the run's data are sent there)")
             section, components = f"{TRACKER}.own", components.get("own")
+        if section == USER:
+            code += [f"{USER}.{text}" for text in _of_component(components)] if components else []
+            continue
         for name, component in components.items() if isinstance(components, Mapping) else ():
             if name not in COMPONENTS.get(section, (name,)):
                 continue
@@ -96,7 +109,7 @@ def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
             value = component.get(name)
             words = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
             yield f"{name}={without_password(words)}"
-    if target == JUDGE and component.get("api_key_env") is not None:
+    if target in ASKS_A_SERVER and component.get("api_key_env") is not None:
         yield (
             f"url={without_password(str(component.get('url')))} (is sent "
             f"${component['api_key_env']})"
@@ -179,6 +192,10 @@ def _signed(plain: Mapping[str, Any]) -> Any:
         signed[ENGINE] = plain.get(ENGINE)
     if named_code(plain, (ROLLOUT,)):
         signed["rollout.compaction"] = plain["rollout"]["compaction"]
+    if named_code(plain, (AGENT,)):
+        signed[AGENT] = plain.get(AGENT)
+    if named_code(plain, (USER,)):
+        signed[USER] = plain.get(USER)
     if named_code(plain, (TRACKER,)):
         signed[TRACKER] = plain.get(TRACKER)
     return signed

@@ -278,6 +278,20 @@ VERBS: dict[str, Verb] = {
         },
         page="guides/use.md",
     ),
+    "engine-server": Verb(
+        does="one of the vLLM servers of a run, which starts them itself",
+        usage="<run folder> [number=N]",
+        options={
+            "number=N": "which of servers.count, from 0 (0)",
+            "parent=PID": "end with this process, as servers do that a run starts",
+        },
+        examples={
+            "engine-server outputs/shop/<run> number=1": "replace one without restarts left",
+            "engine-server outputs/shop/<run>": "the same for server 0",
+        },
+        settings=False,
+        page="guides/fleet.md",
+    ),
     "export": Verb(
         does="a checkpoint as a model folder with a card, or on the hub",
         usage="run=<run or checkpoint folder> to=<new folder|hub:org/name> [format=…] [dtype=…]",

@@ -282,7 +282,7 @@ def text_files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-HOOKS = ("reset", "done", "state", "user", "reward", "close")
+HOOKS = ("reset", "done", "state", "user", "reward", "call_tool", "close")
 """Methods of an environment that are no tools."""
 LIFE_CYCLE = ("release", "close")
 """Methods of a class in `tools` that are no tools."""

@@ -49,6 +49,25 @@ def rollout_metrics(
     }
 
 
+def agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the metrics of rollouts that outside agents made.
+
+    Example: 10 turns in 3 trajectories of 2 rollouts: of the 8 turns that could have continued a
+    trajectory 7 did, ``agent/merged_share`` is 7/8.
+    """
+    names: tuple[str, ...] = ("requests", "ambiguous", "overridden")
+    names += tuple(f"restarts/{kind}" for kind in ("system", "tools", "edited", "dropped"))
+    counts = {
+        f"agent/{name}": float(sum(r.counts.get(f"agent/{name}", 0) for r in rollouts))
+        for name in names
+    }
+    used = [rollout for rollout in rollouts if rollout.turns]
+    turns = sum(rollout.turns for rollout in used)
+    opened = sum(len(rollout.trajectories) for rollout in used)
+    later = turns - len(used)
+    return {**counts, "agent/merged_share": (turns - opened) / later if later else math.nan}
+
+
 def _reward_metrics(
     groups: Sequence[Sequence[Rollout]], declared: Iterable[str]
 ) -> dict[str, float]:

@@ -75,6 +75,16 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("data/uneven_prompts", "Groups whose rollouts began with different prompts."),
         ("data/bad_rows", "Rows left out by `data.on_bad_row=skip` (`agenttrain sft`)."),
     ),
+    "Outside agents": (
+        ("agent/requests", "Requests that agents sent."),
+        ("agent/merged_share", "Share of turns after the first that continue a trajectory."),
+        ("agent/ambiguous", "Requests that matched several turns; the newest was taken."),
+        ("agent/overridden", "Requests whose sampling parameters were replaced."),
+        ("agent/restarts/system", "Trajectories begun because a system message changed."),
+        ("agent/restarts/tools", "Trajectories begun because tools or tool texts changed."),
+        ("agent/restarts/edited", "Trajectories begun because other messages changed."),
+        ("agent/restarts/dropped", "Trajectories begun because messages are missing."),
+    ),
     "Resampling": (
         ("data/tasks", "Tasks drawn from the data in this step."),
         ("resample/rounds", "Extra rounds of dynamic sampling."),
@@ -125,6 +135,11 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("weight_sync/gap", "Mean gap of a fixed text after a weight sync, in nats."),
         ("weight_sync/gap_q90", "Its 90 % quantile over tokens."),
         ("weight_sync/gap_max", "Its largest token."),
+        ("fleet/servers", "Servers that answer, at the end of the step."),
+        ("fleet/deaths", "Servers that died or were killed in the step."),
+        ("fleet/requests", "Requests that were sent to servers, those sent again included."),
+        ("fleet/resent", "Requests that were sent again, as a server failed."),
+        ("fleet/load", "Largest share of the requests that a server got: 0.5 of two is even."),
     ),
     "Time": (
         ("time/rollout_s", "Seconds of sampling, tools included."),

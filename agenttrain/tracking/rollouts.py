@@ -89,6 +89,8 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         }
         if trajectory.delegation is not None:
             written["delegation"] = asdict(trajectory.delegation)
+        if trajectory.schemas is not None:
+            written["schemas"] = trajectory.schemas
         if trajectory.turn_rewards:
             written["turn_rewards"] = {str(t): v for t, v in trajectory.turn_rewards.items()}
         if trajectory.states:
@@ -110,6 +112,8 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         record["turn_scores"] = rollout.turn_scores
     if rollout.environment_reward is not None:
         record["environment_reward"] = rollout.environment_reward
+    if rollout.counts:
+        record["counts"] = rollout.counts
     if rollout.error is not None:
         record["error"] = rollout.error
     return record
@@ -374,6 +378,7 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
         environment_reward=environment_reward,
         rewards=dict(record["rewards"]),
         turn_scores={n: tuple(values) for n, values in record.get("turn_scores", {}).items()},
+        counts=dict(record.get("counts", {})),
         reward=record["reward"],
     )
 
@@ -394,6 +399,7 @@ def _trajectory(
         role=written["role"],
         parent=None if written["parent"] is None else tuple(written["parent"]),
         delegation=_delegation(written),
+        schemas=None if written.get("schemas") is None else tuple(written["schemas"]),
         messages=[dict(message) for message in written["messages"]],
         prompt_messages=len(prompt_messages(written)),
         turn_rewards={int(t): v for t, v in written.get("turn_rewards", {}).items()},

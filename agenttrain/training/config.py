@@ -336,6 +336,9 @@ class WeightSyncConfig:
     """Gap of log-probabilities, in nats, up to which engine and policy agree after a sync, for an
     engine with weights of its own; None: 0.1, for both the mean and the 90 % quantile over a text
     that the engine sampled; in float32 on a CPU 1e-3, for the largest."""
+    folder: str | None = None
+    """Folder of the files by which weights reach servers, two versions of all weights; None: one in
+    memory (/dev/shm) if they fit there, else in the run folder."""
 
 
 @dataclass(config=SETTINGS)

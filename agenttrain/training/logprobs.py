@@ -85,14 +85,16 @@ class Scorer(nn.Module):
         share_prefix: SharePrefix = SharePrefix.auto,
         entropy_grad: bool = False,
         defer: bool = False,
+        key: str = "model.path",
     ) -> None:
+        """`key` is the setting that names the model, for errors."""
         super().__init__()
         self.model = model
         self.transform = replace(logit_transform(model), temperature=temperature)
         self.logits_budget_mb = logits_budget_mb
         self.entropy_grad = entropy_grad
         self.lengths = length_limits(model)
-        self._share_prefix = share_prefix
+        self._share_prefix, self._key = share_prefix, key
         if not defer:
             self.choose_layout(model.device)
 
@@ -118,7 +120,7 @@ class Scorer(nn.Module):
         model, inside = self.model, self.inside
         place: dict[str, Any] = {"device": device, "inside": inside}
 
-        check_head(model, **place)
+        check_head(model, **place, key=self._key)
         everywhere = all(world.gather([has_kernel(device)], "whether there is a kernel"))
         reason = None
         for varlen in (True, False) if everywhere else (False,):
@@ -323,12 +325,16 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
 
 
 def check_head(
-    model: PreTrainedModel, *, device: torch.device | None = None, inside: Inside | None = None
+    model: PreTrainedModel,
+    *,
+    device: torch.device | None = None,
+    inside: Inside | None = None,
+    key: str = "model.path",
 ) -> None:
     """Raise UnsupportedModel if the model changes its logits in a way that `logit_transform` lacks.
 
     Otherwise training would silently use wrong logits. `device` and `inside` are those of
-    `why_not_packed`.
+    `why_not_packed`, `key` is the setting that names the model.
     """
     token_ids_T = torch.arange(4, device=device or model.device)
 
@@ -342,7 +348,7 @@ def check_head(
     gap = (logits_TV - known_TV).abs().max().item()
     if not gap <= 1e-2 * logits_TV.abs().max().item():
         raise UnsupportedModel(
-            f"model.path: {type(model).__name__} changes its logits after the language-model head "
+            f"{key}: {type(model).__name__} changes its logits after the language-model head "
             f"(by up to {gap:.3g}) in a way that training does not know of. Choose another model."
         )
 

@@ -237,11 +237,13 @@ class Policy:
         tokens = self._sum_of_ranks(sum(sequence.sampled_length for sequence in sequences))
         if tokens == 0:
             return None
+        # Lengths are those of whole rollouts: in how many trajectories a rollout's tokens lie does
+        # not change their weight.
         weights_B = token_weights(
-            torch.tensor([sequence.sampled_length for sequence in sequences]),
+            torch.tensor([sequence.rollout.sampled_length for sequence in sequences]),
             algorithm.aggregation,
             tokens=tokens,
-            rollouts=self._sum_of_ranks(len(sequences)),
+            rollouts=self._sum_of_ranks(len({one.rollout.rollout_id for one in sequences})),
             fixed_length=self._max_completion_tokens,
         )
         # Masked truncated rollouts have weight 0 but count in both numbers, so that the weight of

@@ -86,6 +86,7 @@ class ModelTeacher:
             logits_budget_mb=training.logits_budget_mb,
             share_prefix=training.share_prefix,
             defer=True,
+            key="algorithm.teacher.path",
         )
         if sharding is None:
             self._scorer = accelerator.prepare_model(self._scorer, evaluation_mode=True)

@@ -6,7 +6,7 @@ The check is a probe: a text whose log-probabilities the policy and the engine m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -16,7 +16,14 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenttrain.engines.base import Engine, Forgetful, OwnNumberFormat, Quantized, Separate
+from agenttrain.engines.base import (
+    Engine,
+    Forgetful,
+    OwnNumberFormat,
+    Quantized,
+    Replicated,
+    Separate,
+)
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
@@ -107,7 +114,8 @@ async def sync(
     An engine that samples from `policy.sampler` itself only drops its caches; the result is None.
     An engine with a copy of the weights is sent them and then scores the probe. Raises StaleWeights
     if its log-probabilities differ from the policy's, or if they did not change since `before`, the
-    last sync, although the policy's did. A quantised engine's may stay the same.
+    last sync, although the policy's did; with several copies, if that is so for all of them. A
+    quantised engine's may stay the same.
 
     The probe's text is that of `before`. The first time, the engine samples it after the end of
     `prompt_ids`, so that it is as likely as the texts of the run; without a prompt it is a fixed
@@ -132,7 +140,6 @@ async def sync(
     else:
         weights = iter(adapter_weights(policy.model).items())
     await engine.update(weights, version)
-    probe = await _score_probe(policy, engine, before, prompt_ids)
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
@@ -141,7 +148,12 @@ async def sync(
     same_bits = as_adapters or not (adapted or dtype != policy.model.dtype)
     quantized = isinstance(engine, Quantized) and engine.quantized
     moved_from = before if same_bits and not quantized else None
-    _check_probe(probe, moved_from, version, tolerance, exact=exact, growth=growth)
+
+    def check(probe: SyncProbe) -> None:
+        _check_probe(probe, moved_from, version, tolerance, exact=exact, growth=growth)
+
+    probe = await _score_probe(policy, engine, before, prompt_ids, check)
+    check(probe)
     if not exact and not probe.warned and probe.gap.max > FAR * tolerance:
         warnings.warn(
             f"weight sync {version}: the engine's log-probability of a token of the probe is "
@@ -155,9 +167,16 @@ async def sync(
 
 
 async def _score_probe(
-    policy: Policy, engine: Engine, before: SyncProbe | None, prompt_ids: Sequence[int]
+    policy: Policy,
+    engine: Engine,
+    before: SyncProbe | None,
+    prompt_ids: Sequence[int],
+    check: Callable[[SyncProbe], None],
 ) -> SyncProbe:
-    """Score the probe by the policy and by the engine; without `before`, choose its text first."""
+    """Score the probe by the policy and by the engine; without `before`, choose its text first.
+
+    `check` raises StaleWeights for a copy of the weights that is not to be sampled from.
+    """
     token_ids: Sequence[int]
     if before:
         token_ids, start = before.token_ids, before.start
@@ -179,16 +198,28 @@ async def _score_probe(
         if is_sharded(policy.model)
         else policy_logprobs(policy.model, token_ids)
     )
+
+    def probe_of(scores: Sequence[float]) -> SyncProbe:
+        return SyncProbe(
+            token_ids=tuple(token_ids),
+            start=start,
+            policy_T=torch.tensor(policy_T),
+            engine_T=torch.tensor(scores),
+            first=before.first or before.gap if before else None,
+            warned=bool(before and before.warned),
+        )
+
+    def problem(scores: Sequence[float]) -> str | None:
+        try:
+            check(probe_of(scores))
+        except StaleWeights as error:
+            return str(error)
+        return None
+
+    if isinstance(engine, Replicated):
+        return probe_of(await engine.verify(token_ids, problem))
     assert isinstance(engine, Separate)
-    engine_T = torch.tensor(await engine.score(token_ids))
-    return SyncProbe(
-        token_ids=tuple(token_ids),
-        start=start,
-        policy_T=torch.tensor(policy_T),
-        engine_T=engine_T,
-        first=before.first or before.gap if before else None,
-        warned=bool(before and before.warned),
-    )
+    return probe_of(await engine.score(token_ids))
 
 
 def _check_probe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -76,12 +76,18 @@ def locate_section(section: object, *, key: str) -> Located:
     )
 
 
+def class_method(cls: type, name: str) -> Callable[..., Any] | None:
+    """Return the class's method of that name if it is a class method; an instance's is none."""
+    is_one = isinstance(inspect.getattr_static(cls, name, None), classmethod)
+    return getattr(cls, name) if is_one else None
+
+
 def about_argument(error: ValueError, key: str, bound: Mapping[str, Any]) -> str:
     """Return the text of a target's error, with the full key of an argument that it begins with.
 
     Example: ``split='tets': must be one of train, test`` -> ``data.test.split='tets': must be …``.
     """
-    named = str(error).partition("=")[0] in bound
+    named = any(str(error).partition(mark)[0] in bound for mark in "=:")
     return f"{key}.{error}" if named else f"{key}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""Credit per turn on a chain of ten states, and distillation of the shop agent: what each saves.
+"""Credit per turn, distillation and compaction: what each saves.
 
 A Markov decision process that can be solved by hand: in each of ten states, one of eight actions
 earns 0.1 at once, and every action leads to the next state. The policy is a table of logits. It
@@ -17,6 +17,12 @@ tokens until the mean reward of five steps is 0.9. One seed; left out with --qui
     distill_tokens                   of the student, infinite if it does not get there
     grpo_tokens                      of the teacher's own training
     distill_tokens_over_grpo         their ratio
+
+`credit_shop.py` and `credit_compaction.py` explain their own figures; each can be run by itself.
+Left out with --quick.
+
+    shop_steps_<credit>              steps of the shop agent on its questions of three queries
+    compaction_reward_<way>          its reward in a context too short for them
 """
 
 from __future__ import annotations
@@ -28,6 +34,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import credit_compaction
+import credit_shop
 import harness
 import torch
 
@@ -149,7 +157,7 @@ def tokens_of_run(folder: Path, rollouts: int, *settings: str) -> float:
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """Return the mean rollouts of each kind over the seeds, and the tokens of distillation."""
+    """Return the mean rollouts of each kind over the seeds, and the figures of the shop agent."""
     figures: dict[str, float] = {}
     for kind in KINDS:
         runs = {
@@ -160,7 +168,14 @@ def measure(quick: bool) -> dict[str, float]:
         figures[f"mdp_rollouts_{kind}"] = statistics.mean(runs[best])
     whole, turn = figures["mdp_rollouts_rollout"], figures["mdp_rollouts_turn_baseline"]
     figures["mdp_rollouts_turn_over_rollout"] = turn / whole
-    return figures if quick else {**figures, **distill()}
+    if quick:
+        return figures
+    return {
+        **figures,
+        **distill(),
+        **credit_shop.measure(quick),
+        **credit_compaction.measure(quick),
+    }
 
 
 if __name__ == "__main__":

@@ -93,6 +93,26 @@ def test_what_fsdp2_divides_and_ddp_does_not(capsys, short):
     assert [p["tokens"]["rollouts_in_flight"] for p in (one, four, ddp)] == [128, 50, 50]
 
 
+def test_a_teacher_is_counted_where_it_is_larger_than_the_policy(capsys, short, tmp_path):
+    larger = tmp_path / "teacher"
+    larger.mkdir()
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 6144}
+    (larger / "config.json").write_text(json.dumps({**QWEN3_06B, **sizes}))
+    fsdp2 = ("--devices", "2", "distributed=fsdp2", "model.dtype=bfloat16")
+    taught = (f"algorithm.teacher.path={larger}", "algorithm.teacher.dtype=bfloat16")
+    _, alone = plan(capsys, short, *fsdp2)
+    _, both = plan(capsys, short, *fsdp2, *taught)
+    # a layer: q and o, k and v, gate, up and down, norms; beside them embeddings and the last norm
+    layer = 2 * 1024 * (2048 + 1024) + 3 * 1024 * 6144 + 2304
+    outside = 151936 * 1024 + 1024
+    got = parts(both)
+    assert got["teacher"] == 2 * (4 * layer + outside) // 2
+    assert got["loading"] == 2 * (4 * layer + outside)
+    assert got["gathered"] == 2 * (2 * layer + outside)
+    for name in ("loading", "gathered"):
+        assert got[name] > parts(alone)[name] > 0
+
+
 def test_the_cache_holds_what_is_in_flight_and_an_evaluation_that_is_longer(capsys, short):
     rows = ("model.dtype=bfloat16", "engine.max_rows=4", "engine.max_context=4096")
     _, as_trained = plan(capsys, short, *rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,8 @@ ALLOWED = {
     ("commands/templates.py", "transformers"): "the package, whose version is recorded",
     ("commands/doctor.py", "transformers"): "the package, which is examined",
     ("settings/verbs.py", "vllm"): "the help of serve, whose engines it names",
+    ("engines/vllm_server/spec.py", "vllm"): "the package, and the engine to take instead",
+    ("engines/vllm_server/process.py", "vllm"): "a server has the arguments of the engine's own",
     ("commands/export.py", "transformers"): "the format of an export",
     ("commands/model_card.py", "transformers"): "the library that loads an export",
 }
@@ -41,8 +44,8 @@ def written(source: str, name: str) -> Iterator[str]:
             yield f".{name}"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
-            named = (f"engine={name}", f"engine.name={name}", f"engine.{name}")
-            if id(node) not in docstrings and (text == name or any(n in text for n in named)):
+            named = rf"engine(=|\.name=|\.){name}\b"
+            if id(node) not in docstrings and (text == name or re.search(named, text)):
                 yield text
 
 
@@ -66,9 +69,11 @@ def test_the_check_finds_comparisons_imports_and_messages() -> None:
 
 
 def test_the_bundled_engines() -> None:
-    assert list(specs()) == ["transformers", "vllm"]
+    assert list(specs()) == ["transformers", "vllm", "vllm_server"]
     assert DEFAULT_ENGINE in specs()
-    assert names_with(grammars=True) == names_with(own_weights=True) == "engine=vllm"
+    assert names_with(grammars=True) == "engine=vllm"
+    assert names_with(own_weights=True) == "engine=vllm|vllm_server"
+    assert names_with(fleet=True) == "engine=vllm_server"
     assert names_with(deterministic=True) == "engine=transformers"
 
 

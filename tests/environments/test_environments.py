@@ -46,6 +46,7 @@ from agenttrain.types import (
     TurnReward,
 )
 from agenttrain.utils.json_lines import dumps
+from agenttrain.utils.locate import class_method
 
 BYE = "I give up.<|im_end|>"
 
@@ -754,3 +755,97 @@ def test_rewards_by_turn_that_do_not_fit(value: Any, problem: str) -> None:
     done = run(move(1), move(2), worlds_=environments())
     with pytest.raises(RewardError, match=problem):
         asyncio.run(Rubric({"mine": lambda rollout: value}).score([done]))
+
+
+class Dials:
+    """As many dials as its argument says: tools that only the arguments know."""
+
+    def __init__(self, count: int, limit: int = 99) -> None:
+        self.left, self.limit, self.moves = count, limit, 0
+        self.done = self.truncated = False
+
+    @classmethod
+    def tools(cls, count: int, limit: int = 99) -> list[dict[str, Any]]:
+        if count > 3:
+            raise ValueError(f"count={count}: at most 3")
+        position = {"type": "object", "properties": {"to": {"type": "integer"}}, "required": ["to"]}
+        names = [f"dial_{number}" for number in range(count)]
+        return [
+            {"type": "function", "function": {"name": name, "parameters": position}}
+            for name in names
+        ]
+
+    def reset(self) -> str:
+        return "Turn every dial to 1."
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
+        self.moves += 1
+        self.left -= arguments["to"] == 1
+        self.truncated = self.moves == self.limit
+        self.done = self.left == 0 or self.truncated
+        return f"{name} at {arguments['to']}"
+
+
+def dials(**bound: Any) -> Environments:
+    return Environments({"dials": EnvironmentKind("dials", Dials, bound=bound)})
+
+
+def test_tools_that_depend_on_the_arguments():
+    worlds_ = dials(count=2)
+    assert worlds_.tool_names == ("dial_0", "dial_1")
+    wrong = call("dial_1", '{"too": 1}')
+    done = run(call("dial_0", '{"to": "1"}'), wrong, call("dial_1", '{"to": 1}'), worlds_=worlds_)
+    assert [(r.content, r.error) for r in done.tool_results] == [
+        ("dial_0 at 1", None),
+        (
+            "Error: unknown argument 'too' (did you mean 'to'?); missing argument 'to'",
+            ToolError.invalid_arguments,
+        ),
+        ("dial_1 at 1", None),
+    ]
+    assert done.stop_reason is StopReason.environment_done
+    with pytest.raises(ValueError, match=r"environment\.dials\.count=4: at most 3"):
+        dials(count=4)
+
+
+def test_a_described_tool_with_the_name_of_a_method_is_refused():
+    class Twice(Dials):
+        def dial_0(self) -> str:
+            """Turn it."""
+            return "no"
+
+    with pytest.raises(ValueError, match=r"environment\.dials: it has two tools .* 'dial_0'"):
+        Environments({"dials": EnvironmentKind("dials", Twice, bound={"count": 1})})
+
+
+def test_a_limit_of_the_environment_is_a_stop_reason_of_its_own():
+    turn = call("dial_0", '{"to": 0}')
+    done = run(turn, turn, worlds_=dials(count=1, limit=2))
+    assert done.stop_reason is StopReason.environment_truncated
+    # Without `done` it says nothing.
+    Dials.truncated = True
+    try:
+        assert run(turn, BYE, worlds_=dials(count=1)).stop_reason is StopReason.completed
+    finally:
+        del Dials.truncated
+
+
+def test_the_check_of_a_class_is_made_before_a_run_and_a_method_of_that_name_is_a_tool():
+    class Strict(Dials):
+        @classmethod
+        def check(cls, count: int, limit: int = 99) -> None:
+            if count < 1:
+                raise ValueError(f"count={count}: at least 1")
+
+    class Board:
+        def check(self, square: str) -> str:
+            """Check a square.
+
+            Args:
+                square: Its name.
+            """
+            return square
+
+    assert class_method(Strict, "check") is not None
+    assert class_method(Board, "check") is None
+    assert environments(Board).tool_names == ("check",)

@@ -235,9 +235,14 @@ def test_rollouts_are_selected_by_their_reward_and_their_end(tmp_path: Path) -> 
 
 
 def test_rollouts_of_one_question_stay_on_one_side(tmp_path: Path) -> None:
+    examples = (
+        {"role": "user", "content": "what is 1 + 1?"},
+        {"role": "assistant", "content": "2"},
+    )
+
     def asked(number: int) -> Rollout:
         question = {"role": "user", "content": f"what is {number // 8} + 4?"}
-        return recorded(Task(task_id=str(number // 8), messages=(question,)))
+        return recorded(Task(task_id=str(number // 8), messages=(*examples, question)))
 
     path = written(tmp_path, *(asked(number) for number in range(64)))
     config = DataConfig(train={"_target_": ROWS, "path": path}, test_fraction=0.5)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
+import datasets
 import parts
 import pytest
 import worlds
 from parts import LIMITS, add, call, ids, script, toolbox
 
-from agenttrain.data.tasks import TaskSource, read_tools, to_task
+from agenttrain.data.build import build_tasks
+from agenttrain.data.config import FILE_ROWS, DataConfig
+from agenttrain.data.tasks import TaskSource, read_tools, to_task, with_executor
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.environments.environments import Environments
@@ -27,6 +31,7 @@ from agenttrain.rollout.row_tools import (
     tool_sets,
 )
 from agenttrain.runs.setup import check_rows
+from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.metrics import rollout_metrics
 from agenttrain.types import Rollout, RowTool, StopReason, Task, ToolContext, ToolError
@@ -249,7 +254,9 @@ def test_what_a_row_cannot_have(tools, message):
         ("[1", r"data row 4: tools: '\[1' is not JSON"),
         ([3], r"3 is neither a name nor a tool with name, description, parameters and executor"),
         ([{**CITY, "excutor": "x"}], r"'excutor' is no key of a tool \(did you mean 'executor'"),
-        ([{"name": "x"}], r"needs name, description, parameters and executor"),
+        ([{"description": "x"}], r"needs a name, and may have description, parameters"),
+        ([{"name": "x", "parameters": "[]"}], r"needs a name, and may have description, param"),
+        ([{"function": {"name": "x"}, "fnuction": 1}], r"'fnuction' is no key of a tool"),
     ],
 )
 def test_a_column_that_cannot_be_read(value, message):
@@ -258,8 +265,6 @@ def test_a_column_that_cannot_be_read(value, message):
 
 
 def test_tables_may_hold_json_text():
-    import json
-
     expected = ("add", RowTool(**CITY))
     assert read_tools(json.dumps(["add", CITY]), 0) == expected
     assert (
@@ -296,3 +301,71 @@ def test_an_environment_may_not_hide_a_tool_of_the_run():
     assert len(tool_sets(toolbox(), the_worlds)[0]) == 4
     with pytest.raises(ValueError, match=r"environment\.maze: its method 'move' has the name of a"):
         check_collisions(toolbox(worlds.Maze().move), the_worlds)
+
+
+OPENAI = {
+    "type": "function",
+    "function": {
+        "name": "lookup_city",
+        "description": CITY["description"],
+        "parameters": CITY["parameters"],
+        "strict": True,
+    },
+}
+
+
+@pytest.mark.parametrize("as_text", [None, "list", "items", "parameters"])
+def test_openais_form_of_a_tool_as_objects_and_as_text(as_text):
+    tool: Any = OPENAI
+    if as_text == "parameters":
+        text = json.dumps(OPENAI["function"]["parameters"])
+        tool = {**OPENAI, "function": {**OPENAI["function"], "parameters": text}}
+    column: Any = [json.dumps(tool) if as_text == "items" else tool]
+    if as_text == "list":
+        column = json.dumps(column)
+    (read,) = read_tools(column, 0)
+    assert isinstance(read, RowTool)
+    assert (read.name, read.executor) == ("lookup_city", "lookup_city")
+    assert read.parameters == CITY["parameters"]
+    (given,) = read_tools(with_executor(column, "lookup"), 0)
+    assert (given.name, given.executor) == ("lookup_city", "lookup")
+    # One that the row names stays, and names of the run's tools are left alone.
+    named = with_executor(["add", {**CITY, "executor": "other"}], "lookup")
+    assert read_tools(named, 0)[0] == "add"
+    assert read_tools(named, 0)[1].executor == "other"
+
+
+def test_a_tool_without_description_and_parameters():
+    (read,) = read_tools([{"type": "function", "function": {"name": "now"}}], 0)
+    assert (read.description, read.parameters) == ("now", {"type": "object", "properties": {}})
+
+
+def test_a_tool_of_a_row_needs_an_executor_unless_calls_are_demonstrated():
+    task = row(OPENAI)
+    with pytest.raises(ValueError, match=r"executor='lookup_city' is no .*data\.executor=… names"):
+        RowTools(task, toolbox(add, lookup), NONE)
+    shown = RowTools(task, toolbox(add), NONE, executed=False)
+    assert [schema["function"]["name"] for schema in shown.schemas] == ["lookup_city"]
+    assert shown.limits("lookup_city") == ToolLimits()
+
+
+def test_columns_of_the_datasets_package(tmp_path):
+    """A dataset that was saved and read again: struct columns have None for what a row lacks."""
+    plain = {"type": "object", "properties": {}}
+    now = {"type": "function", "function": {"name": "now", "description": "", "parameters": plain}}
+    rows = [{"prompt": "a", "tools": [OPENAI]}, {"prompt": "b", "tools": [now]}]
+    texts = [{**one, "tools": json.dumps(one["tools"])} for one in rows]
+    for name, table in (("objects", rows), ("texts", texts)):
+        datasets.Dataset.from_list(table).save_to_disk(tmp_path / name)
+        config = DataConfig(
+            train={"_target_": FILE_ROWS, "path": str(tmp_path / name)}, executor="lookup"
+        )
+        source = build_tasks(config, seed=0).train
+        first, second = (RowTools(source.row(i), toolbox(lookup), NONE) for i in (0, 1))
+        assert first.own["lookup_city"].parameters == CITY["parameters"]
+        assert first.own["lookup_city"].executor == "lookup"
+        assert second.schemas[0]["function"] == {
+            "name": "now",
+            "description": "now",
+            "parameters": plain,
+        }

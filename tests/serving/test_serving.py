@@ -16,11 +16,11 @@ import pytest
 import tiny
 import uvicorn
 
+from agenttrain.chat.wire.openai import ChatRequest
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.serving.answers import ChatServer
 from agenttrain.serving.app import build_app, listen
-from agenttrain.serving.protocol import ChatRequest
 from agenttrain.types import Completion
 
 TOOLS = parts.toolbox().schemas()

@@ -53,6 +53,9 @@ NEEDS_A_PATH = {
     "reward=jmespath": ["reward.jmespath.expression=turns"],
     "reward=json_schema": ["reward.json_schema.column=shape"],
     "reward=judge": ["reward.judge.url=http://localhost:8000/v1", "reward.judge.model=m"],
+    "environment=gymnasium": ["environment.gymnasium.id=FrozenLake-v1"],
+    "environment=openenv": ["environment.openenv.url=http://127.0.0.1:8000"],
+    "user=llm": ["user.url=http://localhost:8000/v1", "user.model=m"],
     "reward=reward_model": ["reward.reward_model.path=agenttrain/data/models/shop"],
     # The model that it names comes with a package of 93 MB.
     **{

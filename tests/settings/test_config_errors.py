@@ -197,10 +197,16 @@ UNUSABLE = {
     "engine.name=[vllm]": "engine.name=[vllm]: expected one of: transformers, vllm",
     "engine._target_=json.dumps": "is no EngineSpec; name the object that is one",
     "weight_sync.mode=in_flight": "has no effect without engine=vllm",
+    "servers.count=2": "engine=transformers has no servers; set engine=vllm_server",
+    "servers.gpus=[1]": "engine=transformers has no servers; set engine=vllm_server",
+    "servers.gpus=[1,1]": "names a GPU twice",
+    "weight_sync.folder=/tmp/x": "engine=transformers has no servers; set engine=vllm_server",
+    "servers.restarts=-1": "servers.restarts=-1: must be 0 or more",
+    "servers.count=0": "must be at least 1",
     "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
     # Fixed names.
-    "engine.name=transformer": "expected one of: transformers, vllm (did you mean 'transformers'?)",
+    "engine.name=transformer": "transformers, vllm, vllm_server (did you mean 'transformers'?)",
     "tracker.rollouts=al": "expected all, none, or a whole number (did you mean 'all'?)",
     # Combinations without a meaning.
     "eval.tools=[sqll]": "eval.tools=[sqll]: is not a tool of this run (did you mean 'sql'?)",
@@ -316,6 +322,28 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             ("+tools.sql.max_result_tokens=9999", "rollout.max_completion_tokens=1000"),
             "tools.sql.max_result_tokens=9999: has no effect",
         ),
+        (
+            ("engine=vllm_server", "model.lora.rank=4"),
+            "model.lora.rank=4: engine=vllm_server takes no adapters so far; set engine=vllm",
+        ),
+        (
+            ("engine=vllm_server", "distributed=ddp"),
+            "distributed=ddp: with engine=vllm_server the policy is trained by one process so far",
+        ),
+        (
+            ("engine=vllm_server", "servers.count=2", "servers.gpus=[4,5,6]"),
+            "servers.count=2 x servers.tensor_parallel_size=1 need 2 GPUs; name as many",
+        ),
+        (("engine=vllm_server", "engine.sleep=true"), "it belongs to engine=vllm"),
+        (
+            ("engine=vllm_server", "servers.args.port=80"),
+            "servers.args.port: is set by agenttrain; leave it out",
+        ),
+        (
+            ("engine=vllm_server", "servers.args.max-num-seqs=80"),
+            "servers.args.max-num-seqs: is set by agenttrain; leave it out, set engine.max_rows",
+        ),
+        (("engine=vllm_server", "rollout.structured_calls=true"), "has no grammars; set engine=vl"),
         (("engine=vllm", "engine.rejoin_steps=3"), "it belongs to engine=transformers"),
         (("engine=vllm", "engine.memory_share=1"), "engine.memory_share=1: must be below 1"),
         (("engine=vllm", "rollout.deterministic=true"), "or set engine=transformers"),
@@ -448,6 +476,15 @@ MAZE = "+environment.maze._target_=worlds.Maze"
         (
             ["tools=[python]", "stop_tools=[]", "+tools.python.isolation=process"],
             "tools.python.isolation=process: its code runs in processes of the rollout's own",
+        ),
+        (
+            ["algorithm=gigpo"],
+            "algorithm.credit=gigpo: compares turns that began in equal states of an environment, "
+            "and the run has none; add one with a state()",
+        ),
+        (
+            ["algorithm=gigpo", MAZE],
+            "environment.maze._target_=worlds.Maze: has no state(), and algorithm.credit=gigpo",
         ),
         (
             ["+environment.life._target_=worlds.Life", "+environment.life.sise=2"],

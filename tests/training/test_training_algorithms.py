@@ -32,6 +32,8 @@ from agenttrain.training.policy import Policy
 from agenttrain.types import Origin, StopReason
 
 RECOMPUTED = {"behaviour": Behaviour.recomputed}
+TWO = [(Origin.prompt, [7]), (Origin.sampled, [20, 2]), (Origin.tool, [30]), (Origin.sampled, [2])]
+"""Spans of two turns."""
 KEYS = {field.name for field in fields(AlgorithmConfig)} - {"name"}
 CONF = Path(__file__).parents[2] / "conf" / "algorithm"
 
@@ -353,3 +355,28 @@ def test_a_reward_of_no_function_gives_no_advantage() -> None:
     trained = policy(algorithm={"rewards": Rewards.normalize_each, "scale": Scale.none})
     assert update(trained, groups)["loss"] == 0.0
     assert [advantage(one) for one in groups[0]] == [None, 0.0]
+
+
+def test_the_metrics_of_credit_per_turn_by_hand() -> None:
+    """Rewards (1, 0) and (0, 0): returns 1, 0 against 0, 0, so turn 1 has +1 and -1, turn 2 zeros.
+
+    The mean reward of the four turns is 1/4.
+    """
+    group = [rollout(TWO, sample=sample) for sample in range(2)]
+    for one, scores in zip(group, ((1.0, 0.0), (0.0, 0.0)), strict=True):
+        one.turn_scores, one.rewards = {"steps": scores}, {"steps": sum(scores)}
+        one.reward = sum(scores)
+        one.trajectories[0].states = ["start", f"{one.sample}"]
+    per_turn = {"advantage": "leave_one_out", "scale": "none"}
+    found = update(policy(algorithm={"credit": "turn_baseline", **per_turn}), [group])
+    assert found["credit/turn_reward"] == 0.25
+    variances = [found[f"credit/variance/turn_{turn}"] for turn in range(1, 9)]
+    assert variances[:2] == [1.0, 0.0]
+    assert all(math.isnan(variance) for variance in variances[2:])
+    assert "credit/step_groups" not in found
+    # Both began in one state, and their second turns in two.
+    found = update(policy(algorithm={"credit": "gigpo", **per_turn}), [group])
+    assert found["credit/step_groups"] == 0.5
+    # The rollout's +-1, and as much again among the first turns.
+    variances = [found[f"credit/variance/turn_{turn}"] for turn in (1, 2)]
+    assert variances == [4.0, 1.0]

@@ -20,6 +20,7 @@ from agenttrain.algorithms.config import (
     Reference,
     Scale,
 )
+from agenttrain.algorithms.credit import set_advantages
 from agenttrain.algorithms.objectives.config import Ratio, build_objective
 from agenttrain.trainer import update
 from agenttrain.training.config import Schedule, WeightSyncConfig, optimizer_settings
@@ -27,7 +28,7 @@ from agenttrain.training.nonfinite import BrokenUpdate
 from agenttrain.training.optimizers import learning_rate
 from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import StaleWeights, named_weights, policy_logprobs, sync
-from agenttrain.types import Origin, StopReason
+from agenttrain.types import Completion, Finish, Origin, StopReason
 
 RLOO = {
     "advantage": Advantage.leave_one_out,
@@ -47,6 +48,38 @@ def pair(better: int, worse: int, **settings: object):
             **settings,
         )
         for sample, token in enumerate((better, worse))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "of_three", "of_one"),
+    [
+        # 6 sampled tokens of a rollout in three trajectories, and 2 of another one
+        (Aggregation.token_mean, 1 / 8, 1 / 8),
+        (Aggregation.sequence_mean, 1 / (2 * 6), 1 / (2 * 2)),
+        (Aggregation.sequence_sum, 1 / 2, 1 / 2),
+        (Aggregation.fixed_length, 1 / (2 * 64), 1 / (2 * 64)),
+    ],
+)
+def test_a_rollout_weighs_the_same_in_however_many_trajectories(
+    aggregation: Aggregation, of_three: float, of_one: float
+) -> None:
+    three, one = pair(40, 41)
+    for ids in ((20, 2), (21, 2)):
+        branch = three.branch(0, 3, role="summary")
+        done = Completion(
+            token_ids=ids, logprobs=(-1.0,) * 2, finish=Finish.stop, versions=((0, 2),)
+        )
+        branch.append_sampled(done, branch.token_ids)
+    trained = policy(algorithm={"aggregation": aggregation})
+    (sequences,) = trained.score([[three, one]])
+    set_advantages(three, 1.0)
+    set_advantages(one, -1.0)
+    minibatch = trained.minibatch(sequences)
+    weights_ = [(sequence.key, sequence.weight) for sequence in minibatch.sequences]
+    assert weights_ == [
+        *((("g0-0", index), pytest.approx(of_three)) for index in range(3)),
+        (("g0-1", 0), pytest.approx(of_one)),
     ]
 
 

@@ -17,6 +17,7 @@ from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.trainer import update
 from agenttrain.training.batch import TrainingSequence, make_sequences
 from agenttrain.training.config import SharePrefix, TrainingConfig
+from agenttrain.training.logprobs import UnsupportedModel
 from agenttrain.training.policy import Policy
 from agenttrain.training.teacher import ModelTeacher, PromptIds, TeacherFailed
 from agenttrain.types import Completion, Finish, Origin, Rollout, Trajectory
@@ -113,6 +114,26 @@ def test_a_packed_teacher_scores_as_one_by_one() -> None:
     for sequence in sequences:
         alone = by.score([sequence])[sequence.key]
         assert together[sequence.key].tolist() == pytest.approx(alone.tolist(), abs=1e-5)
+
+
+def test_a_teacher_with_a_head_that_is_not_known_is_named() -> None:
+    model = tiny.model(5)
+
+    class Louder(type(model)):  # type: ignore[misc]
+        def forward(self, *args: object, **settings: object) -> object:
+            output = super().forward(*args, **settings)
+            output.logits = 2 * output.logits
+            return output
+
+    model.__class__ = Louder
+    problem = r"^algorithm.teacher.path: Louder changes its logits .* Choose another model\.$"
+    with pytest.raises(UnsupportedModel, match=problem):
+        ModelTeacher(
+            model,
+            temperature=1.0,
+            training=TrainingConfig(),
+            accelerator=Accelerator(cpu=True),
+        )
 
 
 def test_too_long_for_the_teacher_is_left_out() -> None:

@@ -195,3 +195,39 @@ def test_an_engine_of_another_format_is_not_expected_to_move() -> None:
 
     asyncio.run(steps())
     assert engine.received["model.norm.weight"].dtype is torch.bfloat16
+
+
+class Copies(Noisy):
+    """Two copies of the weights; the second one is off by `noise`."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.problems: list[str | None] = []
+
+    async def verify(self, token_ids: Any, problem: Any) -> list[float]:
+        exact = policy_logprobs(self.model, token_ids)
+        copies = [exact, await self.score(token_ids)]
+        self.problems = [problem(scores) for scores in copies]
+        good = [scores for scores, wrong in zip(copies, self.problems, strict=True) if not wrong]
+        return (good or copies)[0]
+
+
+def test_each_copy_of_the_weights_is_checked() -> None:
+    engine = Copies()
+    first = synced(engine, prompt_ids=[5, 6])
+    assert engine.problems == [None, None]
+    engine.noise = {40: 0.5}
+    assert synced(engine, first).gap.max < 1e-5, "the good copy's"
+    fine, wrong = engine.problems
+    assert fine is None and "differ from the policy's by up to 0.5" in str(wrong)
+
+
+def test_without_a_good_copy_the_sync_fails() -> None:
+    class Wrong(Copies):
+        async def verify(self, token_ids: Any, problem: Any) -> list[float]:
+            scores = [score + 0.5 for score in policy_logprobs(self.model, token_ids)]
+            assert problem(scores) is not None
+            return scores
+
+    with pytest.raises(StaleWeights, match=r"by up to 0\.5"):
+        synced(Wrong())

@@ -242,7 +242,7 @@ def _training(
         yield MemoryItem(name="reference", bytes=sizes.weights // by, why=reference)
     teacher = config.algorithm.teacher
     if teacher.path is not None:
-        size = _teacher_bytes(teacher.path, teacher.revision, teacher.dtype) // by
+        size = weight_bytes(_teacher(config)) // by
         why = f"{teacher.path}, {teacher.dtype}{divided}"
         yield MemoryItem(name="teacher", bytes=size, why=why, on_host=host)
     yield MemoryItem(
@@ -258,12 +258,12 @@ def _training(
         why = "gradients once more, for the exchange"
         yield MemoryItem(name="buckets", bytes=copied, why=why, when=(When.update,))
     if sharded:
-        # The layer in use and the next one; weights outside of the layers stay gathered.
-        layers = [weight_bytes(layer) for layer in sharding.layers(sizes.model)]
-        gathered = sizes.weights - sum(layers) + 2 * max(layers)
-        why = "embeddings, head and two layers, unsharded"
+        gathered, why = _gathered(sizes.model), "embeddings, head and two layers, unsharded"
         if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
             gathered, why = gathered * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
+        if teacher.path is not None:  # it scores before the policy's forward pass
+            theirs = _gathered(_teacher(config)), "the teacher's embeddings, head and two layers"
+            gathered, why = max((gathered, why), theirs)
         yield MemoryItem(name="gathered", bytes=gathered, why=why, when=(When.update,))
         why = "one unsharded weight, while it is written"
         yield MemoryItem(
@@ -272,12 +272,27 @@ def _training(
     yield from _microbatch(config, sizes, machine, load)
 
 
+def _gathered(model: PreTrainedModel) -> int:
+    """Return the bytes of a sharded model's weights that are whole during a forward pass.
+
+    These are the layer in use, the next one, and all weights outside of the layers.
+    """
+    layers = [weight_bytes(layer) for layer in sharding.layers(model)]
+    return weight_bytes(model) - sum(layers) + 2 * max(layers)
+
+
+def _teacher(config: RunConfig) -> PreTrainedModel:
+    """Return the teacher without its weights."""
+    teacher = config.algorithm.teacher
+    assert teacher.path is not None
+    return _teacher_of(teacher.path, teacher.revision, teacher.dtype)
+
+
 @cache
-def _teacher_bytes(path: str, revision: str | None, dtype: str) -> int:
-    """Return the bytes of a teacher's weights."""
+def _teacher_of(path: str, revision: str | None, dtype: str) -> PreTrainedModel:
     folder = model_folder(path, SIZES, revision=revision, key="algorithm.teacher.path")
     architecture = AutoConfig.from_pretrained(folder)
-    return weight_bytes(empty_model(architecture, getattr(torch, dtype), LoraSettings()))
+    return empty_model(architecture, getattr(torch, dtype), LoraSettings())
 
 
 def _files(
@@ -287,13 +302,12 @@ def _files(
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
     copied = sharded and config.algorithm.beta > 0 and not config.model.lora.rank
     if sharded or on_gpu:
-        yield MemoryItem(
-            name="loading",
-            bytes=sizes.weights * (2 if copied else 1),
-            why="each process loads the whole model" + ", and copies it as reference" * copied,
-            when=(When.start,),
-            on_host=on_gpu,
-        )
+        loading = sizes.weights * (2 if copied else 1)
+        why = "each process loads the whole model" + ", and copies it as reference" * copied
+        if config.algorithm.teacher.path is not None:  # one after the other
+            taught = (weight_bytes(_teacher(config)), "each process loads the whole teacher")
+            loading, why = max((loading, why), taught)
+        yield MemoryItem(name="loading", bytes=loading, why=why, when=(When.start,), on_host=on_gpu)
     if (sharded or on_gpu) and not config.model.lora.rank:
         why = "the first process writes all weights"
         yield MemoryItem(

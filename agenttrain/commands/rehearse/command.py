@@ -23,7 +23,7 @@ from rich.text import Text
 from agenttrain.chat.chat import Chat
 from agenttrain.commands.arguments import write_report
 from agenttrain.commands.rehearse.stub import Stub
-from agenttrain.data.build import check_reward_columns
+from agenttrain.data.build import check_needed_columns
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.collector import Collected, Collector, collect
@@ -169,7 +169,7 @@ def rehearse(config: RunConfig, options: RehearseOptions) -> int:
         components = Components(config)
         components.certificate.raise_if_refused()
         for key, source in components.tasks.by_key.items():
-            check_reward_columns(source, components.rubric.columns, key)
+            check_needed_columns(source, components.needed_columns, key)
         report = asyncio.run(_rehearse(components, options))
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error

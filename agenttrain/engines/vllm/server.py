@@ -70,10 +70,10 @@ def server_flags(settings: VllmSettings, served: ServedModel) -> list[str]:
         arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": served.call_parser}
     if served.adapters is not None:
         arguments["lora_modules"] = {"name": served.name, "path": served.adapters}
-    return [word for name, value in arguments.items() for word in _flag(name, value)]
+    return [word for name, value in arguments.items() for word in flag(name, value)]
 
 
-def _flag(name: str, value: Any) -> list[str]:
+def flag(name: str, value: Any) -> list[str]:
     """Return an argument as words of a command line; none for None."""
     words = name.replace("_", "-")
     if value is None:

@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
 import regex
 
 from agenttrain.rewards.builtin.answers import as_text
 from agenttrain.rewards.builtin.format import rollout_view
 from agenttrain.rewards.function import RewardUnavailable
-from agenttrain.tools.config import without_password
 from agenttrain.types import Rollout
+from agenttrain.utils.chat_api import ChatApi, ChatUnavailable, Transient
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
 
 OF_THE_ROLLOUT = ("question", "final", "conversation", "tool_calls", "stop_reason")
 """Fields of a prompt besides the row's columns."""
-PASSING = (408, 409, 425, 429)
-"""HTTP statuses, besides 5xx, after which another try makes sense."""
-ABOUT_THIS_ONE = (400, 413, 422)
-"""HTTP statuses for this conversation (too long, say), not for the settings."""
-LONGEST_WAIT_S = 60.0
-
-
-class _Transient(Exception):
-    """Failure after which another try makes sense."""
-
-    wait_s = 0.0
-    """Seconds that the server asks to wait before the next try."""
 
 
 class Judge:
@@ -76,38 +57,21 @@ class Judge:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the settings; `extra` is sent along, e.g. {response_format: {…}}."""
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url={url}: must begin with http:// or https://, up to /v1")
-        if "@" in urlsplit(url).netloc:
-            raise ValueError(
-                f"url={without_password(url)}: holds credentials, which the run's files would "
-                "keep; name the environment variable that holds the key with api_key_env"
-            )
+        self._api = ChatApi(
+            url=url,
+            model=model,
+            api_key_env=api_key_env,
+            retries=retries,
+            backoff_s=backoff_s,
+            request_timeout_s=request_timeout_s,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            extra=extra,
+        )
         if not low < high:
             raise ValueError(f"low={low}: must be below high={high}")
-        if retries < 0 or backoff_s < 0:
-            raise ValueError(f"retries={retries}: it and backoff_s={backoff_s} must be 0 or more")
-        if not request_timeout_s > 0:
-            raise ValueError(f"request_timeout_s={request_timeout_s}: must be more than 0")
-        self._address = f"{url.rstrip('/')}/chat/completions"
         self._prompt, self._system = TextTemplate(prompt, "prompt"), system
         self._score = _ScoreReader(pattern, json_path, low, high)
-        self._retries, self._backoff_s = retries, backoff_s
-        self._timeout_s = request_timeout_s
-        self._headers: dict[str, str] = {}
-        if api_key_env is not None:
-            if not os.environ.get(api_key_env):
-                raise ValueError(
-                    f"api_key_env={api_key_env}: that environment variable is not set; export it, "
-                    "or set null for a server that wants no key"
-                )
-            self._headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"}
-        self._body = {
-            "model": model,
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-            **(extra or {}),
-        }
         self.columns = tuple(name for name in self._prompt.fields if name not in OF_THE_ROLLOUT)
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
@@ -133,45 +97,10 @@ class Judge:
         messages = [{"role": "user", "content": self._prompt.fill({**columns, **fields})}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
-        body = {**self._body, "messages": messages}
-        for attempt in range(self._retries + 1):
-            try:
-                return self._score.read(self._ask(body))
-            except _Transient as error:
-                if attempt == self._retries:
-                    raise RewardUnavailable(
-                        f"{self._address}: {error} (after {attempt + 1} tries)"
-                    ) from error
-                # A generator of its own: waits must not change the run's random state.
-                doubled = self._backoff_s * 2**attempt * random.Random().uniform(0.5, 1.0)
-                time.sleep(min(max(doubled, error.wait_s), LONGEST_WAIT_S))
-        raise AssertionError("unreachable: the last try returns or raises")
-
-    @cached_property
-    def _client(self) -> httpx.Client:
-        return httpx.Client(timeout=self._timeout_s, headers=self._headers)
-
-    def _ask(self, body: Mapping[str, Any]) -> str:
-        """Return the text of the server's reply."""
         try:
-            response = self._client.post(self._address, json=body)
-        except httpx.TransportError as error:
-            raise _Transient(f"{type(error).__name__}: {error}") from error
-        status = response.status_code
-        answer = f"{status} {response.text[:300]!r}"
-        if status in PASSING or status >= 500:
-            transient = _Transient(answer)
-            with suppress(KeyError, ValueError):  # absent, or a date
-                transient.wait_s = float(response.headers["retry-after"])
-            raise transient
-        if status in ABOUT_THIS_ONE:
-            raise RewardUnavailable(f"{self._address}: {answer}")
-        if status != 200:
-            raise ValueError(f"{self._address} answers {answer}; check url, model and api_key_env")
-        try:
-            return str(response.json()["choices"][0]["message"]["content"] or "")
-        except (ValueError, LookupError, TypeError) as error:
-            raise _Transient(f"no chat completion: {response.text[:300]!r}") from error
+            return self._api.ask(messages, self._score.read)
+        except ChatUnavailable as error:
+            raise RewardUnavailable(str(error)) from error
 
 
 @dataclass(slots=True)
@@ -203,7 +132,7 @@ class _ScoreReader:
             raise ValueError(f"pattern={self.pattern}: needs one group, which is the score")
 
     def read(self, text: str) -> float:
-        """Return the scaled score. Raises _Transient if there is none in range."""
+        """Return the scaled score. Raises Transient if there is none in range."""
         if self.pattern is not None:
             matches = self._find.findall(text)
             score: Any = matches[-1] if matches else None
@@ -216,7 +145,7 @@ class _ScoreReader:
         try:
             value = float(score)
         except (TypeError, ValueError):
-            raise _Transient(f"no score in the reply {text[-300:]!r}") from None
+            raise Transient(f"no score in the reply {text[-300:]!r}") from None
         if not self.low <= value <= self.high:
-            raise _Transient(f"the score {value:g} is not in [{self.low:g}, {self.high:g}]")
+            raise Transient(f"the score {value:g} is not in [{self.low:g}, {self.high:g}]")
         return (value - self.low) / (self.high - self.low)

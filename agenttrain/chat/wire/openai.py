@@ -6,11 +6,12 @@ Fields that would change an answer and are not supported are refused; all others
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from agenttrain.chat.wire.normal import Answer, Question, call_message
 from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
 
 ROLES = {
@@ -33,6 +34,17 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "function_call": (),
 }
 """Fields that are refused, mapped to values that change nothing; null is always one."""
+BIASING: dict[str, tuple[object, ...]] = {
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "temperature": (),
+    "top_p": (),
+    "top_k": (),
+    "min_p": (),
+    "seed": (),
+}
+"""Fields that change the distribution sampled from, mapped to values that do not."""
 
 
 class RequestError(Exception):
@@ -103,14 +115,43 @@ class ChatRequest(BaseModel):
         return schemas
 
 
-def parse_request(body: bytes) -> ChatRequest:
-    """Parse a request's body; raises RequestError that names the first field at fault."""
+def read_object(body: bytes) -> dict[str, Any]:
+    """Parse a body that has to be a JSON object; raises RequestError."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise RequestError("the body is no JSON object")
+    return data
+
+
+def parse_request(body: bytes) -> ChatRequest:
+    """Parse a request's body; raises RequestError that names the first field at fault."""
+    return _validated(read_object(body))
+
+
+def read_question(data: Mapping[str, Any]) -> Question:
+    """Return a request in the form of all APIs; raises RequestError as `parse_request` does."""
+    biasing = {
+        name: value
+        for name, harmless in BIASING.items()
+        if (value := data.get(name)) is not None and value not in harmless
+    }
+    request = _validated({name: value for name, value in data.items() if name not in BIASING})
+    return Question(
+        messages=read_messages(request, text_arguments=True),
+        schemas=request.schemas,
+        model=request.model,
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        sampling=biasing,
+        stops=request.stops,
+        stream=request.stream,
+        include_usage=bool((request.stream_options or {}).get("include_usage")),
+    )
+
+
+def _validated(data: dict[str, Any]) -> ChatRequest:
     for name, harmless in UNSUPPORTED.items():
         value = data.get(name)
         if value is not None and value not in harmless:
@@ -135,10 +176,11 @@ def parse_request(body: bytes) -> ChatRequest:
         raise RequestError(f"{param}: {first['msg']}", param=param) from error
 
 
-def read_messages(request: ChatRequest) -> list[Message]:
+def read_messages(request: ChatRequest, *, text_arguments: bool = False) -> list[Message]:
     """Return the messages as chat templates take them.
 
     Text parts are joined, arguments are decoded, and a tool's message gets the name of its call.
+    Arguments that are no JSON object are an error, unless `text_arguments` keeps their text.
     Raises RequestError.
     """
     messages: list[Message] = []
@@ -161,7 +203,9 @@ def read_messages(request: ChatRequest) -> list[Message]:
                     raise RequestError(
                         f"{where}.tool_calls: expected a list", param=f"{where}.tool_calls"
                     )
-                message["tool_calls"] = [_call(call, where) for call in given["tool_calls"]]
+                message["tool_calls"] = [
+                    _call(call, where, text_arguments) for call in given["tool_calls"]
+                ]
                 names |= {c["id"]: c["function"]["name"] for c in message["tool_calls"]}
         elif role == "tool":
             call_id = given.get("tool_call_id")
@@ -196,7 +240,7 @@ def _text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _call(given: Any, where: str) -> dict[str, Any]:
+def _call(given: Any, where: str, text_arguments: bool) -> dict[str, Any]:
     """Return a call of an assistant message with its arguments decoded."""
     function = given.get("function") if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -210,12 +254,13 @@ def _call(given: Any, where: str) -> dict[str, Any]:
         if not isinstance(decoded, dict):
             raise ValueError("it is no object")
     except (ValueError, RecursionError) as error:
+        if text_arguments and isinstance(arguments, str):
+            return call_message(str(given.get("id")), function["name"], {}, arguments)
         raise RequestError(
             f"{where}.tool_calls: the arguments of {function['name']} are no JSON object: {error}",
             param=f"{where}.tool_calls",
         ) from error
-    named = {"name": function["name"], "arguments": decoded}
-    return {"id": str(given.get("id")), "type": "function", "function": named}
+    return call_message(str(given.get("id")), function["name"], decoded)
 
 
 def answer_message(turn: AssistantTurn, ids: Sequence[str]) -> dict[str, Any]:
@@ -256,3 +301,62 @@ def finish_reason(finish: Finish, message: Mapping[str, Any]) -> str:
     if finish is Finish.length:
         return "length"
     return "tool_calls" if message.get("tool_calls") else "stop"
+
+
+def completion_body(answer: Answer) -> dict[str, Any]:
+    """Return an answer as a `chat.completion`."""
+    message = _shown(answer.message)
+    reason = finish_reason(answer.finish, message)
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+    return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+
+def completion_chunks(answer: Answer, *, include_usage: bool) -> Iterator[dict[str, Any]]:
+    """Yield an answer as `chat.completion.chunk` objects."""
+    message = _shown(answer.message)
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    for key in ("reasoning_content", "content"):
+        if message.get(key):
+            deltas.append({key: message[key]})
+    for index, call in enumerate(message.get("tool_calls", ())):
+        deltas.append({"tool_calls": [{"index": index, **call}]})
+    head = _head(answer, "chat.completion.chunk")
+    for delta in deltas:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        yield {**head, "choices": [choice]}
+    reason = finish_reason(answer.finish, message)
+    choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason}
+    yield {**head, "choices": [choice]}
+    if include_usage:
+        yield {**head, "choices": [], "usage": _usage(answer)}
+
+
+def _shown(issued: Message) -> dict[str, Any]:
+    """Return an issued message as OpenAI's assistant message."""
+    message: dict[str, Any] = {"role": "assistant", "content": issued["content"]}
+    if "reasoning_content" in issued:
+        message["reasoning_content"] = issued["reasoning_content"]
+    if "tool_calls" in issued:
+        message["content"] = issued["content"] or None
+        message["tool_calls"] = []
+        for call in issued["tool_calls"]:
+            text = call["function"].get("text")
+            if text is None:
+                text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            function = {"name": call["function"]["name"], "arguments": text}
+            message["tool_calls"].append({**call, "function": function})
+    return message
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    name = f"chatcmpl-{answer.id}"
+    return {"id": name, "object": kind, "created": answer.created, "model": answer.model}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    prompt, sampled = answer.prompt_tokens, answer.sampled_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+    }

@@ -1,0 +1,304 @@
+"""The endpoint's HTTP front: the routes of OpenAI and Anthropic for each rollout in flight.
+
+``/{rollout}/v1/chat/completions``, ``/{rollout}/v1/messages``, ``/{rollout}/v1/models``, and
+``/{rollout}/reward`` and ``/{rollout}/finish``. Each rollout has a name and a key that cannot be
+guessed, so that none reaches another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from agenttrain.agents.attempt import EndpointRollout
+from agenttrain.agents.replays import Delivery, Replays
+from agenttrain.chat.wire import anthropic, openai
+from agenttrain.chat.wire.normal import Answer, Question
+from agenttrain.chat.wire.openai import RequestError, read_object
+from agenttrain.rewards.function import LARGEST
+
+KEPT_ALIVE_S = 10.0
+"""Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
+MAX_BODY = 64 * 2**20
+"""Bytes of a request at most."""
+LOST_S = 10.0
+"""Seconds after which a client that went away before its answer, and did not ask again, is gone."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Open:
+    """A rollout in flight, as the endpoint knows it."""
+
+    rollout: EndpointRollout
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    name: str = field(default_factory=lambda: secrets.token_hex(12))
+    """Part of its address."""
+    replays: Replays = field(default_factory=Replays)
+    on_lost: Callable[[], None] | None = None
+    """Called when a client went away for good; None: its process says how it ended."""
+    _leaving: asyncio.TimerHandle | None = None
+
+    def seen(self) -> None:
+        """Note a request."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
+
+    def left(self) -> None:
+        """Note that a connection closed before its answer was written."""
+        if self.on_lost is not None and self.replays.lost:
+            self.seen()
+            self._leaving = asyncio.get_running_loop().call_later(LOST_S, self.on_lost)
+
+
+class Api:
+    """Shapes of one API: how it asks, answers and reports errors."""
+
+    def __init__(self, kind: str) -> None:
+        self.anthropic = kind == "anthropic"
+
+    def question(self, body: bytes) -> Question:
+        """Read a request; raises RequestError."""
+        data = read_object(body)
+        return anthropic.read_question(data) if self.anthropic else openai.read_question(data)
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        """Return an answer in one piece."""
+        return anthropic.message_body(answer) if self.anthropic else openai.completion_body(answer)
+
+    def stream(self, answer: Answer, question: Question) -> Iterator[str]:
+        """Yield an answer as the texts of server-sent events."""
+        if self.anthropic:
+            for name, data in anthropic.message_events(answer):
+                yield f"event: {name}\ndata: {_json({'type': name, **data})}\n\n"
+            return
+        for chunk in openai.completion_chunks(answer, include_usage=question.include_usage):
+            yield f"data: {_json(chunk)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        """Return an error's body."""
+        return anthropic.error_body(error) if self.anthropic else error.body()
+
+
+APIS = {"chat/completions": Api("openai"), "messages": Api("anthropic")}
+
+
+class AnswerResponse(Response):
+    """Writes an answer once it is sampled; a stream has comments meanwhile.
+
+    The sampling goes on if the client leaves: the same request then gets its answer.
+    """
+
+    def __init__(self, opened: Open, delivery: Delivery, api: Api, question: Question) -> None:
+        super().__init__()
+        self.opened, self.delivery, self.api, self.question = opened, delivery, api, question
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the answer and write it, unless the client leaves before."""
+        delivery = self.delivery
+        delivery.readers += 1
+        leaving = asyncio.ensure_future(_disconnect(receive))
+        try:
+            written = await self._write(send, leaving)
+            delivery.written = delivery.written or written
+        finally:
+            delivery.readers -= 1
+            leaving.cancel()
+            self.opened.left()
+
+    async def _write(self, send: Send, leaving: asyncio.Future[None]) -> bool:
+        """Write the answer; return False if the client has left."""
+        task, streams = self.delivery.task, self.question.stream
+        if streams:
+            await _start(send, 200, "text/event-stream")
+        while not task.done():
+            await asyncio.wait(
+                (task, leaving),
+                timeout=KEPT_ALIVE_S if streams else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if leaving.done():
+                return False
+            if streams and not task.done():
+                await _send(send, ": keep-alive\n\n", more=True)
+        error: RequestError | None = None
+        try:
+            answer = task.result()
+        except asyncio.CancelledError:
+            error = RequestError("the rollout has ended", status=403)
+        except RequestError as problem:
+            error = problem
+        except Exception as problem:
+            error = RequestError(f"{type(problem).__name__}: {problem}", status=500)
+        if streams:
+            text = "".join(self.api.stream(answer, self.question)) if error is None else None
+            if text is None and error is not None:
+                event = "event: error\n" if self.api.anthropic else ""
+                text = f"{event}data: {_json(self.api.error(error))}\n\n"
+            await _send(send, text or "", more=False)
+        elif error is not None:
+            await _start(send, error.status, "application/json")
+            await _send(send, _json(self.api.error(error)), more=False)
+        else:
+            await _start(send, 200, "application/json")
+            await _send(send, _json(self.api.body(answer)), more=False)
+        return not leaving.done()
+
+
+def build_app(find: Callable[[str], Open | None]) -> Starlette:
+    """Return the application; `find` returns the open rollout of a name."""
+
+    async def complete(request: Request) -> Response:
+        api = APIS[request.url.path.partition("/v1/")[2]]
+        opened = _authorised(request, find)
+        body = await _body(request)
+        try:
+            question = api.question(body)
+        except RequestError as error:
+            opened.rollout.refuse(error)
+            raise
+        retries = request.headers.get("x-stainless-retry-count", "0")
+        delivery = opened.replays.deliver(
+            request.url.path,
+            body,
+            key=request.headers.get("idempotency-key"),
+            retry=retries.isdecimal() and int(retries) > 0,
+            sample=lambda: opened.rollout.answer(question, text_arguments=not api.anthropic),
+        )
+        return AnswerResponse(opened, delivery, api, question)
+
+    async def count_tokens(request: Request) -> Response:
+        opened = _authorised(request, find)
+        question = APIS["messages"].question(await _body(request))
+        return JSONResponse({"input_tokens": opened.rollout.count_tokens(question)})
+
+    async def models(request: Request) -> Response:
+        opened = _authorised(request, find)
+        names = [name for name in opened.rollout.settings.models if name != "*"] or ["policy"]
+        listed = [
+            {"id": name, "object": "model", "type": "model", "created": 0, "owned_by": "agenttrain"}
+            for name in names
+        ]
+        return JSONResponse({"object": "list", "data": listed, "has_more": False})
+
+    async def reward(request: Request) -> Response:
+        opened = _authorised(request, find)
+        value = read_object(await _body(request)).get("reward")
+        opened.rollout.reward = read_reward(value)
+        return JSONResponse({"reward": opened.rollout.reward})
+
+    async def finish(request: Request) -> Response:
+        opened = _authorised(request, find)
+        body = await _body(request)
+        data = read_object(body) if body.strip() else {}
+        if data.get("reward") is not None:
+            opened.rollout.reward = read_reward(data["reward"])
+        messages = []
+        if data.get("messages"):
+            # A conversation that ends with replies: the last answer may stand at its end too.
+            ends = {"role": "user", "content": ""}
+            api = APIS["messages" if data.get("api") == "anthropic" else "chat/completions"]
+            given = [*data["messages"], ends]
+            messages = api.question(json.dumps({"messages": given}).encode()).messages[:-1]
+        opened.rollout.finish(messages)
+        return JSONResponse({"finished": True})
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = RequestError(f"{error.detail}", status=error.status_code)
+        elif isinstance(error, RecursionError):
+            error = RequestError("the request is nested too deeply")
+        elif not isinstance(error, RequestError):
+            error = RequestError(f"{type(error).__name__}: {error}", status=500)
+        api = APIS["messages" if "/v1/messages" in request.url.path else "chat/completions"]
+        return JSONResponse(api.error(error), status_code=error.status)
+
+    def post(path: str, handler: Callable[..., Any]) -> Route:
+        return Route(path, handler, methods=["POST"])
+
+    return Starlette(
+        routes=[
+            *(post(f"/{{rollout}}/v1/{path}", complete) for path in APIS),
+            post("/{rollout}/v1/messages/count_tokens", count_tokens),
+            Route("/{rollout}/v1/models", models),
+            post("/{rollout}/reward", reward),
+            post("/{rollout}/finish", finish),
+        ],
+        exception_handlers=dict.fromkeys(
+            (RequestError, HTTPException, RecursionError, Exception), refuse
+        ),
+    )
+
+
+def read_reward(value: object) -> float:
+    """Return an agent's reward; raises RequestError for anything but a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"reward={value}: needs a number", param="reward")
+    if not (math.isfinite(value) and abs(value) <= LARGEST):
+        raise RequestError(f"reward={value}: must be at most {LARGEST:g}", param="reward")
+    return float(value)
+
+
+def _authorised(request: Request, find: Callable[[str], Open | None]) -> Open:
+    """Return the rollout of the address and the key; raises RequestError."""
+    given = request.headers.get("x-api-key")
+    if given is None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    opened = find(request.path_params["rollout"])
+    if opened is None or not hmac.compare_digest(given.encode(), opened.key.encode()):
+        raise RequestError(
+            "no rollout in flight has this address and key; send the key that came with the base "
+            "URL, as `Authorization: Bearer …` or `x-api-key`",
+            code="invalid_api_key",
+            status=401,
+        )
+    opened.seen()
+    return opened
+
+
+async def _body(request: Request) -> bytes:
+    pieces, size = [], 0
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size > MAX_BODY:
+                raise RequestError(
+                    f"the body has more than {MAX_BODY:,} bytes; shorten it", status=413
+                )
+            pieces.append(piece)
+    except ClientDisconnect as error:
+        raise RequestError("the client left in the middle of its request") from error
+    return b"".join(pieces)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _start(send: Send, status: int, kind: str) -> None:
+    headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _send(send: Send, text: str, *, more: bool) -> None:
+    body = text.encode("utf-8", "replace")
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

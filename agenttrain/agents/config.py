@@ -1,0 +1,163 @@
+"""Settings of an outside agent: a program that attempts the tasks, with the policy as its model."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import field
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator, model_validator
+from pydantic.dataclasses import dataclass
+
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
+
+
+class AgentName(StrEnum):
+    """The program that attempts the tasks."""
+
+    none = "none"
+    """The run's own tool loop."""
+    endpoint = "endpoint"
+    """A program that sends its requests to the run, as to OpenAI's or Anthropic's API."""
+
+
+class Served(StrEnum):
+    """Answers that requests for a model of some name get."""
+
+    policy = "policy"
+    """The policy, whose samples are trained."""
+    frozen = "frozen"
+    """The policy, whose samples are not trained and no part of the rollout."""
+    refuse = "refuse"
+    """An error: the agent must not use this model."""
+
+
+class Trained(StrEnum):
+    """IssuedTurns of an agent that are trained."""
+
+    all = "all"
+    main = "main"
+    """Those that begin like the first one: the same system message and first user message."""
+
+
+class OnSampling(StrEnum):
+    """Consequence of sampling parameters that are not the run's."""
+
+    refuse = "refuse"
+    override = "override"
+    """They are replaced by the run's and counted (`agent/overridden`)."""
+
+
+class OnFailure(StrEnum):
+    """Consequence of an agent that crashes, runs out of time or goes away."""
+
+    error = "error"
+    """The rollout ends as `error`, is not scored, and does not count in its group's baseline."""
+    zero = "zero"
+    """The rollout ends as `agent_failed` with a reward of 0, if it has sampled anything."""
+
+
+def command_parts(value: object) -> list[str]:
+    """Return a command as a list; a text is split as a shell would. Raises ValueError."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        try:
+            return shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"{error}; quote the parts as in a shell, or write a list") from error
+    if isinstance(value, list | tuple) and all(isinstance(part, str | int) for part in value):
+        return [str(part) for part in value]
+    raise ValueError("expected a list of texts, or one text as in a shell")
+
+
+Command = Annotated[Any, PlainValidator(command_parts, json_schema_input_type=str | list[str])]
+
+
+@dataclass(config=SETTINGS)
+class AgentConfig:
+    """The agent that attempts the tasks."""
+
+    name: AgentName = AgentName.none
+    """none: the run's own tool loop. endpoint: a program of yours, by command, by _target_, or
+    started by somebody else."""
+    command: Command = field(default_factory=list)
+    """Program of one rollout, e.g. [python, my_agent.py] or "python my_agent.py". It reads a JSON
+    line with the task from its standard input."""
+    _target_: str | None = None
+    """Async function of one rollout, e.g. my_pkg.solve; it gets an AgentTask."""
+    models: dict[str, Served] = field(default_factory=dict)
+    """Model name of requests -> policy, frozen or refuse; "*" stands for all others. Empty: all
+    names are the policy."""
+    train: Trained = Trained.all
+    """IssuedTurns of a rollout that are trained; main: those that begin like the first one."""
+    on_sampling: OnSampling = OnSampling.refuse
+    """Consequence of a temperature, top_p, seed … in a request that is not the run's."""
+    on_failure: OnFailure = OnFailure.error
+    """Consequence of an agent that crashes, times out or disconnects."""
+    timeout_s: Number = Field(default=600.0, gt=0)
+    """Wall-clock seconds of one rollout."""
+    max_requests: Whole = Field(default=256, ge=1)
+    """Requests of one rollout, answered or not; rollout.max_turns and rollout.max_completion_tokens
+    limit turns and tokens."""
+    concurrency: Whole = Field(default=128, ge=1)
+    """Agents at once."""
+    reuse: bool = False
+    """Processes of `command` attempt one task after the other: they read a JSON line for each, and
+    print a JSON object when it is done."""
+    exit_code_reward: bool = False
+    """The exit code is the reward: 0 gives 1, another gives 0 and is no crash."""
+    env: list[str] = field(default_factory=list)
+    """Environment variables of the run that the agent's process gets besides PATH, HOME and the
+    like, e.g. [SEARCH_API_KEY]; other secrets are not passed on."""
+    host: str = "127.0.0.1"
+    """Address on which the endpoint listens."""
+    port: Whole = Field(default=0, ge=0, le=65535)
+    """0: a free one."""
+
+    @property
+    def outside(self) -> bool:
+        """True if a program attempts the tasks, and not the run's own loop."""
+        return self.name is AgentName.endpoint
+
+    @model_validator(mode="after")
+    def _check(self) -> AgentConfig:
+        problems = []
+        if self.command and self._target_ is not None:
+            problems.append(
+                f"agent.command={self.command}: agent._target_={self._target_} is an agent too; "
+                "leave one of them out"
+            )
+        if not self.outside and (self.command or self._target_ is not None):
+            key = "command" if self.command else "_target_"
+            problems.append(f"agent.{key}: has no effect with agent=none; add agent=endpoint")
+        if self.reuse and not self.command:
+            problems.append("agent.reuse=true: only processes are reused; add agent.command=[…]")
+        if self.exit_code_reward and (self.reuse or not self.command):
+            problems.append(
+                "agent.exit_code_reward=true: needs a process for each rollout; add "
+                "agent.command=[…], and leave agent.reuse out"
+            )
+        if self._target_ is not None and "." not in self._target_:
+            problems.append(
+                f"agent._target_={self._target_}: expected a dotted path, my_pkg.{self._target_}"
+            )
+        raise_problems(problems)
+        return self
+
+
+def served(models: Mapping[str, Served], name: str | None) -> Served | str:
+    """Return what a request for the model `name` gets; a text: why it is unknown."""
+    if not models:
+        return Served.policy
+    if name is not None and name in models:
+        return models[name]
+    if "*" in models:
+        return models["*"]
+    return (
+        f"model={name}: is not among agent.models={list(models)}"
+        f"{did_you_mean(str(name), list(models))}; name one of them, or add it there"
+    )

@@ -1,0 +1,314 @@
+"""Requests matched with the turns that were issued, message by message.
+
+A client sends its conversation anew with every request. What it got from us is recognised, so that
+the ids that were sampled go on; nothing is rendered and tokenised again::
+
+    issued     [system, user] -> A            [system, user, A, tool 7] -> B
+    sent       system, user, A, tool 7        the last turn is A, and goes on
+    sent       system*, user, A, tool 7       A is there, behind another system message: a restart
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from agenttrain.chat.wire.normal import HANDLE
+from agenttrain.chat.wire.openai import RequestError
+from agenttrain.types import AssistantTurn, Completion, Message
+
+QUOTED = 60
+"""Characters of a difference that are shown, from its beginning."""
+
+
+class Restart(StrEnum):
+    """Why a request does not continue the turns that it holds."""
+
+    system = "system"
+    """Its system message is another one."""
+    tools = "tools"
+    """Its tools, or the text of a tool, are others."""
+    edited = "edited"
+    """A message of the user or the model was changed."""
+    dropped = "dropped"
+    """Messages are missing, or a turn is sampled a second time."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class IssuedTurn:
+    """A turn that a client was given."""
+
+    trajectory: int
+    """Index of its trajectory in the rollout."""
+    index: int
+    """Its number among the turns of the trajectory."""
+    end: int
+    """Position behind its last sampled token in the trajectory."""
+    message_count: int
+    """Messages of the trajectory up to and with it."""
+    turn: AssistantTurn
+    completion: Completion
+    call_ids: tuple[str, ...]
+    """Ids that the client was given, one for each call; "" for one that was part of the text."""
+    conversation: tuple[Message, ...]
+    """Messages of the request, and the answer as it was issued."""
+    tools: bytes
+    """Digest of the request's tools."""
+
+    @property
+    def message(self) -> Message:
+        """The answer as it was issued."""
+        return self.conversation[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """How a request relates to the turns that were issued."""
+
+    turn: IssuedTurn | None = None
+    """The turn that the request continues; None: it has to be rendered."""
+    added: tuple[Message, ...] = ()
+    """Messages of the request behind that turn."""
+    ambiguous: bool = False
+    """Several turns match, and this is the newest."""
+    restart: Restart | None = None
+    """None: it continues a turn, or has none of ours."""
+    difference: str = ""
+    """The first difference from what was issued."""
+
+
+@dataclass(slots=True)
+class IssuedTurns:
+    """The turns issued in one rollout."""
+
+    turns: list[IssuedTurn] = field(default_factory=list)
+    _by_digest: dict[bytes, list[IssuedTurn]] = field(default_factory=dict)
+    _by_name: dict[str, IssuedTurn] = field(default_factory=dict)
+    """Id of a call, or handle -> its turn."""
+
+    def add(self, turn: IssuedTurn) -> None:
+        """Remember an issued turn."""
+        self.turns.append(turn)
+        self._by_digest.setdefault(_digests(turn.conversation)[-1], []).append(turn)
+        for name in (*turn.call_ids, turn.message.get(HANDLE)):
+            if name:
+                self._by_name[name] = turn
+
+    def match(self, messages: Sequence[Message], tools: bytes) -> Match:
+        """Find the turn that a request continues; `messages` are `in_call_order`."""
+        digests = _digests(messages)
+        ambiguous, found, place = False, None, -1
+        for place in range(len(messages) - 1, -1, -1):
+            if messages[place]["role"] != "assistant":
+                continue
+            candidates = [
+                turn
+                for turn in self._by_digest.get(digests[place], ())
+                if _reasoning_agrees(messages[: place + 1], turn.conversation)
+            ]
+            same_tools = [turn for turn in candidates if turn.tools == tools]
+            if candidates:
+                found, ambiguous = (same_tools or candidates)[-1], len(same_tools) > 1
+                break
+        added = tuple(messages[place + 1 :])
+        foreign = any(message["role"] == "assistant" for message in added)
+        if found is not None and not foreign and found.tools == tools:
+            return Match(turn=found, added=added, ambiguous=ambiguous)
+        if found is not None and not foreign:
+            return Match(restart=Restart.tools, difference="the definitions of the tools")
+        nearest = self._nearest(messages, digests)
+        if nearest is None:
+            return Match()
+        restart, difference = first_difference(messages, nearest.conversation)
+        return Match(restart=restart, difference=difference)
+
+    def _nearest(self, messages: Sequence[Message], digests: Sequence[bytes]) -> IssuedTurn | None:
+        """Return the turn that a request most likely goes back to; None: it is a new conversation.
+
+        That is the last one whose calls, handle or text it holds, else one whose conversation
+        begins with the same messages up to the first of the user.
+        """
+        for message in reversed(messages):
+            if message["role"] != "assistant":
+                continue
+            names = [call["id"] for call in message.get("tool_calls", ())]
+            for name in (*names, message.get(HANDLE)):
+                if name in self._by_name:
+                    return self._by_name[name]
+            text = message["content"].strip()
+            for turn in reversed(self.turns):
+                if text and not turn.call_ids and turn.message["content"].strip() == text:
+                    return turn
+        opening = opening_of(messages)
+        for turn in reversed(self.turns):
+            if opening and opening_of(turn.conversation) == opening:
+                return turn
+        return None
+
+    def begins_alike(self, messages: Sequence[Message]) -> bool:
+        """Return True if a conversation begins like the first that was issued."""
+        return not self.turns or opening_of(messages) == opening_of(self.turns[0].conversation)
+
+
+def opening_of(messages: Sequence[Message]) -> list[bytes]:
+    """Return the messages up to the first of the user; none without one."""
+    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    return [_canonical(message) for message in messages[: users[0] + 1]] if users else []
+
+
+def tools_digest(schemas: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return a digest of tools that is the same in any order of them."""
+    texts = sorted(_json(_without_nulls(schema)) for schema in schemas)
+    return hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).digest()
+
+
+def in_call_order(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the replies to each turn's calls in the order of the calls.
+
+    Raises RequestError unless each call of an assistant message has exactly one reply right behind
+    it, and each reply has a call.
+    """
+    ordered: list[Message] = []
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        if message["role"] == "tool":
+            raise RequestError(
+                f"messages: the tool message for {message['tool_call_id']} has no place here; it "
+                "follows the assistant message with its call",
+                param="messages",
+            )
+        ordered.append(message)
+        if message["role"] != "assistant":
+            continue
+        replies: dict[str, Message] = {}
+        wanted = [call["id"] for call in message.get("tool_calls", ())]
+        while place < len(messages) and messages[place]["role"] == "tool":
+            call_id = messages[place]["tool_call_id"]
+            if call_id in replies or call_id not in wanted:
+                raise RequestError(
+                    f"messages: the tool message for {call_id} is there twice, or has no call in "
+                    "the assistant message before it",
+                    param="messages",
+                )
+            replies[call_id] = messages[place]
+            place += 1
+        missing = [call_id for call_id in wanted if call_id not in replies]
+        if missing or len(set(wanted)) != len(wanted):
+            raise RequestError(
+                f"messages: the assistant made the calls {', '.join(wanted)}, and each needs "
+                f"exactly one tool message behind it; {', '.join(missing) or 'an id'} has "
+                f"{'none' if missing else 'two calls'}",
+                param="messages",
+            )
+        ordered += [replies[call_id] for call_id in wanted]
+    return ordered
+
+
+def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tuple[Restart, str]:
+    """Return the kind and a description of the first message in which a request differs.
+
+    Example: ``(Restart.system, "message 0 (system), character 17: sent '12:01', issued
+    '12:00'")``
+    """
+    pairs = zip(sent, issued, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if not _equal(a, b)), None)
+    if place is None:
+        if len(sent) > len(issued):
+            return Restart.edited, f"message {len(issued)} was not issued"
+        return Restart.dropped, f"{len(issued) - len(sent)} messages that followed are missing"
+    before, after = issued[place], sent[place]
+    later = {_canonical(message) for message in issued[place + 1 :]}
+    where = f"message {place} ({before['role']})"
+    if before["role"] == "system" or after["role"] == "system":
+        kind = Restart.system
+    elif _canonical(after) in later:
+        return Restart.dropped, f"{where} is missing"
+    elif before["role"] == "tool" == after["role"]:
+        kind = Restart.tools
+    else:
+        kind = Restart.edited
+    return kind, f"{where}{_text_difference(_shown(after), _shown(before))}"
+
+
+def _text_difference(sent: str, issued: str) -> str:
+    pairs = zip(sent, issued, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(sent), len(issued)))
+    return (
+        f", character {place}: sent {sent[place:][:QUOTED]!r}, issued {issued[place:][:QUOTED]!r}"
+    )
+
+
+def _shown(message: Message) -> str:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    text = str(message["content"]) + (_json(calls) if calls else "")
+    reasoning = message.get("reasoning_content")
+    return text if reasoning is None else f"{text} (reasoning: {reasoning})"
+
+
+def _equal(sent: Message, issued: Message) -> bool:
+    return _canonical(sent) == _canonical(issued) and _reasoning_agrees((sent,), (issued,))
+
+
+def _reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> bool:
+    """Return True if reasoning and handles that were sent are those that were issued."""
+    return all(
+        message.get(key) in (None, issued[place].get(key))
+        for place, message in enumerate(sent)
+        if message["role"] == "assistant"
+        for key in ("reasoning_content", HANDLE)
+    )
+
+
+def _digests(messages: Sequence[Message]) -> list[bytes]:
+    """Return for each message a digest of the messages up to and with it."""
+    digests, running = [], hashlib.sha256()
+    for message in messages:
+        running.update(hashlib.sha256(_canonical(message)).digest())
+        digests.append(running.digest())
+    return digests
+
+
+def _canonical(message: Message) -> bytes:
+    """Return a message in a form that is the same for all spellings of it; without reasoning."""
+    content = str(message["content"])
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        text = function.get("text")
+        arguments = _whole_numbers(function["arguments"]) if text is None else {"text": text}
+        calls.append([call["id"], function["name"], text is None, arguments])
+    if message["role"] == "assistant":
+        content = content.strip()
+    parts = [message["role"], content, calls, message.get("tool_call_id")]
+    return _json(parts).encode("utf-8", "surrogatepass")
+
+
+def _whole_numbers(value: Any) -> Any:
+    """Return a JSON value in which 3.0 is 3, as some languages write it."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True)
+
+
+def text_ids(ids: Sequence[int]) -> str:
+    """Return a digest of token ids."""
+    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()

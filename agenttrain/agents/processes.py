@@ -1,0 +1,252 @@
+"""Agents as programs: a process for each rollout, or workers that attempt one after the other.
+
+A program is started below a keeper (`tools/isolation_keeper.py`), so that nothing that it started
+is left when it ends, when it is ended, or when the run is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from agenttrain.agents.task import AgentFailed, AgentTask
+from agenttrain.utils.files import PACKAGE
+
+PASSED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "TMPDIR", "LANG", "LANGUAGE"),
+    *("PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH"),
+    *("NODE_PATH", "JAVA_HOME", "OMP_NUM_THREADS", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""Environment variables that every agent gets; those that begin with LC_ too."""
+LAUNCHER = Path(__file__).with_name("launcher.py")
+KILL_S = 5.0
+"""Longest wait for a keeper to end its processes before it is killed itself."""
+LAST_WORDS = 2000
+"""Characters of its output that a failure quotes, the last ones."""
+LINE_LIMIT = 2**24
+"""Bytes of a line that a worker prints, at most."""
+
+
+def environment_of(named: Sequence[str]) -> dict[str, str]:
+    """Return the environment of agents: what every program needs, and the variables `named`."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in PASSED or name.startswith("LC_") or name in named
+    }
+
+
+class AgentProcess:
+    """A running program below its keeper."""
+
+    def __init__(self, process: asyncio.subprocess.Process, lifeline: int) -> None:
+        self.process = process
+        self._lifeline: int | None = lifeline
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        env: dict[str, str],
+        *,
+        stdout: int | IO[bytes],
+        stderr: int | IO[bytes],
+    ) -> AgentProcess:
+        """Start a command; raises AgentFailed."""
+        watched, lifeline = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(LAUNCHER), str(PACKAGE.parent)),
+                *(str(os.getpid()), str(watched), *command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                env=env,
+                pass_fds=(watched,),
+                start_new_session=True,
+                limit=LINE_LIMIT,
+            )
+        except BaseException:
+            os.close(lifeline)
+            raise
+        finally:
+            os.close(watched)
+        return cls(process, lifeline)
+
+    async def send(self, line: str) -> None:
+        """Write a line to its standard input; one that does not read it misses nothing."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.write(line.encode() + b"\n")
+            await self.process.stdin.drain()
+
+    async def end(self) -> None:
+        """End it with all that it started."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            async with asyncio.timeout(KILL_S):
+                await self.process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+
+class CommandAgent:
+    """A process for each rollout."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], *, exit_code: bool) -> None:
+        """`exit_code`: it is the reward, 1 for 0 and 0 for any other."""
+        self._command, self._env, self._exit_code = command, env, exit_code
+
+    async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
+        """Run the program to its end; return the reward in its last line, if there is one."""
+        out, err = log.with_suffix(".stdout"), log.with_suffix(".stderr")
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            env = {**self._env, **assignment.environment()}
+            program = await AgentProcess.start(self._command, env, stdout=stdout, stderr=stderr)
+        try:
+            await program.send(assignment.line())
+            assert program.process.stdin is not None
+            program.process.stdin.close()
+            code = await program.process.wait()
+        finally:
+            await program.end()
+            last, words = _last_line(out), _tail(err) or _tail(out)
+            for path in (out, err):
+                if path.stat().st_size == 0:
+                    path.unlink()
+        if self._exit_code and code >= 0:
+            return float(code == 0)
+        if code != 0:
+            raise AgentFailed(f"{_how(code)}" + (f"; it printed: {words}" if words else ""))
+        return result_reward(last)
+
+    async def aclose(self) -> None:
+        """Nothing is kept between rollouts."""
+
+
+class Worker:
+    """A process that attempts one rollout after the other."""
+
+    def __init__(self, program: AgentProcess) -> None:
+        self.program = program
+        self.log: IO[bytes] | None = None
+        self._words = b""
+        self._reading = asyncio.ensure_future(self._read_errors())
+
+    async def attempt(self, assignment: AgentTask) -> float | None:
+        """Send a task; return the reward in the JSON object that it prints at its end."""
+        await self.program.send(assignment.line())
+        assert self.program.process.stdout is not None
+        while line := await self.program.process.stdout.readline():
+            with suppress(ValueError):
+                if isinstance(result := json.loads(line), dict):
+                    return reward_in(result)
+            if self.log is not None:
+                self.log.write(line)
+        code = await self.program.process.wait()
+        await asyncio.wait((self._reading,), timeout=1.0)
+        words = self._words.decode("utf-8", "replace").strip()
+        raise AgentFailed(f"{_how(code)}" + (f"; it printed: {words}" if words else ""))
+
+    async def _read_errors(self) -> None:
+        assert self.program.process.stderr is not None
+        while piece := await self.program.process.stderr.read(65536):
+            self._words = (self._words + piece)[-LAST_WORDS:]
+            if self.log is not None:
+                self.log.write(piece)
+                self.log.flush()
+
+    async def end(self) -> None:
+        """End the process."""
+        await self.program.end()
+        self._reading.cancel()
+
+
+class WorkerAgent:
+    """Processes that are used again for the next rollout, unless one was ended in the middle."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
+        self._command, self._env = command, env
+        self._idle: list[Worker] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
+        """Attempt a rollout in an idle process, or in a new one."""
+        if self._loop is not asyncio.get_running_loop():
+            self._loop, self._idle = asyncio.get_running_loop(), []
+        while self._idle and self._idle[-1].program.process.returncode is not None:
+            await self._idle.pop().end()
+        worker = self._idle.pop() if self._idle else None
+        if worker is None:
+            pipe = asyncio.subprocess.PIPE
+            worker = Worker(
+                await AgentProcess.start(self._command, self._env, stdout=pipe, stderr=pipe)
+            )
+        path = log.with_suffix(".log")
+        try:
+            with path.open("wb") as worker.log:
+                reward = await worker.attempt(assignment)
+        except BaseException:
+            await asyncio.shield(worker.end())
+            raise
+        finally:
+            worker.log = None
+            if path.stat().st_size == 0:
+                path.unlink()
+        self._idle.append(worker)
+        return reward
+
+    async def aclose(self) -> None:
+        """End the idle processes."""
+        workers, self._idle = self._idle, []
+        for worker in workers:
+            await worker.end()
+
+
+def result_reward(line: str) -> float | None:
+    """Return the reward in a line that is a JSON object with one; None for any other line."""
+    with suppress(ValueError):
+        result = json.loads(line)
+        if isinstance(result, dict):
+            return reward_in(result)
+    return None
+
+
+def reward_in(result: dict[str, Any]) -> float | None:
+    """Return the `reward` of an agent's result; None if it has none. Raises AgentFailed."""
+    value = result.get("reward")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise AgentFailed(f"its result has reward={value!r}, which is no number")
+    return float(value)
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(file.tell() - LAST_WORDS, 0))
+        return file.read().decode("utf-8", "replace").strip()
+
+
+def _last_line(path: Path) -> str:
+    return _tail(path).rpartition("\n")[2]

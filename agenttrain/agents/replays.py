@@ -1,0 +1,98 @@
+"""Requests that are sent again: they get the answer of the first, which is sampled once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from agenttrain.chat.wire.normal import Answer
+from agenttrain.chat.wire.openai import RequestError
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Delivery:
+    """An answer on its way to a client."""
+
+    body: bytes
+    """Digest of the request."""
+    task: asyncio.Task[Answer]
+    readers: int = 0
+    """Connections that wait for it, or write it."""
+    written: bool = False
+    """A client was sent all of it."""
+
+    @property
+    def lost(self) -> bool:
+        """True if no client got it, and none is waiting."""
+        return not self.written and not self.readers
+
+
+@dataclass(slots=True)
+class Replays:
+    """The answers of one rollout, by the key and by the body of their requests.
+
+    A request is a replay if it has an earlier one's Idempotency-Key; if it says that it is a retry
+    (X-Stainless-Retry-Count) and has an equal body; or if its body equals that of a request whose
+    answer no client was sent in full. Any other is a new sample, also with an equal body.
+    """
+
+    joins: bool = False
+    """A request with the body of one in flight is a replay too."""
+    _by_key: dict[str, Delivery] = field(default_factory=dict)
+    _by_body: dict[bytes, Delivery] = field(default_factory=dict)
+
+    def deliver(
+        self,
+        path: str,
+        body: bytes,
+        *,
+        key: str | None,
+        retry: bool,
+        sample: Callable[[], Awaitable[Answer]],
+    ) -> Delivery:
+        """Return the answer's delivery, a running one for a replay. Raises RequestError."""
+        digest = hashlib.sha256(path.encode() + b"\n" + body).digest()
+        if key is not None and key in self._by_key:
+            delivery = self._by_key[key]
+            if delivery.body != digest:
+                raise RequestError(
+                    f"Idempotency-Key={key}: was sent with another body; use a new key",
+                    code="idempotency_error",
+                )
+            return delivery
+        earlier = self._by_body.get(digest)
+        if earlier is not None and (
+            retry or earlier.lost or (self.joins and not earlier.task.done())
+        ):
+            if key is not None:
+                self._by_key[key] = earlier
+            return earlier
+        delivery = Delivery(body=digest, task=asyncio.ensure_future(sample()))
+        self._by_body[digest] = delivery
+        if key is not None:
+            self._by_key[key] = delivery
+        delivery.task.add_done_callback(lambda task: self._forget_failed(delivery))
+        return delivery
+
+    def _forget_failed(self, delivery: Delivery) -> None:
+        """Let a request whose answer failed be made again."""
+        if not delivery.task.cancelled() and delivery.task.exception() is None:
+            return
+        self._by_key = {key: one for key, one in self._by_key.items() if one is not delivery}
+        self._by_body = {body: one for body, one in self._by_body.items() if one is not delivery}
+
+    @property
+    def lost(self) -> bool:
+        """True if the newest answer reached no client."""
+        newest = next(reversed(self._by_body.values()), None)
+        return newest is not None and newest.lost
+
+    async def aclose(self) -> None:
+        """Cancel the sampling of answers that nobody can get any more."""
+        running = [one.task for one in self._by_body.values() if not one.task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)

@@ -1,0 +1,332 @@
+"""The agents of a run: starts one for each rollout, and makes the rollout out of its requests.
+
+agents = Agents(settings, chat, folder)
+rollout = await agents.attempt(Attempt(task=task, …), engine, limits)
+await agents.aclose()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvicorn
+
+from agenttrain.agents.app import Open, build_app
+from agenttrain.agents.attempt import Attempt, EndpointRollout, ServedPolicy
+from agenttrain.agents.config import AgentConfig, OnFailure, Served
+from agenttrain.agents.conversations import Restart
+from agenttrain.agents.processes import CommandAgent, WorkerAgent, environment_of
+from agenttrain.agents.task import AgentFailed, AgentTask
+from agenttrain.chat.certificate import certify
+from agenttrain.chat.chat import Chat
+from agenttrain.engines.base import Engine
+from agenttrain.rewards.function import LARGEST, copy_task
+from agenttrain.rollout.config import RolloutConfig
+from agenttrain.tools.arguments import ArgumentSchema
+from agenttrain.types import Finish, Rollout, StopReason
+from agenttrain.utils.locate import locate
+
+GRACE_S = 5.0
+"""Seconds that an agent has to end by itself once its rollout is over."""
+KEEP_ALIVE_S = 600
+"""Seconds that an idle connection stays open: clients that outlive an update of the policy may use
+it again."""
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses that stand for all of a machine, mapped to one by which it can be reached."""
+
+
+class OutsideAgent(Protocol):
+    """Whatever attempts rollouts."""
+
+    async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
+        """Attempt a task; return a reward, if it gives one. Raises AgentFailed.
+
+        `log` is the path of its output, without a suffix.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """End what is left."""
+        ...
+
+
+class FunctionAgent:
+    """An async function of the user's, `agent._target_`."""
+
+    def __init__(self, function: Callable[[AgentTask], Awaitable[Any]]) -> None:
+        self._function = function
+
+    async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
+        """Await the function; an exception is the agent's failure."""
+        try:
+            result = await self._function(assignment)
+        except Exception as error:
+            raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
+        if isinstance(result, dict):
+            result = result.get("reward")
+        if result is None:
+            return None
+        if isinstance(result, bool) or not isinstance(result, int | float):
+            raise AgentFailed(f"returned {result!r}; a reward is a number")
+        return float(result)
+
+    async def aclose(self) -> None:
+        """Nothing is kept between rollouts."""
+
+
+class ExternalAgent:
+    """Agents that somebody else starts: each rollout in flight is a file that says where."""
+
+    async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
+        """Publish the rollout, and wait for its end."""
+        path = log.with_suffix(".json")
+        unfinished = path.with_suffix(".tmp")
+        opened = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(opened, "w", encoding="utf-8") as file:
+            file.write(assignment.line() + "\n")
+        unfinished.replace(path)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            path.unlink(missing_ok=True)
+        return None
+
+    async def aclose(self) -> None:
+        """Nothing is kept between rollouts."""
+
+
+class LoopServer(uvicorn.Server):
+    """uvicorn on the run's event loop, which leaves the run's signals alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle no signals."""
+        yield
+
+
+class Agents:
+    """The endpoint of a run and the agents that use it."""
+
+    def __init__(
+        self,
+        settings: AgentConfig,
+        chat: Chat,
+        folder: Path,
+        *,
+        lockstep: bool = False,
+    ) -> None:
+        """`folder` gets the agents' output. Raises ValueError for a function that is not there."""
+        self.settings, self.chat = settings, chat
+        self.folder, self.lockstep = folder, lockstep
+        self._agent = make_agent(settings)
+        self._gate = asyncio.Semaphore(settings.concurrency)
+        self._open: dict[str, Open] = {}
+        self._problems: dict[str, str | None] = {}
+        self._restarted: set[Restart] = set()
+        self._server: LoopServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self.address = ""
+        """Where the endpoint listens, e.g. ``http://127.0.0.1:4711``."""
+        names = [name for name, kind in settings.models.items() if kind is Served.policy]
+        self._model = next((name for name in names if name != "*"), "policy")
+
+    async def attempt(
+        self,
+        attempt: Attempt,
+        engine: Engine,
+        limits: RolloutConfig,
+        parsed: Callable[..., None] | None = None,
+    ) -> Rollout:
+        """Let an agent attempt a task; return the rollout. Raises EngineDead."""
+        async with self._gate:
+            await self._start()
+            policy = ServedPolicy(
+                engine=engine,
+                chat=self.chat,
+                limits=limits,
+                lockstep=self.lockstep,
+                check_tools=self._check_tools,
+                parsed=parsed,
+                restarted=self._warn_of_restart,
+            )
+            rollout = EndpointRollout(attempt, policy, self.settings)
+            opened = Open(rollout=rollout)
+            opened.replays.joins = self.lockstep
+            if isinstance(self._agent, ExternalAgent):
+                gone = "the client went away before its answer was complete, and did not come back"
+                opened.on_lost = lambda: rollout.end(StopReason.error, gone)
+            self._open[opened.name] = opened
+            started = time.perf_counter()
+            try:
+                failure, reward = await self._drive(opened)
+            finally:
+                del self._open[opened.name]
+                rollout.over.set()
+                await opened.replays.aclose()
+                done = await rollout.close()
+            done.seconds = time.perf_counter() - started
+            if rollout.failure is not None:
+                raise rollout.failure
+            reward = reward if rollout.reward is None else rollout.reward
+            self._conclude(rollout, failure)
+            if reward is not None and abs(reward) <= LARGEST:
+                done.environment_reward = reward
+            return done
+
+    async def aclose(self) -> None:
+        """End the agents that are left, and the endpoint."""
+        await self._agent.aclose()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._server = self._serving = None
+
+    async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
+        """Run the agent of a rollout to its end; return its failure and its reward."""
+        rollout = opened.rollout
+        assignment = AgentTask(
+            rollout_id=rollout.attempt.rollout_id,
+            task=copy_task(rollout.attempt.task),
+            url=f"{self.address}/{opened.name}",
+            api_key=opened.key,
+            model=self._model,
+        )
+        log = self.folder / rollout.attempt.rollout_id
+        log.parent.mkdir(parents=True, exist_ok=True)
+        working = asyncio.ensure_future(self._agent.attempt(assignment, log))
+        over = asyncio.ensure_future(rollout.over.wait())
+        try:
+            await asyncio.wait(
+                (working, over),
+                timeout=self.settings.timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not working.done() and not over.done():
+                return f"agent.timeout_s={self.settings.timeout_s:g} passed", None
+            if not working.done() and not isinstance(self._agent, ExternalAgent):
+                await asyncio.wait((working,), timeout=GRACE_S)
+            if working.done():
+                return None, working.result()
+        except AgentFailed as error:
+            return f"the agent {error}", None
+        finally:
+            for task in (working, over):
+                task.cancel()
+            await asyncio.wait((working, over))
+        return None, None
+
+    def _conclude(self, rollout: EndpointRollout, failure: str | None) -> None:
+        """Set why the rollout ended: a limit, a failure of the agent, or the agent's own end."""
+        done, ended = rollout.rollout, rollout.ended
+        if ended is not None and ended[0] is not StopReason.completed:
+            done.stop_reason = ended[0]
+            done.error = ended[1] if ended[0] is StopReason.error else None
+        elif rollout.refused is not None and (failure is not None or ended is None):
+            done.stop_reason = rollout.refused[0]
+            done.error = rollout.refused[1] if done.stop_reason is StopReason.error else None
+        elif failure is not None:
+            done.stop_reason, done.error = StopReason.error, failure
+        elif not done.turns:
+            done.stop_reason, done.error = StopReason.error, "the agent ended without a turn"
+        else:
+            turns = rollout.trained.conversations.turns
+            cut = turns[-1].completion.finish is Finish.length
+            done.stop_reason = StopReason.max_tokens if cut else StopReason.completed
+        zero = self.settings.on_failure is OnFailure.zero and done.turns > 0
+        if zero and done.stop_reason is StopReason.error and rollout.ended is None:
+            done.stop_reason = StopReason.agent_failed
+
+    async def _start(self) -> None:
+        """Start the endpoint, if it is not running."""
+        async with self._starting:
+            if self._server is not None:
+                return
+            host = self.settings.host
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, self.settings.port), family=family, backlog=2048)
+            config = uvicorn.Config(
+                build_app(self._open.get),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+            )
+            self._server = LoopServer(config)
+            self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+            while not self._server.started and not self._serving.done():
+                await asyncio.sleep(0.001)
+            shown = ANY_ADDRESS.get(host, host)
+            shown = f"[{shown}]" if ":" in shown else shown
+            self.address = f"http://{shown}:{listener.getsockname()[1]}"
+            if isinstance(self._agent, ExternalAgent):
+                print(
+                    f"agents         {self.address}: start one for each file "
+                    f"{self.folder}/*.json, which has its base_url, api_key and task",
+                    flush=True,
+                )
+
+    def _check_tools(self, schemas: Sequence[dict[str, Any]]) -> str | None:
+        """Return why the template cannot show these tools; None: it can."""
+        key = json.dumps(schemas, sort_keys=True)
+        if key not in self._problems:
+            self._problems[key] = tools_problem(self.chat, schemas)
+        return self._problems[key]
+
+    def _warn_of_restart(self, kind: Restart, rollout_id: str, difference: str) -> None:
+        """Warn of the first restart of each kind: a client that rewrites its history."""
+        if kind in self._restarted:
+            return
+        self._restarted.add(kind)
+        warnings.warn(
+            f"agent/restarts/{kind}: rollout {rollout_id} does not continue its conversation, so "
+            f"that a trajectory begins; {difference}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
+    """Return why tools cannot be shown to the model; None: they can."""
+    names = [schema["function"]["name"] for schema in schemas]
+    for index, schema in enumerate(schemas):
+        try:
+            ArgumentSchema(schema["function"]["parameters"])
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            return f"{names[index]}: its parameters are {error}"
+    if len(set(names)) < len(names):
+        return f"{names} name a tool twice"
+    certificate = certify(chat, schemas)
+    if certificate.passed:
+        return None
+    return "the chat template cannot show them: " + "; ".join(
+        line.strip() for line in certificate.lines()[1:]
+    )
+
+
+def make_agent(settings: AgentConfig) -> OutsideAgent:
+    """Return the agent that the settings describe. Raises ValueError."""
+    if settings._target_ is not None:
+        function = locate(settings._target_, key="agent._target_")
+        if not asyncio.iscoroutinefunction(function):
+            raise ValueError(
+                f"agent._target_={settings._target_}: is no async function; write `async def "
+                "solve(agent)`, or start a program with agent.command=[…]"
+            )
+        return FunctionAgent(function)
+    if not settings.command:
+        return ExternalAgent()
+    env = environment_of(settings.env)
+    if settings.reuse:
+        return WorkerAgent(settings.command, env)
+    return CommandAgent(settings.command, env, exit_code=settings.exit_code_reward)

@@ -1,0 +1,73 @@
+"""An agent's task, and the address at which the policy answers it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from agenttrain.types import AgenttrainError, Task
+
+
+class AgentFailed(AgenttrainError):
+    """An agent crashed; the message says how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTask:
+    """One rollout, as the agent that attempts it gets it.
+
+    Example, with the `openai` package::
+
+        async def solve(agent: AgentTask) -> None:
+            client = AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key)
+            await client.chat.completions.create(model=agent.model, messages=agent.messages)
+    """
+
+    rollout_id: str
+    task: Task
+    url: str
+    """Address of the rollout, e.g. ``http://127.0.0.1:4711/5f0c…``; `/reward` and `/finish` are
+    below it, and it is the base URL of Anthropic's clients."""
+    api_key: str
+    model: str
+    """Name of the policy in requests."""
+
+    @property
+    def base_url(self) -> str:
+        """Base URL of OpenAI's clients."""
+        return f"{self.url}/v1"
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """A copy of the task's messages."""
+        return [dict(message) for message in self.task.messages]
+
+    def line(self) -> str:
+        """Return the task as the line of JSON that a program reads from its standard input."""
+        return json.dumps(
+            {
+                "rollout_id": self.rollout_id,
+                "task_id": self.task.task_id,
+                "messages": self.messages,
+                "columns": dict(self.task.columns),
+                "url": self.url,
+                "base_url": self.base_url,
+                "api_key": self.api_key,
+                "model": self.model,
+            },
+            default=str,
+        )
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which a program and the clients in it find the policy."""
+        return {
+            "AGENTTRAIN_URL": self.url,
+            "AGENTTRAIN_ROLLOUT": self.rollout_id,
+            "AGENTTRAIN_MODEL": self.model,
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "OPENAI_API_BASE": self.base_url,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.api_key,
+        }

@@ -1,0 +1,238 @@
+"""Anthropic's messages: requests in the form of all APIs, answers in Anthropic's shape.
+
+Reasoning is a thinking block, whose signature is the handle of its turn: clients send it back
+unchanged. A malformed call is text, because a `tool_use` block has no place for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agenttrain.chat.wire.normal import HANDLE, Answer, Question, call_message
+from agenttrain.chat.wire.openai import RequestError
+from agenttrain.types import Finish, Message
+
+BIASING = ("temperature", "top_p", "top_k")
+"""Fields that change the distribution sampled from."""
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+"""Anthropic's names of errors by status; others are invalid_request_error and api_error."""
+
+
+def read_question(data: Mapping[str, Any]) -> Question:
+    """Return a request in the form of all APIs; raises RequestError."""
+    given = data.get("messages")
+    if not isinstance(given, list) or not given:
+        raise RequestError("messages: needs a list with at least one message", param="messages")
+    choice = data.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind not in (None, "auto", "none"):
+        raise RequestError(
+            f"tool_choice={kind}: only auto and none are supported, because calls are not forced; "
+            "leave it out",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    messages: list[Message] = []
+    if data.get("system"):
+        messages.append({"role": "system", "content": _text(data["system"], "system")})
+    names: dict[str, str] = {}
+    for index, message in enumerate(given):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
+            raise RequestError(f"{where}: needs the role user or assistant", param=where)
+        blocks = _blocks(message.get("content"), where)
+        if message["role"] == "assistant":
+            messages.append(_assistant(blocks, where, names))
+        else:
+            messages += _user(blocks, where, names)
+    if messages[-1]["role"] == "assistant":
+        raise RequestError(
+            "messages: the last one is the assistant's, and answers are not continued; end with a "
+            "message of the user",
+            param="messages",
+        )
+    most = data.get("max_tokens")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise RequestError(f"max_tokens={most}: needs a number of at least 1", param="max_tokens")
+    return Question(
+        messages=messages,
+        schemas=[] if kind == "none" else _schemas(data.get("tools") or []),
+        model=data.get("model"),
+        max_tokens=most,
+        sampling={name: data[name] for name in BIASING if data.get(name) is not None},
+        stops=tuple(data.get("stop_sequences") or ()),
+        stream=data.get("stream") is True,
+    )
+
+
+def _schemas(tools: Any) -> list[dict[str, Any]]:
+    """Return the tools as OpenAI's schemas, which chat templates take."""
+    schemas = []
+    for index, tool in enumerate(tools if isinstance(tools, list) else [tools]):
+        where = f"tools[{index}]"
+        parameters = tool.get("input_schema") if isinstance(tool, Mapping) else None
+        if not isinstance(parameters, Mapping) or not isinstance(tool.get("name"), str):
+            raise RequestError(
+                f"{where}: needs a name and an input_schema; tools that Anthropic runs are not "
+                "served here",
+                param=where,
+            )
+        function: dict[str, Any] = {"name": tool["name"]}
+        if tool.get("description") is not None:
+            function["description"] = tool["description"]
+        schemas.append({"type": "function", "function": {**function, "parameters": parameters}})
+    return schemas
+
+
+def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise RequestError(f"{where}.content: needs a text or a list of blocks", param=where)
+    return content
+
+
+def _text(content: Any, where: str) -> str:
+    texts = []
+    for block in _blocks(content, where):
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise RequestError(
+                f"{where}: holds a block of type {block.get('type')}; only text is supported here",
+                param=where,
+            )
+        texts.append(block["text"])
+    return "".join(texts)
+
+
+def _assistant(blocks: list[Mapping[str, Any]], where: str, names: dict[str, str]) -> Message:
+    """Return an assistant message, and add its calls to `names`, id -> name."""
+    texts = [block for block in blocks if block.get("type") == "text"]
+    message: Message = {"role": "assistant", "content": _text(texts, where)}
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "thinking":
+            message["reasoning_content"] = str(block.get("thinking", ""))
+            if isinstance(block.get("signature"), str) and block["signature"]:
+                message[HANDLE] = block["signature"]
+        elif kind == "tool_use":
+            name, arguments = block.get("name"), block.get("input")
+            if not isinstance(name, str) or not isinstance(arguments, Mapping):
+                raise RequestError(f"{where}: a tool_use needs a name and an input", param=where)
+            call_id = str(block.get("id"))
+            names[call_id] = name
+            message.setdefault("tool_calls", []).append(call_message(call_id, name, arguments))
+        elif kind != "text":
+            raise RequestError(f"{where}: holds a block of type {kind}", param=where)
+    return message
+
+
+def _user(blocks: list[Mapping[str, Any]], where: str, names: Mapping[str, str]) -> list[Message]:
+    """Return the replies to calls, then the user's text, if there is any."""
+    messages: list[Message] = []
+    texts = []
+    for block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        call_id = block.get("tool_use_id")
+        if not isinstance(call_id, str) or call_id not in names:
+            raise RequestError(
+                f"{where}.tool_use_id={call_id}: no assistant message before it has that call",
+                param=where,
+            )
+        content = block.get("content")
+        text = "" if content is None else _text(content, where)
+        messages.append(
+            {"role": "tool", "content": text, "tool_call_id": call_id, "name": names[call_id]}
+        )
+    if texts or not messages:
+        messages.append({"role": "user", "content": _text(texts, where)})
+    return messages
+
+
+def message_body(answer: Answer) -> dict[str, Any]:
+    """Return an answer as a `message`."""
+    return {
+        **_head(answer),
+        "content": list(_content(answer)),
+        "stop_reason": _stop_reason(answer),
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "output_tokens": answer.sampled_tokens,
+        },
+    }
+
+
+def message_events(answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield an answer as the events of a stream: (name, data)."""
+    usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
+    start = {**_head(answer), "content": [], "stop_reason": None, "usage": usage}
+    yield "message_start", {"message": start}
+    for index, block in enumerate(_content(answer)):
+        empty: dict[str, Any]
+        if block["type"] == "text":
+            empty, deltas = {"type": "text", "text": ""}, [("text_delta", "text", block["text"])]
+        elif block["type"] == "thinking":
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+            deltas = [
+                ("thinking_delta", "thinking", block["thinking"]),
+                ("signature_delta", "signature", block["signature"]),
+            ]
+        else:
+            empty = {**block, "input": {}}
+            deltas = [("input_json_delta", "partial_json", json.dumps(block["input"]))]
+        yield "content_block_start", {"index": index, "content_block": empty}
+        for kind, key, text in deltas:
+            yield "content_block_delta", {"index": index, "delta": {"type": kind, key: text}}
+        yield "content_block_stop", {"index": index}
+    end = {"stop_reason": _stop_reason(answer), "stop_sequence": None}
+    yield "message_delta", {"delta": end, "usage": {"output_tokens": answer.sampled_tokens}}
+    yield "message_stop", {}
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """Return an error in Anthropic's shape."""
+    kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    named = {"type": ERROR_TYPES.get(error.status, kind), "message": str(error)}
+    return {"type": "error", "error": named}
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "stop_sequence": None,
+    }
+
+
+def _content(answer: Answer) -> Iterator[dict[str, Any]]:
+    message = answer.message
+    if "reasoning_content" in message:
+        thought = message["reasoning_content"]
+        yield {"type": "thinking", "thinking": thought, "signature": message[HANDLE]}
+    if message["content"]:
+        yield {"type": "text", "text": message["content"]}
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        yield {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": function["name"],
+            "input": function["arguments"],
+        }
+
+
+def _stop_reason(answer: Answer) -> str:
+    if answer.finish is Finish.length:
+        return "max_tokens"
+    return "tool_use" if answer.message.get("tool_calls") else "end_turn"

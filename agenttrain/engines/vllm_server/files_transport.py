@@ -1,0 +1,103 @@
+"""vLLM plugin: the weight transfer backend "files", and the end of a server's processes together.
+
+vLLM calls `register` in each of its processes (entry points `vllm.general_plugins`). It does
+nothing in those that agenttrain has not started as a server. Written for vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agenttrain.engines.vllm_server.guard import TOKEN
+
+BACKEND = "files"
+PLUGIN = "agenttrain"
+"""Name of the entry point."""
+
+
+def register() -> None:
+    """Add the backend in a process of a server, which then ends with its parent.
+
+    A killed API server would leave the process of its engine and that one's workers behind.
+    """
+    if TOKEN not in os.environ:
+        return
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from agenttrain.utils.child_process import end_with_parent
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
+        end_with_parent()
+
+
+@dataclass
+class FilesInit:
+    """What the backend needs once: nothing."""
+
+
+def _engine_class() -> Any:
+    """Return the class of the backend; vLLM is imported with it."""
+    import torch
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferUpdateInfo,
+    )
+
+    from agenttrain.engines.vllm_server.weight_files import read_verified
+
+    @dataclass
+    class FilesUpdate(WeightTransferUpdateInfo):
+        """One version: its folder, and the digest of its manifest."""
+
+        folder: str
+        digest: str
+
+    class FilesEngine(WeightTransferEngine[FilesInit, FilesUpdate]):
+        """Loads verified files into the model, in each worker of a server."""
+
+        init_info_cls = FilesInit
+        update_info_cls = FilesUpdate
+
+        def init_transfer_engine(self, init_info: FilesInit) -> None:
+            pass
+
+        def start_weight_update(self) -> None:
+            """Do nothing: the model is opened once the files have been verified."""
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            """Verify all files, then load them.
+
+            After an error in loading, the model stays open: the server dies at its next forward
+            pass instead of sampling from a mixture of weights.
+            """
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            info = self.parse_update_info(update_info)
+            weights = read_verified(Path(info.folder), info.digest)
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(weights)
+            self._loaded = True
+            # The base class always synchronises, which raises without a GPU.
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+
+        def receive_weights(self, update_info: FilesUpdate) -> None:
+            raise NotImplementedError("update_weights does all")
+
+        def finish_weight_update(self) -> None:
+            """Close the model. Raises RuntimeError without an update."""
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            if not getattr(self, "_loaded", False):
+                raise RuntimeError("finish_weight_update came without update_weights")
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._loaded = False
+
+        def shutdown(self) -> None:
+            pass
+
+    return FilesEngine

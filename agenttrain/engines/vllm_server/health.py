@@ -1,0 +1,179 @@
+"""Health: one server as the fleet sees it, and the task that watches it.
+
+    starting -> syncing -> loaded -> live <-> suspect
+        ^                                        |
+        '------------ restarting <---------------'  (or gone, without restarts left)
+
+Only a `live` server gets requests: one whose weights were sent and checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from agenttrain.engines.config import ServersConfig
+from agenttrain.engines.vllm_server.client import ServerClient, ServerFailed
+from agenttrain.engines.vllm_server.records import Condition, ServerRecord, read_record
+
+FAULTS = 3
+"""Calls that fail one after the other until a server that still runs is killed."""
+GRACE_S = 0.5
+"""Further seconds for an answer that came while this process's event loop was busy training."""
+
+
+class MemberState(StrEnum):
+    """MemberState of a server in the fleet."""
+
+    starting = "starting"
+    syncing = "syncing"
+    """It answers, and has not the current weights."""
+    loaded = "loaded"
+    """It has the current weights, which are not checked yet."""
+    live = "live"
+    suspect = "suspect"
+    """A request failed; it gets none until it has been examined."""
+    restarting = "restarting"
+    gone = "gone"
+    """It has died, and is not started again."""
+
+
+ANSWERING = (MemberState.syncing, MemberState.loaded, MemberState.live, MemberState.suspect)
+
+
+@dataclass(slots=True)
+class Member:
+    """One server of the fleet."""
+
+    number: int
+    state: MemberState = MemberState.starting
+    boot: int = 0
+    """The start that the fleet knows; answers of an earlier one are dropped."""
+    pid: int = 0
+    client: ServerClient | None = None
+    initialised: bool = False
+    """Its weight transfer was opened."""
+    requests: int = 0
+    """In flight."""
+    sent: int = 0
+    """Requests since the metrics were last read."""
+    deaths: int = 0
+    failures: int = 0
+    """Calls that failed since the last completion."""
+    reason: str = ""
+    """Why it was killed, or how it ended."""
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when this start of the server has ended."""
+
+    def join(self, record: ServerRecord, timeout_s: float) -> None:
+        """Take a server that has started."""
+        self.state, self.boot, self.pid = MemberState.syncing, record.boot, record.pid
+        self.client = ServerClient(record.url, record.token, timeout_s=timeout_s)
+        self.initialised, self.failures, self.lost = False, 0, asyncio.Event()
+
+    def fault(self, reason: str) -> None:
+        """Count a failed call; the server gets no request before it has been examined."""
+        self.failures += 1
+        self.state = MemberState.suspect
+        if self.failures >= FAULTS:
+            self.kill(f"{FAULTS} calls failed one after the other; the last: {reason}")
+
+    def kill(self, reason: str) -> None:
+        """Kill all processes of the server, which its wrapper starts again."""
+        if self.state in ANSWERING:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.leave(MemberState.restarting, f"was killed: {reason}")
+
+    def leave(self, state: MemberState, reason: str) -> None:
+        """Drop the server's requests: it has ended."""
+        if self.state is not MemberState.restarting:
+            self.deaths += 1
+        what = "it is started again" if state is MemberState.restarting else "it is gone for good"
+        print(f"server {self.number} {reason}; {what}", file=sys.stderr, flush=True)
+        self.state, self.reason = state, reason
+        self.lost.set()
+
+    def close(self, reason: str) -> None:
+        """Fail the server's requests: nothing is asked of it any more."""
+        self.state, self.reason = MemberState.gone, reason
+        self.lost.set()
+
+
+class Members(Protocol):
+    """The fleet, as a watcher sees it."""
+
+    async def joined(self, member: Member, record: ServerRecord) -> None:
+        """Bring a server that has started up to date."""
+        ...
+
+    def changed(self) -> None:
+        """Wake what waits for a server, to look again."""
+        ...
+
+
+async def watch(member: Member, fleet: Members, folder: Path, servers: ServersConfig) -> None:
+    """Follow a server's record and examine it, for ever."""
+    while True:
+        record = read_record(folder, member.number)
+        if record is not None:
+            await _follow(member, record, fleet)
+            if member.state in (MemberState.live, MemberState.suspect):
+                await _examine(member, servers.dead_s)
+        # Each time: its state may have gone and come back while this task waited for an answer.
+        fleet.changed()
+        await asyncio.sleep(servers.health_s)
+
+
+async def _follow(member: Member, record: ServerRecord, fleet: Members) -> None:
+    """Bring the member's state up to its record."""
+    wrapped = _exists(record.wrapper)
+    if record.condition is Condition.gone or not wrapped:
+        if member.state is not MemberState.gone:
+            killed = member.state is MemberState.restarting and record.boot == member.boot
+            end = record.end or "ended"
+            if killed:
+                end = f"{end} ({member.reason})"
+            member.leave(MemberState.gone, end if wrapped else "its wrapper was killed")
+    elif record.condition is Condition.ready and record.boot > member.boot:
+        await fleet.joined(member, record)
+    elif member.state in ANSWERING and (
+        record.boot > member.boot or record.condition is Condition.ended
+    ):
+        member.leave(MemberState.restarting, record.end or "ended")
+
+
+async def _examine(member: Member, dead_s: float) -> None:
+    """Ask the process of a server's engine; kill the server if it does not answer."""
+    assert member.client is not None
+    boot, question = member.boot, asyncio.create_task(member.client.weight_version())
+    try:
+        for limit in (dead_s, GRACE_S):
+            await asyncio.wait((question,), timeout=limit)
+    finally:
+        question.cancel()
+    if member.boot != boot or member.state not in (MemberState.live, MemberState.suspect):
+        return
+    if not question.done():
+        member.kill(f"its engine did not answer for servers.dead_s={dead_s:g} s")
+    elif isinstance(question.exception(), ServerFailed):
+        member.fault(f"it does not answer: {question.exception()}")
+    else:
+        question.result()
+        member.state = MemberState.live
+
+
+def _exists(pid: int) -> bool:
+    """Return True if a process runs; one that has ended and was not collected does not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

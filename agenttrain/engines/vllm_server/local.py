@@ -1,0 +1,93 @@
+"""Servers of a run on this machine: their wrappers, started and ended by the trainer's process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from agenttrain.engines.base import EngineError
+from agenttrain.engines.vllm_server.records import (
+    FOLDER,
+    PLAN,
+    ServerPlan,
+    log_path,
+    record_path,
+)
+from agenttrain.engines.vllm_server.wrapper import END_S, is_running
+from agenttrain.utils.child_process import ChildProcess
+
+MEMORY = Path("/dev/shm")
+"""A file system in memory, where there is one."""
+VERSIONS = 3
+"""Versions of the weights that may be on disk at once: two, and one that is being written."""
+LOOK_S = 0.1
+WRAPPER = "agenttrain.engines.vllm_server.wrapper"
+"""Run as a module: in a third of the time that the command line takes to import."""
+
+
+def weights_folder(run: Path, chosen: str | None, size: int) -> Path:
+    """Return a new folder for the weight files of a run: in `chosen`, in memory, or in the run.
+
+    `size`: bytes of one version.
+    """
+    if chosen is not None:
+        parent = Path(chosen).expanduser()
+        parent.mkdir(parents=True, exist_ok=True)
+    elif MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > VERSIONS * size:
+        parent = MEMORY
+    else:
+        parent = run / FOLDER
+        parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="agenttrain-weights-", dir=parent))
+
+
+class LocalServers:
+    """The wrappers of a run's servers.
+
+    They end with this process, however it ends: each of them watches it.
+    """
+
+    def __init__(self, folder: Path, plan: ServerPlan, count: int) -> None:
+        """Start them; raises EngineError if those of an earlier process still run."""
+        self._folder, self._plan, self._count = folder, plan, count
+        try:
+            self._await_end_of_earlier()
+        except EngineError:
+            shutil.rmtree(plan.weights, ignore_errors=True)
+            raise
+        plan.write(folder)
+        for number in range(count):
+            record_path(folder, number).unlink(missing_ok=True)
+            log_path(folder, number).unlink(missing_ok=True)
+        command = [sys.executable, "-m", WRAPPER, str(folder)]
+        self._wrappers = [
+            ChildProcess([*command, str(number), str(os.getpid())]) for number in range(count)
+        ]
+
+    def _await_end_of_earlier(self) -> None:
+        deadline = time.monotonic() + 2 * END_S
+        for number in range(self._count):
+            while is_running(self._folder, number):
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"{record_path(self._folder, number)}: the server of an earlier process "
+                        "still runs; end its wrapper, whose process number is in the file"
+                    )
+                time.sleep(LOOK_S)
+
+    def end(self) -> None:
+        """End all servers and remove their files; the logs stay."""
+        for wrapper in self._wrappers:
+            wrapper.signal(signal.SIGTERM)
+        for wrapper in self._wrappers:
+            wrapper.ended(2 * END_S)
+            wrapper.kill()
+        shutil.rmtree(self._plan.weights, ignore_errors=True)
+        for number in range(self._count):
+            record_path(self._folder, number).unlink(missing_ok=True)
+        (self._folder / FOLDER / PLAN).unlink(missing_ok=True)

@@ -1,0 +1,97 @@
+"""One vLLM server: `python -m agenttrain.engines.vllm_server.process <run folder> <number> <port>`.
+
+Its wrapper starts it, in a process group of its own that ends as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from agenttrain.engines.vllm_server.config import VllmServerSettings
+from agenttrain.engines.vllm_server.files_transport import BACKEND, PLUGIN
+from agenttrain.engines.vllm_server.records import ServerPlan
+from agenttrain.utils.child_process import end_with_parent
+
+GRACE_S = 5
+"""Seconds that answers in flight have left once the server is asked to end."""
+KEEP_ALIVE_S = 3600
+"""Seconds that an unused connection stays open: longer than an update of the policy."""
+NAME = "policy"
+"""Name of the model for clients."""
+
+
+def main() -> None:
+    """Serve until SIGTERM, or until the wrapper has ended."""
+    end_with_parent()
+    folder, number, port = sys.argv[1:]
+    plan = ServerPlan.read(Path(folder))
+    if plan.gpus is None:
+        # By default each server would compute on all cores, and bind its threads to the first.
+        share = len(os.sched_getaffinity(0)) // plan.servers["count"]
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    flags = server_flags(plan, int(port))
+    # `vllm serve` asks for the metadata of a distribution that the build for CPUs does not have.
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    print(f"server {number}: vllm serve {' '.join(flags)}", flush=True)
+    sys.argv = ["vllm serve", *flags]
+    serve()
+
+
+def server_flags(plan: ServerPlan, port: int) -> list[str]:
+    """Return the flags of vLLM's server, once vLLM's environment is set."""
+    import torch
+
+    from agenttrain.engines.vllm.config import VllmSettings
+    from agenttrain.engines.vllm.server import IN_PROCESS_ONLY, flag
+    from agenttrain.engines.vllm.setup import engine_arguments, set_environment
+
+    own = VllmServerSettings(**plan.engine)
+    settings = VllmSettings(
+        max_context=plan.max_context,
+        max_rows=own.max_rows,
+        memory_share=own.memory_share,
+        kv_cache_mb=own.kv_cache_mb,
+        tensor_parallel_size=plan.servers["tensor_parallel_size"],
+        quantization=own.quantization,
+        enforce_eager=own.enforce_eager,
+    )
+    os.environ |= {
+        "VLLM_SERVER_DEV_MODE": "1",  # routes that pause a server and replace its weights
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
+        "VLLM_HOST_IP": "127.0.0.1",  # also for the sockets of its workers
+    }
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    if plugins := os.environ.get("VLLM_PLUGINS"):  # the only ones that vLLM would load
+        os.environ["VLLM_PLUGINS"] = f"{plugins},{PLUGIN}"
+    set_environment(settings)
+    if not torch.cuda.is_available() and settings.tensor_parallel_size == 1:
+        # The engine's process works itself, and none is started below it: seconds less.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    model = Path(plan.model)
+    arguments: dict[str, Any] = engine_arguments(model, settings, plan.dtype, 0, None, plan.seed)
+    for unused in IN_PROCESS_ONLY:
+        arguments.pop(unused, None)
+    arguments |= {
+        "dtype": plan.dtype,
+        "host": "127.0.0.1",
+        "port": port,
+        "served_model_name": NAME,
+        "middleware": "agenttrain.engines.vllm_server.guard.TokenGuard",
+        "weight_transfer_config": {"backend": BACKEND},
+        "enable_scale_out": True,  # token ids in, token ids out
+        "enable_prompt_tokens_details": True,
+        "shutdown_timeout": GRACE_S,
+        "uvicorn_log_level": "warning",
+        "disable_uvicorn_access_log": True,
+    }
+    arguments |= {name.replace("-", "_"): value for name, value in plan.servers["args"].items()}
+    return [word for name, value in arguments.items() for word in flag(name, value)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Files by which a run and its servers meet: `<run>/servers/plan.json` and `<number>.json`.
+
+The plan says how a server is started. A server's record says where it is and has its token, so it
+is readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+FOLDER = "servers"
+PLAN = "plan.json"
+LOG_LINES = 12
+"""Last lines of a server's log in a message."""
+LOG_BYTES = 8000
+
+
+class Condition(StrEnum):
+    """Condition of a server, as its wrapper sees it."""
+
+    starting = "starting"
+    ready = "ready"
+    """It has answered."""
+    ended = "ended"
+    """It has died, and is started again."""
+    gone = "gone"
+    """It has died, and is not started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """How the servers of a run are started."""
+
+    module: str
+    """Module whose `main` is a server; it gets this plan, the number and the port as JSON."""
+    model: str
+    """Folder of the model."""
+    dtype: str
+    """Number format of the servers' weights."""
+    max_context: int
+    seed: int
+    engine: Mapping[str, Any]
+    """The section `engine`."""
+    servers: Mapping[str, Any]
+    """The section `servers`."""
+    weights: str
+    """Folder of the weight files; it goes with the run."""
+    gpus: tuple[tuple[int | str, ...], ...] | None = None
+    """GPUs of each server, as CUDA_VISIBLE_DEVICES names them; None: there are none."""
+
+    def write(self, folder: Path) -> None:
+        """Write the plan of the run in `folder`."""
+        write_private(folder / FOLDER / PLAN, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> ServerPlan:
+        """Read the plan of the run in `folder`; raises OSError."""
+        return cls(**json.loads((folder / FOLDER / PLAN).read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRecord:
+    """One server, as its wrapper knows it."""
+
+    number: int
+    condition: Condition
+    wrapper: int
+    """Process number of the wrapper."""
+    boot: int = 0
+    """Times that the server has been started, this one included."""
+    pid: int = 0
+    """Process number of the server, also that of its group."""
+    url: str = ""
+    token: str = field(default="", repr=False)
+    version: str = ""
+    """Version of vLLM."""
+    world_size: int = 1
+    """Its workers."""
+    end: str = ""
+    """How it ended: ``ended with exit code 1``."""
+
+    def write(self, folder: Path) -> None:
+        """Write the record of a server of the run in `folder`."""
+        write_private(record_path(folder, self.number), asdict(self))
+
+
+def read_record(folder: Path, number: int) -> ServerRecord | None:
+    """Read the record of a server; None: there is none."""
+    try:
+        record = json.loads(record_path(folder, number).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return ServerRecord(**{**record, "condition": Condition(record["condition"])})
+
+
+def record_path(folder: Path, number: int) -> Path:
+    """Return the path of a server's record."""
+    return folder / FOLDER / f"{number}.json"
+
+
+def log_path(folder: Path, number: int) -> Path:
+    """Return the path of a server's log."""
+    return folder / FOLDER / f"{number}.log"
+
+
+def last_lines(folder: Path, number: int) -> str:
+    """Return the end of a server's log; empty if it has none."""
+    try:
+        with log_path(folder, number).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return "\n".join(line for line in lines[-LOG_LINES:] if line.strip())
+
+
+def write_private(path: Path, value: Any) -> None:
+    """Write JSON to a file of mode 0600, at once: a reader sees the old or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.unlink(missing_ok=True)
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    unfinished.rename(path)

@@ -1,0 +1,38 @@
+"""Routing: which server gets a request.
+
+All turns of a session go to the same server, whose prefix cache holds the earlier ones, unless it
+is much busier than the others. No table of sessions is kept: the order is a hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from math import ceil
+
+SLACK = 1.25
+"""Most requests of a server as a multiple of the mean."""
+LEAST = 8
+"""Requests that a server may have whatever the others have: so few gain nothing elsewhere."""
+
+
+def preferred(session: str, servers: Iterable[int]) -> list[int]:
+    """Return the servers in a session's order of preference (rendezvous hashing).
+
+    A server that leaves or comes moves only the sessions that prefer it.
+    """
+
+    def weight(server: int) -> bytes:
+        return blake2b(f"{session}/{server}".encode(), digest_size=8).digest()
+
+    return sorted(servers, key=weight)
+
+
+def choose(session: str, loads: Mapping[int, int]) -> int:
+    """Return the first preferred server below the bound. `loads`: its requests, by server.
+
+    Example: loads {0: 9, 1: 1}: the new request makes 11, 5.5 a server; the bound is
+    max(8, ceil(1.25 x 5.5)) = 8, so every session goes to server 1.
+    """
+    bound = max(LEAST, ceil(SLACK * (sum(loads.values()) + 1) / len(loads)))
+    return next(server for server in preferred(session, loads) if loads[server] < bound)

@@ -1,0 +1,208 @@
+"""Double of a server: a process with vLLM's routes, and a formula in the place of a model.
+
+The wrapper starts it as it starts vLLM (`build(…, module="agenttrain.engines.vllm_server.stub")`),
+in a second. Its model is one number, the weight `w` [1]: every token has the log-probability
+``-w``, and which token comes next depends on the tokens before it and on the seed alone.
+
+    POST /stub/fault {"kind": "error", "times": 20}     the next 20 completions answer 500
+    POST /stub/fault {"kind": "abort", "times": 1}      … end with finish_reason "abort"
+    POST /stub/fault {"kind": "hang"}                   the engine's process answers nothing
+    POST /stub/fault {"kind": "deaf", "times": 1}       an update answers 200 and loads nothing
+    GET  /stub/log                                      completions so far: version and ids
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agenttrain.engines.vllm_server.guard import TokenGuard
+from agenttrain.engines.vllm_server.weight_files import BadWeights, read_verified
+from agenttrain.utils.child_process import end_with_parent
+
+VOCABULARY = 500
+FAULTS = "AGENTTRAIN_STUB_FAULTS"
+"""Environment variable: faults of every stub from its start, ``{"abort": 20}``."""
+TOKEN_S = "AGENTTRAIN_STUB_TOKEN_S"
+"""Environment variable: seconds that a token takes (0)."""
+
+
+def next_token(token_ids: Sequence[int], seed: int) -> int:
+    """Return the token after `token_ids`, from 3 to 499."""
+    text = f"{seed}:{','.join(map(str, token_ids))}".encode()
+    return 3 + int.from_bytes(blake2b(text, digest_size=4).digest()) % (VOCABULARY - 3)
+
+
+class StubServer:
+    """MemberState and routes of one stub."""
+
+    def __init__(self) -> None:
+        self.w = 0.0
+        self.version = "default"
+        self.updating = False
+        self.faults: dict[str, int] = json.loads(os.environ.get(FAULTS, "{}"))
+        """Kind of fault, mapped to the times that it will still happen."""
+        self.served: list[dict[str, Any]] = []
+        self.running = asyncio.Event()
+        """Not set while the server is paused."""
+        self.running.set()
+
+    def takes_fault(self, kind: str) -> bool:
+        """Return True, and count it, if a fault of this kind is due."""
+        left = self.faults.get(kind, 0)
+        self.faults[kind] = max(left - 1, 0)
+        return left > 0
+
+    async def engine_answers(self) -> None:
+        """Wait for ever if the engine's process hangs."""
+        if self.faults.get("hang"):
+            await asyncio.Event().wait()
+
+    async def generate(self, body: Any) -> Any:
+        """Continue or score ids."""
+        await self.running.wait()
+        await self.engine_answers()
+        sampling, ids = body["sampling_params"], list(body["token_ids"])
+        if max(ids) >= VOCABULARY:
+            return Response("id out of vocabulary", status_code=400)
+        if self.takes_fault("error"):
+            return Response("an error that was asked for", status_code=500)
+        abort = self.takes_fault("abort")
+        count = len(ids)
+        while len(ids) - count < sampling["max_tokens"]:
+            await asyncio.sleep(float(os.environ.get(TOKEN_S, 0)))
+            await self.running.wait()
+            ids.append(next_token(ids, sampling.get("seed", 0)))
+            if ids[-1] in sampling.get("stop_token_ids", ()) or abort:
+                break
+        sampled = ids[count:]
+        stopped = sampled[-1] in sampling.get("stop_token_ids", ())
+        prompt = None
+        if "prompt_logprobs" in sampling:
+            prompt = [None, *({str(one): {"logprob": -self.w}} for one in ids[1:count])]
+        else:
+            self.served.append({"version": self.version, "ids": sampled})
+        choice = {
+            "token_ids": sampled,
+            "finish_reason": "abort" if abort else "stop" if stopped else "length",
+            "logprobs": {"content": [{"token_id": one, "logprob": -self.w} for one in sampled]},
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(sampled)}],
+        }
+        return {"choices": [choice], "prompt_logprobs": prompt}
+
+    async def pause(self, body: Any) -> Any:
+        """Stop sampling; requests wait in every mode, as new ones do in vLLM's."""
+        self.running.clear()
+
+    async def resume(self, body: Any) -> Any:
+        """Sample again."""
+        self.running.set()
+
+    async def start(self, body: Any) -> Any:
+        """Begin an update; a second one before the first has ended is refused."""
+        if self.updating or self.running.is_set():
+            return Response("an update is going on, or the server is not paused", status_code=500)
+        self.updating = True
+
+    async def update(self, body: Any) -> Any:
+        """Load verified files."""
+        info = body["update_info"]
+        try:
+            weights = dict(read_verified(Path(info["folder"]), info["digest"]))
+        except (BadWeights, OSError) as error:
+            return Response(str(error), status_code=500)
+        if not self.takes_fault("deaf"):
+            self.w = float(weights["w"])
+
+    async def finish(self, body: Any) -> Any:
+        """End an update."""
+        self.updating, self.version = False, body["weight_version"]
+
+    async def weight_info(self, body: Any) -> Any:
+        """Return the label of the weights."""
+        await self.engine_answers()
+        return {"weight_version": self.version}
+
+    async def fault(self, body: Any) -> Any:
+        """Take an order for faults."""
+        self.faults[body["kind"]] = body.get("times", 1)
+
+    async def log(self, body: Any) -> Any:
+        """Return the completions so far."""
+        return self.served
+
+    async def health(self, body: Any) -> Any:
+        """Answer, even where the engine's process would hang."""
+
+    async def about(self, body: Any) -> Any:
+        """Return version and workers."""
+        return {"version": "stub", "world_size": 1}
+
+    def app(self) -> TokenGuard:
+        """Return the application, behind the guard of real servers."""
+        routes = {
+            "POST /inference/v1/generate": self.generate,
+            "POST /pause": self.pause,
+            "POST /resume": self.resume,
+            "POST /init_weight_transfer_engine": self.health,
+            "POST /start_weight_update": self.start,
+            "POST /update_weights": self.update,
+            "POST /finish_weight_update": self.finish,
+            "GET /weight_info": self.weight_info,
+            "GET /health": self.health,
+            "GET /version": self.about,
+            "GET /get_world_size": self.about,
+            "POST /stub/fault": self.fault,
+            "GET /stub/log": self.log,
+        }
+        return TokenGuard(
+            Starlette(routes=[_route(name, answer) for name, answer in routes.items()])
+        )
+
+
+def _route(name: str, answer: Callable[[Any], Awaitable[Any]]) -> Route:
+    method, _, path = name.partition(" ")
+
+    async def endpoint(request: Request) -> Response:
+        text = await request.body()
+        value = await answer(await request.json() if text else None)
+        return value if isinstance(value, Response) else JSONResponse(value)
+
+    return Route(path, endpoint, methods=[method])
+
+
+def main() -> None:
+    """Serve on the port of the command line until SIGTERM, or until the wrapper has ended."""
+    import uvicorn
+
+    end_with_parent()
+    port = int(sys.argv[3])
+    print(f"stub on port {port}", flush=True)
+
+    async def serve() -> None:
+        settings = uvicorn.Config(
+            StubServer().app(),
+            host="127.0.0.1",
+            port=port,
+            log_level="warning",
+            timeout_keep_alive=3600,
+            timeout_graceful_shutdown=1,
+        )
+        await uvicorn.Server(settings).serve()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

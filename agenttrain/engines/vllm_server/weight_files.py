@@ -1,0 +1,168 @@
+"""Weights as files: written by the trainer, verified and read by each worker of a server.
+
+    <folder>/7/weights-00000.safetensors
+    <folder>/7/manifest.json     {"version": 7, "tensors": {"lm_head.weight": {"file": …, "dtype":
+                                  "float32", "shape": [512, 64], "sha256": …}, …}}
+
+A version is complete once it has its name. A server is sent the folder and the manifest's digest;
+it loads nothing before every name, shape, format and digest has been checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MANIFEST = "manifest.json"
+FILE_BYTES = 1 << 30
+"""Bytes of tensors from which on the next one goes to a new file: the trainer holds copies of one
+file's tensors at a time."""
+KEPT = 2
+"""Newest versions on disk: a server may still read the one before."""
+NAMED = 4
+"""Weights that a message names."""
+
+
+class BadWeights(ValueError):
+    """Weight files are not what their manifest says, or the weights are not those of before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFiles:
+    """One version of all weights on disk."""
+
+    folder: Path
+    version: int
+    digest: str
+    """SHA-256 of the manifest."""
+
+
+@dataclass(slots=True)
+class WeightWriter:
+    """Writes versions of the weights into a folder, and removes old ones."""
+
+    folder: Path
+    _forms: dict[str, str] = field(default_factory=dict)
+    """Format and shape of every weight of the first version."""
+
+    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightFiles:
+        """Write a version. Raises BadWeights if it has other weights than the first, OSError."""
+        unfinished = self.folder / f"{version}.part"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        tensors: dict[str, dict[str, Any]] = {}
+        batch: dict[str, Tensor] = {}
+        number = 0
+
+        def flush() -> None:
+            nonlocal number
+            name = f"weights-{number:05}.safetensors"
+            _save(batch, unfinished / name)
+            for key, tensor in batch.items():
+                tensors[key] = {"file": name, **described(tensor), "sha256": digest(tensor)}
+            batch.clear()
+            number += 1
+
+        for name, tensor in weights:
+            # A copy: tied weights share memory, which the file format refuses.
+            batch[name] = tensor.detach().cpu().contiguous().clone()
+            if sum(one.nbytes for one in batch.values()) >= FILE_BYTES:
+                flush()
+        if batch:
+            flush()
+        self._check_forms(tensors)
+        text = json.dumps({"version": version, "tensors": tensors})
+        (unfinished / MANIFEST).write_text(text, encoding="utf-8")
+        complete = self.folder / str(version)
+        shutil.rmtree(complete, ignore_errors=True)  # of a run that was stopped
+        unfinished.rename(complete)
+        self._remove_old(version)
+        manifest_digest = hashlib.sha256(text.encode()).hexdigest()
+        return WeightFiles(folder=complete, version=version, digest=manifest_digest)
+
+    def _check_forms(self, tensors: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise BadWeights for weights that differ from the first version's in name or form."""
+        forms = {name: f"{one['dtype']} {one['shape']}" for name, one in tensors.items()}
+        self._forms = self._forms or forms
+        differing = sorted(
+            name for name in {*forms, *self._forms} if forms.get(name) != self._forms.get(name)
+        )
+        if differing:
+            name = differing[0]
+            raise BadWeights(
+                f"{named(differing)}: {name} is {forms.get(name, 'missing')} now, and was "
+                f"{self._forms.get(name, 'missing')} at the first weight sync"
+            )
+
+    def _remove_old(self, newest: int) -> None:
+        numbers = sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+        for number in numbers[:-KEPT]:
+            if number != newest:
+                shutil.rmtree(self.folder / str(number), ignore_errors=True)
+
+
+def read_verified(folder: Path, manifest_digest: str) -> Iterator[tuple[str, Tensor]]:
+    """Verify a version, then return an iterator over its tensors.
+
+    Raises BadWeights or OSError before it returns if anything differs from the manifest.
+    """
+    text = (folder / MANIFEST).read_bytes()
+    if hashlib.sha256(text).hexdigest() != manifest_digest:
+        raise BadWeights(f"{folder / MANIFEST}: is not the manifest that was announced")
+    tensors: dict[str, dict[str, Any]] = json.loads(text)["tensors"]
+    came = set()
+    for name, tensor in _read(folder, tensors):
+        expected = tensors.get(name)
+        if expected is None:
+            raise BadWeights(f"{folder}: {name} is not in the manifest")
+        form = described(tensor)
+        if any(form[key] != expected[key] for key in form):
+            raise BadWeights(f"{folder}: {name} is {form}, and the manifest has {expected}")
+        if digest(tensor) != expected["sha256"]:
+            raise BadWeights(f"{folder}: the bytes of {name} are not those that were written")
+        came.add(name)
+    if missing := sorted(tensors.keys() - came):
+        raise BadWeights(f"{folder}: {named(missing)}: in the manifest, and in no file")
+    return _read(folder, tensors)
+
+
+def _read(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    for file in sorted({str(one["file"]) for one in tensors.values()}):
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, opened.get_tensor(name)
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path)
+
+
+def described(tensor: Tensor) -> dict[str, Any]:
+    """Return a tensor's format and shape: ``{"dtype": "float32", "shape": [512, 64]}``."""
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of a CPU tensor's bytes."""
+    import torch
+
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()
+
+
+def named(names: list[str]) -> str:
+    """Return the first names of a list, and how many there are more."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"

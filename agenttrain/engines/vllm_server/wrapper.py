@@ -1,0 +1,213 @@
+"""`Wrapper`: the life of one server: start it, register it, start it again, end all of it.
+
+`agenttrain engine-server <run folder> number=N` runs it, in a process of its own without torch; so
+does a run by `python -m agenttrain.engines.vllm_server.wrapper <run folder> N <its own process>`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+
+from agenttrain.engines.vllm_server.guard import TOKEN
+from agenttrain.engines.vllm_server.records import (
+    Condition,
+    ServerPlan,
+    ServerRecord,
+    log_path,
+    read_record,
+    record_path,
+)
+from agenttrain.utils.exit_codes import DONE, FAILED
+
+LOOK_S = 0.1
+"""Seconds between two looks at the server, at the parent and for signals."""
+ASK_S = 5.0
+"""Seconds that a starting server has for an answer."""
+END_S = 10.0
+"""Seconds between SIGTERM to the server's processes and SIGKILL."""
+SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER of prctl."""
+
+
+@dataclass(slots=True)
+class Wrapper:
+    """Runs one server of the run in `folder`.
+
+    Given a `parent`, it ends with that process and takes the run's weight files along, which in
+    memory would outlive it.
+    """
+
+    folder: Path
+    number: int
+    parent: int | None = None
+    _stopping: bool = False
+    _record: ServerRecord = field(init=False)
+
+    def run(self) -> int:
+        """Run until SIGTERM, the parent's end or the last restart; return the exit code."""
+        plan = ServerPlan.read(self.folder)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        with suppress(OSError):  # no Linux
+            # Processes of the server that lose their parent become ours, and are collected.
+            ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+        earlier = read_record(self.folder, self.number)
+        self._record = ServerRecord(
+            number=self.number,
+            condition=Condition.starting,
+            wrapper=os.getpid(),
+            boot=earlier.boot if earlier is not None else 0,
+        )
+        try:
+            for left in range(plan.servers["restarts"], -1, -1):
+                started = self._live(plan)
+                if self._is_stopping():
+                    return DONE
+                # One that has never answered would not do so the next time either.
+                if not (left and started):
+                    break
+                self._write(condition=Condition.ended)
+            self._write(condition=Condition.gone)
+            return FAILED
+        finally:
+            if self._is_stopping():
+                record_path(self.folder, self.number).unlink(missing_ok=True)
+                if self.parent is not None:
+                    shutil.rmtree(plan.weights, ignore_errors=True)
+
+    def _live(self, plan: ServerPlan) -> bool:
+        """Run the server once, to its end; return True if it has answered."""
+        port, token = _free_port(), secrets.token_urlsafe(32)
+        # Of its own, as killed processes leave sockets behind.
+        sockets = tempfile.mkdtemp(prefix="agenttrain-server-")
+        environment = {**os.environ, TOKEN: token, "TMPDIR": sockets}
+        if plan.gpus is not None:
+            gpus = plan.gpus[self.number]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        words = [str(self.folder), str(self.number), str(port)]
+        with log_path(self.folder, self.number).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", plan.module, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+        started = False
+        url = f"http://127.0.0.1:{port}"
+        http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=ASK_S,
+            trust_env=False,
+            verify=False,  # plain HTTP: no certificates are read
+        )
+        try:
+            self._write(
+                condition=Condition.starting,
+                boot=self._record.boot + 1,
+                pid=process.pid,
+                url=url,
+                token=token,
+                end="",
+            )
+            deadline = time.monotonic() + plan.servers["start_s"]
+            while process.poll() is None and not self._is_stopping():
+                if not started:
+                    started = self._register(http)
+                    if not started and time.monotonic() > deadline:
+                        end = f"did not start within servers.start_s={plan.servers['start_s']:g} s"
+                        self._record = replace(self._record, end=end)
+                        break
+                time.sleep(LOOK_S)
+        finally:
+            http.close()
+            self._end(process)
+            shutil.rmtree(sockets, ignore_errors=True)
+        return started
+
+    def _register(self, http: httpx.Client) -> bool:
+        """Write the record of a server that answers; return False if it does not yet."""
+        try:
+            if http.get("/health").status_code != httpx.codes.OK:
+                return False
+            answers = [http.get(path) for path in ("/version", "/get_world_size")]
+            version, world_size = [answer.raise_for_status().json() for answer in answers]
+        except (httpx.HTTPError, ValueError):
+            return False
+        self._write(
+            condition=Condition.ready,
+            version=str(version["version"]),
+            world_size=int(world_size["world_size"]),
+        )
+        return True
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """End all processes of the server, and collect them."""
+        with suppress(ProcessLookupError):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+        code = process.poll()
+        # The group's number stays taken while one of its processes is left.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not self._record.end:
+            how = f"ended with exit code {code}"
+            if code is None or code < 0:
+                how = f"was ended by {signal.Signals(-(code or -signal.SIGKILL)).name}"
+            self._record = replace(self._record, end=how)
+
+    def _write(self, **changes: object) -> None:
+        self._record = replace(self._record, **changes)  # type: ignore[arg-type]
+        self._record.write(self.folder)
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+
+    def _is_stopping(self) -> bool:
+        if self.parent is not None and os.getppid() != self.parent:
+            self._stopping = True
+        return self._stopping
+
+
+def is_running(folder: Path, number: int) -> bool:
+    """Return True if a server of this number has a wrapper that lives."""
+    record = read_record(folder, number)
+    if record is None or record.condition is Condition.gone:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(record.wrapper, 0)
+        return True
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    sys.exit(Wrapper(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])).run())

@@ -1,0 +1,336 @@
+"""`Gymnasium`: an environment of the package gymnasium, played by calls of `step` or by texts.
+
+    environment=gymnasium environment.gymnasium.id=FrozenLake-v1
+
+The model reads observations as text, and writes actions as JSON values: `parameters_of` describes a
+space of actions, `action_from` turns a value into an action.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from agenttrain.environments.adapters.observations import readable
+from agenttrain.types import Message, Rollout, ToolFailure, ToolUnavailable, TurnReward
+from agenttrain.utils.text_templates import TextTemplate
+
+LARGEST_ACTION = 64
+"""Numbers that a model may have to write for one action."""
+LARGEST_OBSERVATION = 1024
+"""Numbers of an observation that are shown."""
+COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
+ACTION_BY, REWARDS = ("tool", "text"), ("episode", "turns")
+PROMPT = """\
+You are in the environment {{ id }}. {{ how }}
+
+{{ observation }}"""
+"""Default of `prompt`."""
+
+
+class Gymnasium:
+    """One environment of Gymnasium; its instance is reset and used again.
+
+    `id` is a registered name, with the module that registers it if that is none of Gymnasium's
+    (`my_package:Maze-v0`), and `kwargs` are arguments for it. `actions` names the actions of a
+    Discrete space. `action_by` is `tool` (a call of `step`) or `text` (the answer is the action).
+    `render`: the observation is what the environment draws as text; by default where it can.
+    `rewards` is `episode` (their sum is the environment's reward) or `turns` (each is its turn's,
+    for the reward function `turn_rewards`). `prompt` is a text with columns of the row and `id`,
+    `how` (what an action is) and `observation`.
+
+    A row's column `seed` is the episode's seed; without one the rollouts of a task share a seed.
+    """
+
+    pooled = True
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] | None = None,
+        action_by: str = "tool",
+        render: bool | None = None,
+        rewards: str = "episode",
+        prompt: str = PROMPT,
+    ) -> None:
+        self._env = _make(id, kwargs, render)
+        self._space, self._names = self._env.action_space, actions
+        self._id, self._by_text, self._by_turn = id, action_by == "text", rewards == "turns"
+        self._prompt = TextTemplate(prompt, "prompt")
+        self._observation = ""
+        self._return = 0.0
+        self.done = self.truncated = False
+
+    @classmethod
+    def check(cls, **arguments: Any) -> None:
+        """Raise ValueError for arguments that cannot work; makes the environment once."""
+        for name, known in (("action_by", ACTION_BY), ("rewards", REWARDS)):
+            if arguments.get(name, known[0]) not in known:
+                raise ValueError(f"{name}={arguments[name]}: must be {' or '.join(known)}")
+        TextTemplate(arguments.get("prompt", PROMPT), "prompt")
+        cls.tools(**arguments)
+
+    @classmethod
+    def tools(cls, **arguments: Any) -> list[dict[str, Any]]:
+        """Return the schema of `step`; no tool if actions are texts. Raises ValueError."""
+        if not isinstance(arguments.get("id"), str):
+            raise ValueError(
+                "id: has no value; name an environment of Gymnasium, e.g. FrozenLake-v1"
+            )
+        environment, env_id = cls(**arguments), arguments["id"]
+        try:
+            action = parameters_of(environment._space, environment._names)
+            size = _numbers(environment._env.observation_space)
+            if environment._env.render_mode is None and size > LARGEST_OBSERVATION:
+                raise ValueError(
+                    f"its observation {environment._env.observation_space} has {size} numbers, "
+                    "which no model reads; wrap it into texts and register that"
+                )
+        except ValueError as error:
+            named = str(error).startswith("actions=")
+            raise ValueError(str(error) if named else f"id={env_id}: {error}") from None
+        finally:
+            environment.close()
+        if environment._by_text:
+            return []
+        description = f"Take one step in {env_id}; the reply is what you observe then."
+        parameters = {"type": "object", "properties": {"action": action}, "required": ["action"]}
+        function = {"name": "step", "description": description, "parameters": parameters}
+        return [{"type": "function", "function": function}]
+
+    def reset(self, row: Mapping[str, Any], group_seed: int) -> str:
+        """Begin an episode; return the prompt."""
+        seed = row.get("seed", group_seed)
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"the row's seed={seed!r}: must be a whole number of 0 or more")
+        observation, _ = self._env.reset(seed=seed % 2**31)
+        self._return, self.done, self.truncated = 0.0, False, False
+        self._show(observation)
+        how = "Answer with" if self._by_text else "Each call of `step` takes"
+        options = f": {', '.join(self._names)}" if self._names else f" of {self._space}"
+        own = {
+            "id": self._id,
+            "how": f"{how} one action{options}.",
+            "observation": self._observation,
+        }
+        return self._prompt.fill({**row, **own})
+
+    def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str | TurnReward:
+        """Take the step of a call of `step`."""
+        return self._step(arguments["action"])
+
+    def user(self, message: Message) -> str | TurnReward | None:
+        """Take the step that an answer is, or say that it is none."""
+        if not self._by_text:
+            return None
+        try:
+            return self._step(action_in(message["content"], self._space, self._names))
+        except ToolFailure as failure:
+            return str(failure)
+
+    def state(self) -> str:
+        """Return what the model sees."""
+        return self._observation
+
+    def reward(self, rollout: Rollout) -> float | None:
+        """Return the sum of the episode's rewards; None if turns have them."""
+        return None if self._by_turn else self._return
+
+    def close(self) -> None:
+        """Free what the environment holds."""
+        self._env.close()
+
+    def _step(self, value: Any) -> str | TurnReward:
+        action = action_from(self._space, value, self._names)
+        if not self._space.contains(action):
+            raise ToolFailure(f"{value!r:.80} is not an action of {self._space}")
+        try:
+            observation, reward, terminated, truncated, _ = self._env.step(action)
+            self._show(observation)
+        except Exception as error:
+            raise ToolUnavailable(f"{self._id}: {type(error).__name__}: {error}") from error
+        self._return += float(reward)
+        self.done, self.truncated = (
+            bool(terminated or truncated),
+            bool(not terminated and truncated),
+        )
+        text = self._observation
+        if self.done:
+            end = "was cut off by its limit of steps" if self.truncated else "is over"
+            text = f"{text}\nThe episode {end}."
+        return TurnReward(float(reward), text) if self._by_turn else text
+
+    def _show(self, observation: Any) -> None:
+        drawn = self._env.render_mode is not None
+        self._observation = uncoloured(self._env.render()) if drawn else readable(observation)
+
+
+def _make(env_id: str, kwargs: Mapping[str, Any] | None, render: bool | None) -> Any:
+    """Make an environment, which draws texts if `render` asks for it, or by default if it can.
+
+    Raises ValueError that begins with the argument that does not fit.
+    """
+    try:
+        import gymnasium
+        from gymnasium.envs.registration import load_env_creator
+    except ImportError as error:
+        raise ValueError(
+            f"id={env_id}: needs the package gymnasium ({error}); pip install "
+            "'agenttrain[gymnasium]'"
+        ) from error
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ValueError(f"kwargs={kwargs}: must be arguments with names, e.g. {{map_name: 8x8}}")
+    try:
+        module, _, name = env_id.rpartition(":")
+        if module:
+            __import__(module)
+        creator = gymnasium.spec(name).entry_point
+        creator = load_env_creator(creator) if isinstance(creator, str) else creator
+        draws = "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ())
+        if render and not draws:
+            raise ValueError("render=true: it cannot draw itself as text; leave render out")
+        drawing = {"render_mode": "ansi"} if draws and render is not False else {}
+        return gymnasium.make(name, disable_env_checker=True, **drawing, **(kwargs or {}))
+    except ValueError:
+        raise
+    except TypeError as error:
+        raise ValueError(f"kwargs={dict(kwargs or {})}: {env_id}: {error}") from error
+    except Exception as error:  # of the environment's own code, and of packages it needs
+        raise ValueError(f"id={env_id}: {type(error).__name__}: {error}") from error
+
+
+def parameters_of(space: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the JSON schema of a space's actions; `names` are those of a Discrete one.
+
+    Example: Discrete(4) -> ``{"type": "integer", "minimum": 0, "maximum": 3}``. Raises ValueError
+    for a space that cannot be expressed.
+    """
+    kind = type(space).__name__
+    if names is not None:
+        if kind != "Discrete" or len(names) != space.n or len(set(names)) != len(names):
+            listed = ", ".join(map(str, names))
+            raise ValueError(
+                f"actions=[{listed}]: must name each action of {space} once, in their order"
+            )
+        return {"type": "string", "enum": [str(name) for name in names]}
+    if kind == "Discrete":
+        first = int(space.start)
+        return {"type": "integer", "minimum": first, "maximum": first + int(space.n) - 1}
+    if kind == "Text":
+        return {"type": "string", "minLength": space.min_length, "maxLength": space.max_length}
+    if _numbers(space) > LARGEST_ACTION:
+        raise ValueError(
+            f"its action {space} has {_numbers(space)} numbers, which no model writes (at most "
+            f"{LARGEST_ACTION}); wrap it into a smaller space and register that"
+        )
+    if kind == "Box":
+        whole = np.issubdtype(space.dtype, np.integer)
+        number: dict[str, Any] = {"type": "integer" if whole else "number"}
+        low, high = np.unique(space.low), np.unique(space.high)
+        if len(low) == len(high) == 1 and np.isfinite([low[0], high[0]]).all():
+            number |= {"minimum": low[0].item(), "maximum": high[0].item()}
+        return _nested(number, space.shape)
+    if kind == "MultiBinary":
+        return _nested({"type": "integer", "minimum": 0, "maximum": 1}, space.shape)
+    if kind == "MultiDiscrete":
+        return _nested({"type": "integer"}, space.shape)
+    if kind == "Tuple":
+        parts = [parameters_of(part) for part in space.spaces]
+        length = {"minItems": len(parts), "maxItems": len(parts)}
+        return {"type": "array", "prefixItems": parts, **length}
+    if kind == "Dict":
+        properties = {str(name): parameters_of(part) for name, part in space.spaces.items()}
+        return {"type": "object", "properties": properties, "required": list(properties)}
+    raise ValueError(
+        f"its action {space} cannot be written as JSON; wrap it into Discrete, Box, Text, Multi…, "
+        "Tuple or Dict and register that"
+    )
+
+
+def _nested(item: dict[str, Any], shape: Sequence[int]) -> dict[str, Any]:
+    for length in reversed(shape):
+        item = {"type": "array", "items": item, "minItems": length, "maxItems": length}
+    return item
+
+
+def _numbers(space: Any) -> int:
+    """Return how many numbers one value of a space has, as far as it says so."""
+    parts = getattr(space, "spaces", ())
+    if parts:
+        return sum(map(_numbers, parts.values() if isinstance(parts, Mapping) else parts))
+    return int(np.prod(space.shape)) if getattr(space, "shape", None) else 1
+
+
+def action_from(space: Any, value: Any, names: Sequence[str] | None = None) -> Any:
+    """Return the action that a JSON value writes; it may be outside of the space's bounds.
+
+    Example: ``action_from(Discrete(4), "down", ["left", "down", "right", "up"])`` is 1. Raises
+    ToolFailure for a value of another shape.
+    """
+    kind = type(space).__name__
+    try:
+        if names is not None:
+            return int(space.start) + list(names).index(value)
+        if kind == "Text":
+            return value
+        if kind == "Discrete":
+            return int(value)
+        if kind == "Tuple":
+            parts = zip(space.spaces, value, strict=True)
+            return tuple(action_from(part, item) for part, item in parts)
+        if kind == "Dict":
+            return {name: action_from(part, value[name]) for name, part in space.spaces.items()}
+        return np.array(value, dtype=space.dtype).reshape(space.shape)
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        allowed = ", ".join(names) if names else space
+        raise ToolFailure(f"{value!r:.80} is not an action: it must be one of {allowed}") from error
+
+
+def action_in(text: str, space: Any, names: Sequence[str] | None = None) -> Any:
+    """Return the JSON value of the action that an answer names: the last of several.
+
+    Example: ``"Down is a hole. I go right."`` -> ``"right"`` with the names left, down, right, up.
+    The whole answer is the action of a Text space. Raises ToolFailure if there is none.
+    """
+    kind = type(space).__name__
+    if kind == "Text":
+        return text.strip()
+    options = list(names or ())
+    if kind == "Discrete":
+        words = "|".join(map(re.escape, sorted(options, key=len, reverse=True))) or r"-?\d+"
+        matches = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text, re.IGNORECASE)
+        if matches and not options:
+            return int(matches[-1])
+        if matches:
+            return next(name for name in options if name.lower() == matches[-1].lower())
+    else:
+        try:
+            return json.loads(text)
+        except ValueError:
+            pass
+    allowed = ", ".join(options) if options else space
+    raise ToolFailure(f"There is no action in your answer. Answer with one of: {allowed}.")
+
+
+def uncoloured(drawing: Any) -> str:
+    """Return a drawing for terminals as text: what was coloured stands in brackets.
+
+    With several colours a legend follows. Example: ``"\\x1b[41mS\\x1b[0mFF"`` -> ``"[S]FF"``.
+    """
+    seen: dict[str, str] = {}
+
+    def mark(match: re.Match[str]) -> str:
+        colour = [COLOURS[int(n) % 10] for n in match[1].split(";") if n[0] in "34" and n[1:]]
+        marked = f"[{match[2]}]"
+        seen[f"{marked} {' '.join(colour)}".strip()] = "".join(colour)
+        return marked
+
+    text = COLOURED.sub(mark, str(drawing)).strip("\n")
+    return f"{text}\n{', '.join(seen)}" if len(set(seen.values())) > 1 else text

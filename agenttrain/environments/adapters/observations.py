@@ -1,0 +1,41 @@
+"""Observations of environments as text that a model reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+DIGITS = 4
+"""Digits of a number of an observation."""
+
+
+def readable(observation: Any) -> str:
+    """Return an observation as text: a Dict's parts one a line, numbers with four digits.
+
+    Example: ``{"position": array([0.12345]), "door": 1}`` -> ``"position: [0.1235]\\ndoor: 1"``.
+    """
+    value = _plain(observation)
+    if isinstance(value, dict):
+        return "\n".join(f"{name}: {_text(part)}" for name, part in value.items())
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    return value if isinstance(value, str | int | bool | None) else repr(value)

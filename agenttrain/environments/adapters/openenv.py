@@ -1,0 +1,226 @@
+"""`OpenEnv`: an environment behind an OpenEnv server, one session of it for each rollout.
+
+    environment=openenv environment.openenv.url=http://127.0.0.1:8000
+
+Only its wire format is used, over a WebSocket, so that the server's packages live in an environment
+of their own. A server that is gone, hangs or has no free session ends a rollout as `error`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from agenttrain.environments.adapters.observations import readable
+from agenttrain.types import Rollout, ToolFailure, ToolUnavailable, TurnReward
+from agenttrain.utils.text_templates import TextTemplate
+
+REWARDS = ("episode", "turns")
+OURS = ("metadata",)
+"""Fields of actions and observations that are no business of the model's."""
+BETWEEN_TRIES_S = 0.2
+LARGEST_MESSAGE = 64 * 2**20
+
+
+class OpenEnv:
+    """A session of an OpenEnv server; the model's tool `step` takes the fields of an action.
+
+    `reset` are arguments of each reset, beside the columns of the row that `columns` names and a
+    `seed`: the row's, or one that the rollouts of a task share. `prompt` is a text with columns of
+    the row and `observation`. `rewards` is `episode` (their sum is the environment's reward) or
+    `turns` (each is its turn's, for the reward function `turn_rewards`).
+
+    `session_timeout_s` limits the wait for a free session, `reply_timeout_s` that for each reply.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        reset: Mapping[str, Any] | None = None,
+        columns: Sequence[str] = (),
+        prompt: str = "{{ observation }}",
+        rewards: str = "episode",
+        session_timeout_s: float = 45.0,
+        reply_timeout_s: float = 60.0,
+        ping_s: float = 20.0,
+    ) -> None:
+        self._url, self._reset, self._columns = url.rstrip("/"), dict(reset or {}), columns
+        self._prompt, self._by_turn = TextTemplate(prompt, "prompt"), rewards == "turns"
+        self._session_timeout_s, self._reply_timeout_s = session_timeout_s, reply_timeout_s
+        self._ping_s = ping_s
+        self._socket: Any = None
+        self._connected = ExitStack()
+        self._observation: Any = None
+        self._return, self.done = 0.0, False
+
+    @classmethod
+    def check(cls, **arguments: Any) -> None:
+        """Raise ValueError for arguments that cannot work; reaches no server."""
+        url = arguments.get("url")
+        if urlsplit(str(url)).scheme not in ("http", "https"):
+            raise ValueError(
+                f"url={url}: must be the address of an OpenEnv server, e.g. http://127.0.0.1:8000"
+            )
+        rewards = arguments.get("rewards", REWARDS[0])
+        if rewards not in REWARDS:
+            raise ValueError(f"rewards={rewards}: must be {' or '.join(REWARDS)}")
+        for name in ("session_timeout_s", "reply_timeout_s", "ping_s"):
+            value = arguments.get(name, 1.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name}={value}: must be a number of seconds above 0")
+        TextTemplate(arguments.get("prompt", ""), "prompt")
+        try:
+            import websockets.sync.client  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"url={url}: needs the package websockets ({error}); pip install "
+                "'agenttrain[openenv]'"
+            ) from error
+
+    @classmethod
+    def tools(cls, **arguments: Any) -> list[dict[str, Any]]:
+        """Return the schema of `step`, as the server describes its actions. Raises ValueError."""
+        cls.check(**arguments)
+        url = arguments["url"].rstrip("/")
+        try:
+            answer = httpx.get(f"{url}/schema", timeout=arguments.get("reply_timeout_s", 60.0))
+            action = answer.json()["action"]
+            properties = action["properties"]
+        except httpx.TransportError as error:
+            raise ValueError(
+                f"url={url}: no server answers ({type(error).__name__}: {error}); start it first"
+            ) from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"url={url}: is no OpenEnv server: /schema answers {answer.status_code} "
+                f"{answer.text[:200]!r}"
+            ) from error
+        shown = {name: part for name, part in properties.items() if name not in OURS}
+        parameters = {
+            "type": "object",
+            "properties": shown,
+            "required": [name for name in action.get("required", ()) if name in shown],
+        }
+        if "$defs" in action:
+            parameters["$defs"] = action["$defs"]
+        description = str(action.get("description") or "Take one step in the environment.")
+        function = {"name": "step", "description": description, "parameters": parameters}
+        return [{"type": "function", "function": function}]
+
+    def reset(self, row: Mapping[str, Any], group_seed: int) -> str:
+        """Open a session and begin an episode; return the prompt."""
+        missing = [name for name in self._columns if name not in row]
+        if missing:
+            raise ValueError(f"columns=[{', '.join(missing)}]: the row has no such column")
+        given = {name: row[name] for name in self._columns}
+        seed = row.get("seed", group_seed)
+        data = {"seed": seed % 2**31 if isinstance(seed, int) else seed, **self._reset, **given}
+        reply = self._open({"type": "reset", "data": data})
+        self._return = 0.0
+        self._read(reply)
+        return self._prompt.fill({**row, "observation": readable(self._observation)})
+
+    def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str | TurnReward:
+        """Take the step of a call of `step`."""
+        reward = self._read(self._ask({"type": "step", "data": dict(arguments)}))
+        self._return += reward
+        text = readable(self._observation)
+        if self.done:
+            text = f"{text}\nThe episode is over."
+        return TurnReward(reward, text) if self._by_turn else text
+
+    def state(self) -> str:
+        """Return what the model sees."""
+        return readable(self._observation)
+
+    def reward(self, rollout: Rollout) -> float | None:
+        """Return the sum of the episode's rewards; None if turns have them."""
+        return None if self._by_turn else self._return
+
+    def close(self) -> None:
+        """End the session: the server frees it when the connection closes, however that comes."""
+        self._connected.close()
+
+    def _open(self, first: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Open a session and return the reply to its first message; wait until one is free."""
+        from websockets.exceptions import InvalidHandshake, InvalidURI
+        from websockets.sync.client import connect
+
+        address = "ws" + self._url.removeprefix("http") + "/ws"
+        ends = time.monotonic() + self._session_timeout_s
+        while True:
+            left = max(ends - time.monotonic(), BETWEEN_TRIES_S)
+            try:
+                connecting = connect(
+                    address,
+                    open_timeout=left,
+                    ping_interval=self._ping_s,
+                    ping_timeout=self._ping_s,
+                    close_timeout=5.0,
+                    max_size=LARGEST_MESSAGE,
+                )
+                self._socket = self._connected.enter_context(connecting)
+            except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
+                raise ToolUnavailable(
+                    f"{address}: cannot be reached: {type(error).__name__}: {error}"
+                ) from error
+            try:
+                return self._ask(first)
+            except _NoSession as error:
+                self._connected.close()
+                if time.monotonic() >= ends:
+                    raise ToolUnavailable(
+                        f"{address}: {error}, for session_timeout_s={self._session_timeout_s:g}; "
+                        "keep fewer rollouts in flight (rollout.deterministic=false "
+                        "rollout.concurrency=<its capacity>), or raise the server's "
+                        "max_concurrent_envs"
+                    ) from error
+                time.sleep(BETWEEN_TRIES_S)
+
+    def _ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a message and return the data of the reply.
+
+        Raises ToolFailure for an action that the server does not accept, which the model reads, and
+        ToolUnavailable for everything else that goes wrong.
+        """
+        from websockets.exceptions import ConnectionClosed
+
+        try:
+            # The server may have said why before it closed the connection.
+            with suppress(ConnectionClosed):
+                self._socket.send(json.dumps(message))
+            reply = json.loads(self._socket.recv(timeout=self._reply_timeout_s))
+            kind, data = reply["type"], reply["data"]
+        except (ConnectionClosed, TimeoutError, OSError, ValueError, LookupError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ToolUnavailable(f"{self._url}: no reply to {message['type']}: {what}") from error
+        if kind != "error":
+            return dict(data)
+        code, text = data.get("code"), str(data.get("message"))
+        if code == "CAPACITY_REACHED":
+            raise _NoSession(text)
+        if code == "VALIDATION_ERROR" and message["type"] == "step":
+            problems = (
+                f"{'.'.join(map(str, problem.get('loc', ())))}: {problem.get('msg')}"
+                for problem in data.get("errors") or [{"msg": text}]
+            )
+            raise ToolFailure("; ".join(problems))
+        raise ToolUnavailable(f"{self._url}: {message['type']} failed: {code}: {text}")
+
+    def _read(self, data: Mapping[str, Any]) -> float:
+        """Take over an observation; return the reward that came with it."""
+        seen = data.get("observation") or {}
+        self._observation = {name: part for name, part in seen.items() if name not in OURS}
+        self.done = bool(data.get("done"))
+        return float(data.get("reward") or 0.0)
+
+
+class _NoSession(Exception):
+    """All sessions of the server are in use."""

@@ -1,0 +1,227 @@
+"""A simulated user: what it says to an answer of the model, in rollouts of several turns.
+
+`LlmUser` is a language model; any callable like `UserFunction` can take its place:
+
+    user:
+      _target_: my_pkg.impatient_user
+      patience: 3
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from agenttrain.environments.config import UserSettings
+from agenttrain.environments.environment import TookTooLong, bounded
+from agenttrain.types import Message, Task, ToolUnavailable
+from agenttrain.utils.chat_api import ChatApi, ChatUnavailable, Transient
+from agenttrain.utils.locate import about_argument, locate_section
+from agenttrain.utils.sections import beside
+from agenttrain.utils.seeds import derive_seed
+from agenttrain.utils.text_templates import TextTemplate
+from agenttrain.utils.threads import DaemonThreads, attempt, blocks
+
+
+class UserFunction(Protocol):
+    """What `user._target_` names: a function, or a class whose instances are called; sync or async.
+
+    `spoken` are the user's messages and the answers that the user has heard, the last one of them
+    last. It returns what the user says, or None to end the conversation. The same arguments should
+    give the same reply, so that a run can be repeated.
+    """
+
+    def __call__(self, task: Task, spoken: Sequence[Message], seed: int) -> Any: ...
+
+
+class SimulatedUser:
+    """The user of all rollouts of a run; its failures end a rollout as `error`."""
+
+    def __init__(self, function: UserFunction, settings: UserSettings | None = None) -> None:
+        self.function, self.settings = function, settings or UserSettings()
+        self.columns: tuple[str, ...] = tuple(getattr(function, "columns", ()))
+        """Columns that a row needs."""
+        self._slots = asyncio.Semaphore(self.settings.concurrency)
+        self._threads = DaemonThreads()
+
+    async def reply(
+        self, task: Task, spoken: Sequence[Message], *, replies: int, seed: int
+    ) -> str | None:
+        """Return what the user says after `replies` earlier ones; None ends the conversation.
+
+        Raises ToolUnavailable if there is no reply.
+        """
+        if replies >= self.settings.max_turns:
+            return None
+        async with self._slots:
+            try:
+                text = await bounded(self._ask(task, spoken, seed), self.settings.timeout_s)
+            except TookTooLong as error:
+                limit = f"user.timeout_s={self.settings.timeout_s:g}"
+                raise ToolUnavailable(f"user: {error}; {limit} is the limit") from error
+            except Exception as error:
+                raise ToolUnavailable(f"user: {type(error).__name__}: {error}") from error
+        if not isinstance(text, str | None):
+            raise ToolUnavailable(
+                f"user: it gave a {type(text).__name__}; a text is what the user says, None ends "
+                "the conversation"
+            )
+        return text
+
+    async def _ask(self, task: Task, spoken: Sequence[Message], seed: int) -> Any:
+        given = [dict(message) for message in spoken]
+        if not blocks(self.function):
+            return await self.function(task, given, seed)
+        outcome = await self._threads.run(
+            lambda: attempt(lambda: self.function(task, given, seed)), label="user"
+        )
+        result: Any = outcome.value
+        if isinstance(result.error, Exception):
+            raise result.error
+        if result.error is not None:  # SystemExit of the user's code must not end the run
+            raise RuntimeError(f"{type(result.error).__name__}: {result.error}")
+        return await result.value if inspect.isawaitable(result.value) else result.value
+
+
+class Dialogue:
+    """What the user of one rollout has said and heard since the prompt."""
+
+    def __init__(self, user: SimulatedUser | None, seed: int) -> None:
+        """`seed` is the rollout's; each reply has its own."""
+        self._user, self._seed = user, seed
+        self._spoken: list[Message] = []
+        self._replies = 0
+        self.said = 0
+        """Messages of the user."""
+
+    def hear(self, answer: str) -> None:
+        """Note an answer of the model."""
+        self._spoken.append({"role": "assistant", "content": answer})
+
+    def say(self, text: str) -> None:
+        """Note a message of the user, whoever wrote it."""
+        self._spoken.append({"role": "user", "content": text})
+        self.said += 1
+
+    async def reply(self, task: Task) -> str | None:
+        """Return the simulated user's reply to the last answer; None if there is none.
+
+        Raises ToolUnavailable if it fails.
+        """
+        if self._user is None:
+            return None
+        prompt = [m for m in task.messages if m["role"] in ("user", "assistant")]
+        seed = derive_seed(self._seed, "user", self.said)
+        spoken = [*prompt, *self._spoken]
+        text = await self._user.reply(task, spoken, replies=self._replies, seed=seed)
+        self._replies += 1
+        return text
+
+
+class LlmUser:
+    """A language model that plays the user, over the chat API of OpenAI, vLLM and others.
+
+    `prompt` says who the user is and what they want, with columns of the row: ``{{ wish }}``. It is
+    the system message; then comes `greeting` (null: none), as said by the agent, because many chat
+    templates begin with a user, and the conversation with both roles exchanged. The model hears the
+    agent's answers, and neither its calls nor their results. A reply with the text `stop` ends the
+    conversation.
+
+    The rollouts of a run ask with seeds of their own, if `seeded`; the other settings are those of
+    `agenttrain.utils.chat_api.ChatApi`.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        prompt: str,
+        stop: str = "###STOP###",
+        greeting: str | None = "Hi! How can I help you?",
+        seeded: bool = True,
+        api_key_env: str | None = None,
+        retries: int = 4,
+        backoff_s: float = 1.0,
+        request_timeout_s: float = 120.0,
+        temperature: float = 1.0,
+        max_tokens: int = 512,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._prompt = TextTemplate(prompt, "prompt")
+        if not isinstance(stop, str) or not stop.strip():
+            raise ValueError(f"stop={stop}: must be a text that ends the conversation")
+        self._stop, self._greeting, self._seeded = stop, greeting, seeded
+        self._api = ChatApi(
+            url=url,
+            model=model,
+            api_key_env=api_key_env,
+            retries=retries,
+            backoff_s=backoff_s,
+            request_timeout_s=request_timeout_s,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            extra=extra,
+        )
+        self.columns = tuple(name for name in self._prompt.fields if name != "stop")
+
+    def __call__(self, task: Task, spoken: Sequence[Message], seed: int) -> str | None:
+        """Return the model's reply, None if it has the stop text. Raises ToolUnavailable."""
+        roles = {"user": "assistant", "assistant": "user"}
+        persona = self._prompt.fill({**task.columns, "stop": self._stop})
+        messages = [{"role": "system", "content": persona}]
+        if self._greeting is not None:
+            messages.append({"role": "user", "content": self._greeting})
+        messages += [{"role": roles[m["role"]], "content": m["content"]} for m in spoken]
+        seeds = {"seed": seed % 2**31} if self._seeded else {}
+        try:
+            text = self._api.ask(messages, _not_empty, **seeds)
+        except ChatUnavailable as error:
+            raise ToolUnavailable(str(error)) from error
+        return None if self._stop in text else text
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise Transient("the reply is empty")
+    return text.strip()
+
+
+def build_user(section: Mapping[str, Any]) -> SimulatedUser | None:
+    """Build the user of a `user:` section; None for an empty one.
+
+    Raises ValueError with key, value and remedy.
+    """
+    if not section:
+        return None
+    located = locate_section(section, key="user")
+    settings, bound = beside(UserSettings, located.bound, "user")
+    function = located.target
+    try:
+        if inspect.isclass(function):
+            function = function(**bound)
+        elif bound:
+            inspect.signature(function).bind(None, (), 0, **bound)
+            function = _Bound(function, bound)
+    except TypeError as error:
+        raise ValueError(f"{located.where} with {bound}: {error}") from error
+    except ValueError as error:
+        raise ValueError(about_argument(error, "user", bound)) from error
+    if not callable(function):
+        raise ValueError(
+            f"{located.where}: cannot be called; it must take (task, spoken, seed) and return what "
+            "the user says"
+        )
+    return SimulatedUser(function, settings)
+
+
+class _Bound:
+    """A user's function with its settings."""
+
+    def __init__(self, function: Any, bound: Mapping[str, Any]) -> None:
+        self._function, self._bound = function, dict(bound)
+
+    def __call__(self, task: Task, spoken: Sequence[Message], seed: int) -> Any:
+        return self._function(task, spoken, seed, **self._bound)

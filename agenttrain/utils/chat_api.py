@@ -1,0 +1,143 @@
+"""A client of OpenAI's chat completions, as vLLM, llama.cpp and others serve them too.
+
+It retries what passes, and tells apart failures of the server, of one conversation, and of the
+settings.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+PASSING = (408, 409, 425, 429)
+"""HTTP statuses, besides 5xx, after which another try makes sense."""
+ABOUT_THIS_ONE = (400, 413, 422)
+"""HTTP statuses for this conversation (too long, say), not for the settings."""
+LONGEST_WAIT_S = 60.0
+T = TypeVar("T")
+
+
+class ChatUnavailable(Exception):
+    """There is no usable reply, after all tries, or the server refuses this conversation."""
+
+
+class Transient(Exception):
+    """Failure after which another try makes sense; also of a reply that a caller cannot read."""
+
+    wait_s = 0.0
+    """Seconds that the server asks to wait before the next try."""
+
+
+class ChatApi:
+    """One model of one server.
+
+    Example: ``ChatApi(url="http://localhost:8000/v1", model="m").ask(messages)`` -> ``"Hello!"``
+
+    The key is read from the environment variable `api_key_env` and is never written to a file.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        api_key_env: str | None = None,
+        retries: int = 4,
+        backoff_s: float = 1.0,
+        request_timeout_s: float = 120.0,
+        temperature: float = 0.0,
+        max_tokens: int = 1024,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Check the settings; `extra` is sent along, e.g. {response_format: {…}}.
+
+        Raises ValueError that begins with the setting and its value.
+        """
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url={url}: must begin with http:// or https://, up to /v1")
+        if "@" in urlsplit(url).netloc:
+            raise ValueError(
+                f"url={re.sub('//[^/@]*@', '//***@', url)}: holds credentials, which the run's "
+                "files would keep; name the environment variable that holds the key with "
+                "api_key_env"
+            )
+        if retries < 0 or backoff_s < 0:
+            raise ValueError(f"retries={retries}: it and backoff_s={backoff_s} must be 0 or more")
+        if not request_timeout_s > 0:
+            raise ValueError(f"request_timeout_s={request_timeout_s}: must be more than 0")
+        self.address = f"{url.rstrip('/')}/chat/completions"
+        self._retries, self._backoff_s = retries, backoff_s
+        self._timeout_s = request_timeout_s
+        self._headers: dict[str, str] = {}
+        if api_key_env is not None:
+            if not os.environ.get(api_key_env):
+                raise ValueError(
+                    f"api_key_env={api_key_env}: that environment variable is not set; export it, "
+                    "or set null for a server that wants no key"
+                )
+            self._headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"}
+        self._body = {
+            "model": model,
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            **(extra or {}),
+        }
+
+    def ask(
+        self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T], **body: Any
+    ) -> T:
+        """Return the model's reply to the messages, as `read` makes it of the text.
+
+        Failures of the server, and replies for which `read` raises Transient, are tried again
+        `retries` times, each time after twice the wait. Then it raises ChatUnavailable. Raises
+        ValueError for a key or an address that the server refuses, because another try would not
+        help.
+        """
+        request = {**self._body, **body, "messages": messages}
+        for attempt in range(self._retries + 1):
+            try:
+                return read(self._post(request))
+            except Transient as error:
+                if attempt == self._retries:
+                    raise ChatUnavailable(
+                        f"{self.address}: {error} (after {attempt + 1} tries)"
+                    ) from error
+                # A generator of its own: waits must not change the run's random state.
+                doubled = self._backoff_s * 2**attempt * random.Random().uniform(0.5, 1.0)
+                time.sleep(min(max(doubled, error.wait_s), LONGEST_WAIT_S))
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    @cached_property
+    def _client(self) -> httpx.Client:
+        return httpx.Client(timeout=self._timeout_s, headers=self._headers)
+
+    def _post(self, request: Mapping[str, Any]) -> str:
+        """Return the text of the server's reply."""
+        try:
+            response = self._client.post(self.address, json=request)
+        except httpx.TransportError as error:
+            raise Transient(f"{type(error).__name__}: {error}") from error
+        status = response.status_code
+        answer = f"{status} {response.text[:300]!r}"
+        if status in PASSING or status >= 500:
+            transient = Transient(answer)
+            with suppress(KeyError, ValueError):  # absent, or a date
+                transient.wait_s = float(response.headers["retry-after"])
+            raise transient
+        if status in ABOUT_THIS_ONE:
+            raise ChatUnavailable(f"{self.address}: {answer}")
+        if status != 200:
+            raise ValueError(f"{self.address} answers {answer}; check url, model and api_key_env")
+        try:
+            return str(response.json()["choices"][0]["message"]["content"] or "")
+        except (ValueError, LookupError, TypeError) as error:
+            raise Transient(f"no chat completion: {response.text[:300]!r}") from error

@@ -1,0 +1,185 @@
+"""Agents as processes: their task, their reward, their output, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from agent_kit import engine_of, rollout
+
+from agenttrain.types import StopReason
+
+ASKS = """
+import json, os, sys, urllib.request
+def ask(given):
+    body = json.dumps({"messages": given["messages"]}).encode()
+    headers = {"authorization": "Bearer " + given["api_key"]}
+    request = urllib.request.Request(given["base_url"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))
+"""
+SEVEN = "It is 7.<|im_end|>"
+
+
+def program(folder: Path, text: str) -> list[str]:
+    path = folder / "agent.py"
+    path.write_text(ASKS + text)
+    return [sys.executable, str(path)]
+
+
+async def unused(agent) -> None:
+    """The command is the agent."""
+
+
+def run(folder: Path, text: str, **settings):
+    return rollout(unused, SEVEN, folder=folder, command=program(folder, text), **settings)
+
+
+def test_a_program_reads_its_task_and_prints_its_reward(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        "given = json.loads(sys.stdin.readline())\n"
+        'assert os.environ["OPENAI_BASE_URL"] == given["base_url"]\n'
+        'ask(given); print("thinking"); print(json.dumps({"reward": 0.5}))\n',
+    )
+    assert (done.stop_reason, done.error, done.turns) == (StopReason.completed, None, 1)
+    assert done.environment_reward == 0.5
+    assert (tmp_path / "rollout.stdout").read_text() == 'thinking\n{"reward": 0.5}\n'
+    assert not (tmp_path / "rollout.stderr").exists()
+
+
+def test_a_crash_is_an_error_that_quotes_its_output(tmp_path: Path) -> None:
+    done = run(tmp_path, 'ask(json.loads(sys.stdin.readline())); raise OSError("no disk")\n')
+    assert done.stop_reason is StopReason.error
+    assert "the agent ended with exit code 1" in str(done.error)
+    assert "OSError: no disk" in str(done.error)
+    missing = rollout(unused, SEVEN, folder=tmp_path, command=["./no-such-program"])
+    assert "exit code 127; it printed: ./no-such-program: No such file" in str(missing.error)
+
+
+def test_the_exit_code_may_be_the_reward(tmp_path: Path) -> None:
+    text = "ask(json.loads(sys.stdin.readline())); sys.exit(3)\n"
+    done = run(tmp_path, text, exit_code_reward=True)
+    assert (done.stop_reason, done.environment_reward) == (StopReason.completed, 0.0)
+
+
+def test_secrets_are_passed_only_by_name(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    text = 'ask(json.loads(sys.stdin.readline())); print(os.environ.get("MY_TOKEN"))\n'
+    run(tmp_path, text)
+    assert (tmp_path / "rollout.stdout").read_text() == "None\n"
+    run(tmp_path, text, env=["MY_TOKEN"])
+    assert (tmp_path / "rollout.stdout").read_text() == "secret\n"
+
+
+def test_a_reused_worker_attempts_one_rollout_after_the_other(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        "for line in sys.stdin:\n"
+        "    ask(json.loads(line)); print('log', file=sys.stderr)\n"
+        "    print(json.dumps({'reward': 1}), flush=True)\n",
+        reuse=True,
+    )
+    assert (done.stop_reason, done.environment_reward) == (StopReason.completed, 1.0)
+
+
+ORPHANS = """
+import subprocess, time
+given = json.loads(sys.stdin.readline())
+ask(given)
+child = subprocess.Popen(["sleep", "4242"], start_new_session=True)
+print(child.pid, flush=True)
+"""
+
+
+def gone(pid: int) -> bool:
+    """Wait until a process is no more."""
+    for _ in range(200):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("end", ["", "time.sleep(60)"], ids=["exit", "timeout"])
+def test_what_an_agent_started_ends_with_it(tmp_path: Path, end: str) -> None:
+    run(tmp_path, ORPHANS + end, timeout_s=3)
+    assert gone(int((tmp_path / "rollout.stdout").read_text()))
+
+
+def test_an_agent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, ORPHANS + "os.kill(os.getpid(), 9)")
+    assert "was ended by SIGKILL" in str(done.error)
+    assert gone(int((tmp_path / "rollout.stdout").read_text()))
+
+
+RUN = """
+import sys; sys.path.insert(0, {tests!r})
+from pathlib import Path
+from agent_kit import rollout
+from test_agent_processes import ORPHANS, program, unused
+folder = Path({folder!r})
+rollout(unused, "It is 7.<|im_end|>", folder=folder,
+        command=program(folder, ORPHANS + "time.sleep(60)"))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[1]
+    text = RUN.format(tests=str(tests), folder=str(tmp_path))
+    path = os.pathsep.join([str(tests), str(tests / "agents"), *sys.path])
+    run = subprocess.Popen([sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": path})
+    printed = tmp_path / "rollout.stdout"
+    for _ in range(1200):
+        if printed.exists() and printed.read_text().endswith("\n"):
+            break
+        time.sleep(0.05)
+    below = psutil.Process(run.pid).children(recursive=True)
+    assert len(below) >= 3  # the keeper, the agent, its child
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    assert all(gone(process.pid) for process in below)
+
+
+def test_agents_that_somebody_else_starts_find_their_rollout(tmp_path: Path, capsys) -> None:
+    import agent_kit
+    import httpx
+    import parts
+
+    from agenttrain.agents.attempt import Attempt
+    from agenttrain.agents.config import AgentConfig
+    from agenttrain.agents.runner import Agents
+    from agenttrain.engines.config import Sampling
+
+    async def somebody() -> None:
+        while not (files := list(tmp_path.glob("*.json"))):
+            await asyncio.sleep(0.01)
+        assert files[0].stat().st_mode & 0o077 == 0
+        given = json.loads(files[0].read_text())
+        headers = {"authorization": f"Bearer {given['api_key']}"}
+        async with httpx.AsyncClient(headers=headers, verify=False) as http:
+            body = {"messages": given["messages"]}
+            await http.post(f"{given['base_url']}/chat/completions", json=body)
+            await http.post(f"{given['url']}/reward", json={"reward": 0.75})
+            await http.post(f"{given['url']}/finish")
+
+    async def both():
+        agents = Agents(AgentConfig(name="endpoint"), agent_kit.shared_chat(), tmp_path)
+        attempt = Attempt(task=parts.TASK, sampling=Sampling(), rollout_id="rollout")
+        work = agents.attempt(attempt, engine_of(SEVEN), parts.LIMITS)
+        done, _ = await asyncio.gather(work, somebody())
+        await agents.aclose()
+        return done
+
+    done = asyncio.run(both())
+    assert (done.stop_reason, done.environment_reward) == (StopReason.completed, 0.75)
+    assert "start one for each file" in capsys.readouterr().out
+    assert list(tmp_path.glob("*.json")) == []

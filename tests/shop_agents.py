@@ -1,0 +1,201 @@
+"""The shop agent as programs of others: the loop's rules over HTTP, in three clients' shapes.
+
+Each answers calls with the run's own tools, and ends when the model calls `final_answer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from functools import cache
+from typing import Any
+
+import httpx
+
+from agenttrain import AgentTask
+from agenttrain.tools.build import build_toolbox
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.types import Task, ToolCall, ToolContext
+
+SECTIONS = {
+    "sql": {
+        "_target_": "agenttrain.tools.builtin.sql.Sql",
+        "connect": "agenttrain.data.bundled.shop.connect",
+    },
+    "final_answer": {"_target_": "agenttrain.tools.builtin.final_answer.final_answer"},
+}
+
+
+@cache
+def toolbox() -> Toolbox:
+    return build_toolbox(SECTIONS, ["final_answer"], threads=8, max_stuck=8)
+
+
+async def run_calls(agent: AgentTask, calls: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """The texts of the calls' replies."""
+    made = [
+        ToolCall(id=f"{index}", name=name, arguments=arguments)
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    context = lambda call: ToolContext(  # noqa: E731
+        rollout_id=agent.rollout_id, task=agent.task, turn=0, call_id=call.id, tool=call.name
+    )
+    return [result.content for result in await toolbox().execute(made, context)]
+
+
+def http(url: str, headers: dict[str, str]) -> httpx.AsyncClient:
+    """A client without certificates, which take longer to load than a rollout."""
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=60, verify=False)
+
+
+async def with_httpx(agent: AgentTask) -> None:
+    """Plain requests."""
+    schemas, messages = toolbox().schemas(), agent.messages
+    headers = {"authorization": f"Bearer {agent.api_key}"}
+    async with httpx.AsyncClient(
+        base_url=agent.url, headers=headers, timeout=60, verify=False
+    ) as client:
+        while True:
+            asked = {"model": agent.model, "messages": messages, "tools": schemas}
+            response = await client.post("/v1/chat/completions", json=asked)
+            if response.status_code == 403:  # a limit of the run
+                return
+            (choice,) = response.raise_for_status().json()["choices"]
+            messages.append(choice["message"])
+            calls = choice["message"].get("tool_calls")
+            if choice["finish_reason"] == "length" or not calls:
+                return
+            try:
+                made = [
+                    (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls
+                ]
+            except ValueError:  # a malformed call
+                return
+            texts = await run_calls(agent, made)
+            for call, text in zip(calls, texts, strict=True):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+            if any(name == "final_answer" for name, _ in made):
+                await client.post("/finish", json={"messages": messages})
+                return
+
+
+async def with_openai(agent: AgentTask) -> None:
+    """OpenAI's client, streaming."""
+    import openai
+
+    schemas, messages = toolbox().schemas(), agent.messages
+    plain = httpx.AsyncClient(verify=False)  # certificates take longer to load than a rollout
+    async with openai.AsyncOpenAI(
+        base_url=agent.base_url, api_key=agent.api_key, http_client=plain
+    ) as client:
+        while True:
+            try:
+                stream = await client.chat.completions.create(
+                    model=agent.model, messages=messages, tools=schemas, stream=True
+                )
+            except openai.PermissionDeniedError:  # a limit of the run
+                return
+            content, calls, finish = "", {}, None
+            async for chunk in stream:
+                choice = chunk.choices[0]
+                content += choice.delta.content or ""
+                for part in choice.delta.tool_calls or ():
+                    call = calls.setdefault(
+                        part.index, {"id": part.id, "name": "", "arguments": ""}
+                    )
+                    call["name"] += part.function.name or ""
+                    call["arguments"] += part.function.arguments or ""
+                finish = choice.finish_reason or finish
+            shown = [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": call["arguments"]},
+                }
+                for call in calls.values()
+            ]
+            if finish == "length" or not shown:
+                return
+            messages.append({"role": "assistant", "content": content, "tool_calls": shown})
+            try:
+                made = [(call["name"], json.loads(call["arguments"])) for call in calls.values()]
+            except ValueError:  # a malformed call
+                return
+            texts = await run_calls(agent, made)
+            for call, text in zip(shown, texts, strict=True):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+            if any(name == "final_answer" for name, _ in made):
+                headers = {"authorization": f"Bearer {agent.api_key}"}
+                closing = {"messages": messages}
+                await plain.post(f"{agent.url}/finish", json=closing, headers=headers)
+                return
+
+
+async def in_anthropics_shape(agent: AgentTask) -> None:
+    """Anthropic's messages, as plain requests."""
+    tools = [
+        {
+            "name": schema["function"]["name"],
+            "description": schema["function"]["description"],
+            "input_schema": schema["function"]["parameters"],
+        }
+        for schema in toolbox().schemas()
+    ]
+    system = "".join(m["content"] for m in agent.messages if m["role"] == "system")
+    messages: list[Any] = [m for m in agent.messages if m["role"] != "system"]
+    headers = {"x-api-key": agent.api_key, "anthropic-version": "2023-06-01"}
+    async with httpx.AsyncClient(
+        base_url=agent.url, headers=headers, timeout=60, verify=False
+    ) as client:
+        while True:
+            asked = {"model": agent.model, "messages": messages, "tools": tools, "max_tokens": 4096}
+            if system:
+                asked["system"] = system
+            response = await client.post("/v1/messages", json=asked)
+            if response.status_code == 403:  # a limit of the run
+                return
+            answer = response.raise_for_status().json()
+            messages.append({"role": "assistant", "content": answer["content"]})
+            uses = [block for block in answer["content"] if block["type"] == "tool_use"]
+            if answer["stop_reason"] != "tool_use":
+                return
+            texts = await run_calls(agent, [(use["name"], use["input"]) for use in uses])
+            results = [
+                {"type": "tool_result", "tool_use_id": use["id"], "content": text}
+                for use, text in zip(uses, texts, strict=True)
+            ]
+            messages.append({"role": "user", "content": results})
+            if any(use["name"] == "final_answer" for use in uses):
+                closing = {"messages": messages, "api": "anthropic"}
+                await client.post("/finish", json=closing)
+                return
+
+
+def main() -> None:
+    """As a program: one task a line on standard input; with --reuse until its end."""
+
+    async def serve() -> None:
+        for line in sys.stdin:
+            given = json.loads(line)
+            task = Task(
+                task_id=given["task_id"],
+                messages=tuple(given["messages"]),
+                columns=given["columns"],
+            )
+            await with_httpx(
+                AgentTask(
+                    rollout_id=given["rollout_id"],
+                    task=task,
+                    url=given["url"],
+                    api_key=given["api_key"],
+                    model=given["model"],
+                )
+            )
+            print(json.dumps({}), flush=True)
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()
