@@ -1,5 +1,7 @@
 """A taskset for a Python that has verifiers: sums, by thought, by tool, or with the user."""
 
+import asyncio
+
 import verifiers.v1 as vf
 
 __all__ = ["Sums"]
@@ -54,6 +56,8 @@ class SumTask(vf.Task[SumData, AdderState, SumTaskConfig]):
     async def right(self, trace) -> float:
         if trace.last_reply == "break":
             raise RuntimeError("the scorer is broken")
+        if trace.last_reply == "wait":
+            await asyncio.sleep(3600)
         return float(trace.last_reply == self.data.answer)
 
     @vf.reward(weight=0.1)

@@ -22,6 +22,7 @@ from agenttrain.environments.adapters.verifiers import (
     VerifiersRows,
     environment_process,
 )
+from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environments import Environments
 from agenttrain.settings.trust import named_code
 from agenttrain.types import Rollout, StopReason, ToolError
@@ -145,6 +146,22 @@ def test_a_process_that_is_killed_is_an_error_and_the_next_rollout_has_a_new_one
     assert (done.stop_reason, done.environment_reward) == (StopReason.error, None)
     assert "was ended by SIGKILL" in str(done.error)
     worlds.kinds["world"].cls = Verifiers
+    assert run(end("4"), worlds=worlds, row=rows[2]).environment_reward == 1.0
+
+
+@needs_verifiers
+def test_a_scorer_that_hangs_is_an_error_and_its_episode_is_abandoned() -> None:
+    worlds, rows = world()
+    worlds.kinds["world"].settings = EnvironmentSettings(hook_timeout_s=5.0)
+    done = run(end("wait"), worlds=worlds, row=rows[2])
+    assert (done.stop_reason, done.environment_reward) == (StopReason.error, None)
+    assert "its reward took too long" in str(done.error)
+    process = environment_process(SUMS, PYTHON, {})
+    for _ in range(600):
+        if not process._replies:
+            break
+        time.sleep(0.1)
+    assert not process._replies  # nothing waits for it any more
     assert run(end("4"), worlds=worlds, row=rows[2]).environment_reward == 1.0
 
 
