@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agenttrain.algorithms.loss import Averages, mean_parts, policy_loss
-from agenttrain.engines.base import Engine, EngineDead, Measured, Separate
+from agenttrain.engines.base import Engine, EngineDead, Metered, Separate
 from agenttrain.evaluation import Best, Evaluation, Evaluator, HeldOutLoss
 from agenttrain.health.guards import Guards, GuardTripped
 from agenttrain.health.stop_when import StopWhen
@@ -197,7 +197,7 @@ class Trainer:
         training = {**training, **self.policy.kernel_metrics()}
         if self.probe is not None:
             training |= self.probe.gap.metrics()
-        if isinstance(self.engine, Measured):
+        if isinstance(self.engine, Metered):
             training |= self.engine.metrics()
         batches, clocks = zip(*shares, strict=True)
         seconds = {phase: max(clock[phase] for clock in clocks) for phase in self.run.seconds}

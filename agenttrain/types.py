@@ -389,8 +389,7 @@ class Trajectory:
     delegation: Delegation | None = None
     """Request for the sub-agent whose trajectory this is; None: the task's own agent."""
     schemas: tuple[Mapping[str, Any], ...] | None = None
-    """Schemas of the tools that an outside agent sent with its prompt; None: the task's, or those
-    of the delegation."""
+    """Schemas of the tools that an outside agent sent; None: the task's, or the delegation's."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
@@ -417,36 +416,27 @@ class Trajectory:
         Raises LedgerError unless `sent` is exactly the concatenation of the spans so far, and the
         completion's policy versions cover its tokens.
         """
+        where = f"{self.name} turn {self.turns}"
         if (sent if isinstance(sent, array) else array("q", sent)) != self._ids:
-            position = next(
-                (i for i, (a, b) in enumerate(zip(sent, self._ids, strict=False)) if a != b),
-                min(len(sent), len(self._ids)),
-            )
+            pairs, shorter = zip(sent, self._ids, strict=False), min(len(sent), len(self._ids))
+            position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
             raise LedgerError(
-                f"{self.name} turn {self.turns}: the engine was sent {len(sent)} ids that differ "
-                f"from the {len(self._ids)} ids of the ledger at position {position}: "
+                f"{where}: the engine was sent {len(sent)} ids that differ from the "
+                f"{len(self._ids)} ids of the ledger at position {position}: "
                 f"sent {list(sent[position:][:4])}, ledger {list(self._ids[position:][:4])}"
             )
+        sampled, start = completion.token_ids, 0
         total = sum(count for _, count in completion.versions)
-        if total != len(completion.token_ids) or not completion.token_ids:
-            raise LedgerError(
-                f"{self.name} turn {self.turns}: {len(completion.token_ids)} sampled tokens, but "
-                f"their policy versions cover {total}"
-            )
-        start = 0
+        if total != len(sampled) or not sampled:
+            counts = f"{len(sampled)} sampled tokens, but their policy versions cover {total}"
+            raise LedgerError(f"{where}: {counts}")
         for index, (version, count) in enumerate(completion.versions):
             last = index == len(completion.versions) - 1
-            self.spans.append(
-                Span(
-                    Origin.sampled,
-                    completion.token_ids[start : start + count],
-                    completion.logprobs[start : start + count if not last else None],
-                    self.turns,
-                    version,
-                    completion.finish if last else None,
-                )
-            )
-            self._ids.extend(self.spans[-1].token_ids)
+            end = None if last else start + count
+            ids, logprobs = sampled[start:end], completion.logprobs[start:end]
+            finish = completion.finish if last else None
+            self.spans.append(Span(Origin.sampled, ids, logprobs, self.turns, version, finish))
+            self._ids.extend(ids)
             start += count
         self.turns += 1
 
@@ -464,10 +454,7 @@ class Trajectory:
         return f"rollout {self.rollout_id} trajectory {self.index}"
 
     def turn_name(self, turn: int) -> str:
-        """Return the name of a turn in the ids of its calls, unlike those of other trajectories.
-
-        Example: ``call_3_0`` in the first trajectory, ``call_2.3_0`` in that of index 2.
-        """
+        """Return a turn's part of its calls' ids: ``call_3_0``, ``call_2.3_0`` in trajectory 2."""
         return f"{self.index}.{turn}" if self.index else str(turn)
 
     @property
@@ -567,12 +554,10 @@ class Rollout:
     seconds: float = 0.0
     """Wall time of the rollout."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Metric -> number of such events in the rollout, e.g. ``agent/restarts/system``; empty without
-    an outside agent."""
+    """Metric -> events in the rollout, e.g. ``agent/restarts/system``, of an outside agent."""
 
     def __post_init__(self) -> None:
-        if not self.trajectories:
-            self.trajectories = [Trajectory(rollout_id=self.rollout_id)]
+        self.trajectories = self.trajectories or [Trajectory(rollout_id=self.rollout_id)]
 
     @property
     def turns(self) -> int:

@@ -97,7 +97,7 @@ class Api:
 APIS = {"chat/completions": Api("openai"), "messages": Api("anthropic")}
 
 
-class Reply(Response):
+class AnswerResponse(Response):
     """Writes an answer once it is sampled; a stream has comments meanwhile.
 
     The sampling goes on if the client leaves: the same request then gets its answer.
@@ -166,7 +166,11 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         api = APIS[request.url.path.partition("/v1/")[2]]
         opened = _authorised(request, find)
         body = await _body(request)
-        question = api.question(body)
+        try:
+            question = api.question(body)
+        except RequestError as error:
+            opened.rollout.refuse(error)
+            raise
         retries = request.headers.get("x-stainless-retry-count", "0")
         delivery = opened.replays.deliver(
             request.url.path,
@@ -175,7 +179,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
             retry=retries.isdecimal() and int(retries) > 0,
             sample=lambda: opened.rollout.answer(question, text_arguments=not api.anthropic),
         )
-        return Reply(opened, delivery, api, question)
+        return AnswerResponse(opened, delivery, api, question)
 
     async def count_tokens(request: Request) -> Response:
         opened = _authorised(request, find)

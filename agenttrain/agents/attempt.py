@@ -12,14 +12,13 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, served
 from agenttrain.agents.conversations import (
-    Conversations,
     IssuedTurn,
     Match,
     Restart,
@@ -27,6 +26,7 @@ from agenttrain.agents.conversations import (
     text_ids,
     tools_digest,
 )
+from agenttrain.agents.transcript import Transcript, call_error
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.wire.normal import Answer, Question, issued_calls, issued_message
@@ -34,7 +34,6 @@ from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine, EngineDead, EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.rollout.config import RolloutConfig
-from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.types import (
     MAIN,
     Completion,
@@ -44,8 +43,6 @@ from agenttrain.types import (
     Rollout,
     StopReason,
     Task,
-    ToolCall,
-    ToolError,
     ToolResult,
     Trajectory,
 )
@@ -54,6 +51,8 @@ from agenttrain.utils.seeds import derive_seed
 
 SIDE = "agent"
 """Role of the trajectories of conversations that begin unlike the first one."""
+BUSY = "one_request_at_a_time"
+"""Code of the error that a request gets while another one is in flight, in lockstep."""
 Suffix = list[tuple[Origin, list[int]]]
 
 
@@ -70,7 +69,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class ServedPolicy:
     """The policy as the rollouts use it."""
 
     engine: Engine
@@ -106,29 +105,10 @@ class _Plan:
     """The turn whose calls the request answers."""
 
 
-@dataclass(slots=True, eq=False)
-class Transcript:
-    """A rollout with the turns that were issued in it."""
-
-    rollout: Rollout
-    prefix: str
-    """Beginning of the names of its sessions in the engine."""
-    conversations: Conversations = field(default_factory=Conversations)
-    sessions: list[str] = field(default_factory=list)
-    """Session of each trajectory."""
-    seeds: list[int] = field(default_factory=list)
-    """Seed of each trajectory."""
-    growing: set[int] = field(default_factory=set)
-    """Trajectories that a request in flight extends."""
-    openings: Counter[str] = field(default_factory=Counter)
-    """Number of trajectories that began with the same ids."""
-    begun: int = 0
-
-
 class EndpointRollout:
     """The requests of one outside agent, and the rollout that they make."""
 
-    def __init__(self, attempt: Attempt, policy: Policy, settings: AgentConfig) -> None:
+    def __init__(self, attempt: Attempt, policy: ServedPolicy, settings: AgentConfig) -> None:
         self.attempt, self.policy, self.settings = attempt, policy, settings
         self.rollout = Rollout(
             task=attempt.task,
@@ -165,14 +145,17 @@ class EndpointRollout:
             transcript = self._admit(question)
             return await self._sample(transcript, question, text_arguments)
         except RequestError as error:
-            code = error.code
-            if self.ended is None and error.status < 500 and code != "one_request_at_a_time":
-                full = code == "context_length_exceeded"
-                reason = StopReason.context_full if full else StopReason.error
-                self.refused = reason, str(error)
+            self.refuse(error)
             raise
         except RecursionError as error:
             raise RequestError("the request is nested too deeply") from error
+
+    def refuse(self, error: RequestError) -> None:
+        """Note an error: unless a turn comes after it, it is why the rollout ended."""
+        if self.ended is None and error.status < 500 and error.code != BUSY:
+            full = error.code == "context_length_exceeded"
+            reason = StopReason.context_full if full else StopReason.error
+            self.refused = reason, str(error)
 
     def count_tokens(self, question: Question) -> int:
         """Return the number of tokens of a request's prompt. Raises RequestError."""
@@ -263,7 +246,7 @@ class EndpointRollout:
             raise RequestError(
                 "the rollout has a request in flight, and with rollout.deterministic each has one "
                 "at a time; wait for its answer, or set rollout.deterministic=false",
-                code="one_request_at_a_time",
+                code=BUSY,
                 status=400,
             )
         return self.untrained if kind is Served.frozen else self.trained
@@ -583,22 +566,9 @@ class EndpointRollout:
                 ToolResult(
                     call=call,
                     content=contents.get(call.id, ""),
-                    error=_call_error(call, known),
+                    error=call_error(call, known),
                 )
             )
-
-
-def _call_error(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolError | None:
-    """Return the error of a call that its tool could not have run; None: perhaps it did."""
-    if call.malformed is not None:
-        return ToolError.malformed
-    if call.name not in known:
-        return ToolError.unknown_tool
-    try:
-        ArgumentSchema(known[call.name]).read(call.arguments)
-    except InvalidArguments:
-        return ToolError.invalid_arguments
-    return None
 
 
 def _rendered(message: Message) -> Message:

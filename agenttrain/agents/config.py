@@ -16,7 +16,7 @@ from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
 
 class AgentName(StrEnum):
-    """Who attempts the tasks."""
+    """The program that attempts the tasks."""
 
     none = "none"
     """The run's own tool loop."""
@@ -25,7 +25,7 @@ class AgentName(StrEnum):
 
 
 class Served(StrEnum):
-    """What a request for a model of this name gets."""
+    """Answers that requests for a model of some name get."""
 
     policy = "policy"
     """The policy, whose samples are trained."""
@@ -36,7 +36,7 @@ class Served(StrEnum):
 
 
 class Trained(StrEnum):
-    """Conversations of an agent that are trained."""
+    """IssuedTurns of an agent that are trained."""
 
     all = "all"
     main = "main"
@@ -93,7 +93,7 @@ class AgentConfig:
     """Model name of requests -> policy, frozen or refuse; "*" stands for all others. Empty: all
     names are the policy."""
     train: Trained = Trained.all
-    """Conversations of a rollout that are trained; main: those that begin like the first one."""
+    """IssuedTurns of a rollout that are trained; main: those that begin like the first one."""
     on_sampling: OnSampling = OnSampling.refuse
     """Consequence of a temperature, top_p, seed … in a request that is not the run's."""
     on_failure: OnFailure = OnFailure.error

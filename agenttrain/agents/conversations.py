@@ -83,7 +83,7 @@ class Match:
 
 
 @dataclass(slots=True)
-class Conversations:
+class IssuedTurns:
     """The turns issued in one rollout."""
 
     turns: list[IssuedTurn] = field(default_factory=list)

@@ -43,7 +43,7 @@ def environment_of(named: Sequence[str]) -> dict[str, str]:
     }
 
 
-class Program:
+class AgentProcess:
     """A running program below its keeper."""
 
     def __init__(self, process: asyncio.subprocess.Process, lifeline: int) -> None:
@@ -58,7 +58,7 @@ class Program:
         *,
         stdout: int | IO[bytes],
         stderr: int | IO[bytes],
-    ) -> Program:
+    ) -> AgentProcess:
         """Start a command; raises AgentFailed."""
         watched, lifeline = os.pipe()
         try:
@@ -115,7 +115,7 @@ class CommandAgent:
         out, err = log.with_suffix(".stdout"), log.with_suffix(".stderr")
         with out.open("wb") as stdout, err.open("wb") as stderr:
             env = {**self._env, **assignment.environment()}
-            program = await Program.start(self._command, env, stdout=stdout, stderr=stderr)
+            program = await AgentProcess.start(self._command, env, stdout=stdout, stderr=stderr)
         try:
             await program.send(assignment.line())
             assert program.process.stdin is not None
@@ -140,7 +140,7 @@ class CommandAgent:
 class Worker:
     """A process that attempts one rollout after the other."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: AgentProcess) -> None:
         self.program = program
         self.log: IO[bytes] | None = None
         self._words = b""
@@ -192,7 +192,9 @@ class WorkerAgent:
         worker = self._idle.pop() if self._idle else None
         if worker is None:
             pipe = asyncio.subprocess.PIPE
-            worker = Worker(await Program.start(self._command, self._env, stdout=pipe, stderr=pipe))
+            worker = Worker(
+                await AgentProcess.start(self._command, self._env, stdout=pipe, stderr=pipe)
+            )
         path = log.with_suffix(".log")
         try:
             with path.open("wb") as worker.log:

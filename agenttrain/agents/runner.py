@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from agenttrain.agents.app import Open, build_app
-from agenttrain.agents.attempt import Attempt, EndpointRollout, Policy
+from agenttrain.agents.attempt import Attempt, EndpointRollout, ServedPolicy
 from agenttrain.agents.config import AgentConfig, OnFailure, Served
 from agenttrain.agents.conversations import Restart
 from agenttrain.agents.processes import CommandAgent, WorkerAgent, environment_of
@@ -44,7 +44,7 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that stand for all of a machine, mapped to one by which it can be reached."""
 
 
-class Agent(Protocol):
+class OutsideAgent(Protocol):
     """Whatever attempts rollouts."""
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
@@ -104,7 +104,7 @@ class ExternalAgent:
         """Nothing is kept between rollouts."""
 
 
-class Server(uvicorn.Server):
+class LoopServer(uvicorn.Server):
     """uvicorn on the run's event loop, which leaves the run's signals alone."""
 
     @contextmanager
@@ -132,7 +132,7 @@ class Agents:
         self._open: dict[str, Open] = {}
         self._problems: dict[str, str | None] = {}
         self._restarted: set[Restart] = set()
-        self._server: Server | None = None
+        self._server: LoopServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self.address = ""
@@ -150,7 +150,7 @@ class Agents:
         """Let an agent attempt a task; return the rollout. Raises EngineDead."""
         async with self._gate:
             await self._start()
-            policy = Policy(
+            policy = ServedPolicy(
                 engine=engine,
                 chat=self.chat,
                 limits=limits,
@@ -262,7 +262,7 @@ class Agents:
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             )
-            self._server = Server(config)
+            self._server = LoopServer(config)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
             while not self._server.started and not self._serving.done():
                 await asyncio.sleep(0.001)
@@ -314,7 +314,7 @@ def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
     )
 
 
-def make_agent(settings: AgentConfig) -> Agent:
+def make_agent(settings: AgentConfig) -> OutsideAgent:
     """Return the agent that the settings describe. Raises ValueError."""
     if settings._target_ is not None:
         function = locate(settings._target_, key="agent._target_")

@@ -1,4 +1,4 @@
-"""What an agent gets: its task, and where the policy answers it."""
+"""An agent's task, and the address at which the policy answers it."""
 
 from __future__ import annotations
 

@@ -31,6 +31,8 @@ from agenttrain.rollout.config import OnToolFailure
 from agenttrain.rollout.declared import read_declared
 from agenttrain.rollout.demonstration import BadDemonstration
 from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.recorded import difference as other_rendering
+from agenttrain.rollout.recorded import read_again
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
@@ -46,6 +48,7 @@ from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import (
     Completion,
     ConfigError,
+    LedgerError,
     Message,
     Origin,
     Rollout,
@@ -101,6 +104,8 @@ def replay_rollouts(
     _ = components.chat  # built first: an error in it is reported before one in the data
     if read_summary(folder).get("verb") == "sft":
         return _print_all(records, _demonstrations(components, records), step)
+    if config.agent.outside:
+        return _print_all(records, _attempts_of_agents(components, records), step)
     tasks = recorded_tasks(config, components.tasks, records, step)
     lost = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
     if lost:
@@ -117,6 +122,28 @@ def replay_rollouts(
         config = replace(config, rollout=limits_of(config.rollout, config.eval))
     differences = asyncio.run(_replay_all(config, components, records, tasks, live=live))
     return _print_all(records, differences, step)
+
+
+def _attempts_of_agents(components: Components, records: Sequence[Record]) -> list[str | None]:
+    """Return what differs in each rollout of an outside agent, which is not run again.
+
+    Its messages are rendered and its turns parsed again, with the tools that the agent sent.
+    """
+    chat = components.chat
+    differences: list[str | None] = []
+    for record in records:
+        task = Task(task_id=record["task_id"], messages=(), columns=record["columns"] or {})
+        try:
+            rollout = read_again(record, task, record["rollout_id"], chat.stop_token_ids)
+        except LedgerError as error:
+            differences.append(str(error))
+            continue
+        first = rollout.trajectories[0]
+        schemas = [dict(schema) for schema in first.schemas or ()]
+        differences.append(
+            other_rendering(rollout, first.messages, chat, schemas) if rollout.turns else None
+        )
+    return differences
 
 
 def _demonstrations(components: Components, records: Sequence[Record]) -> list[str | None]:

@@ -136,7 +136,7 @@ class Forgetful(Protocol):
 
 
 @runtime_checkable
-class Measured(Protocol):
+class Metered(Protocol):
     """An engine with metrics of its own."""
 
     def metrics(self) -> dict[str, float]:

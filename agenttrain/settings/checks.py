@@ -85,6 +85,38 @@ def _sizes(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _agent(config: RunConfig) -> Iterator[str]:
+    """Check settings that only the run's own loop reads, and rollouts that wait for one another."""
+    agent, rollout = config.agent, config.rollout
+    if not agent.outside:
+        return
+    if config.environment:
+        name = next(iter(config.environment))
+        yield (
+            f"environment.{name}: has no effect with agent=endpoint, whose program has its own; "
+            "leave it out, or set agent=none"
+        )
+    if rollout.compact_at is not None:
+        yield (
+            f"rollout.compaction={rollout.compaction}: an outside agent keeps its own context; "
+            "leave compaction and compact_at out"
+        )
+    if rollout.structured_calls:
+        yield "rollout.structured_calls=true: is not supported with agent=endpoint; leave it out"
+    if rollout.timeout_s is not None:
+        yield (
+            f"rollout.timeout_s={rollout.timeout_s:g}: has no effect with agent=endpoint; set "
+            "agent.timeout_s"
+        )
+    rows = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
+    if rollout.deterministic is not False and agent.concurrency < rows:
+        yield (
+            f"agent.concurrency={agent.concurrency}: with rollout.deterministic the engine waits "
+            f"for engine.max_rows={config.engine.max_rows} rollouts at once; set "
+            f"agent.concurrency={rows}, a lower engine.max_rows, or rollout.deterministic=false"
+        )
+
+
 def _reference(config: RunConfig) -> Iterator[str]:
     if config.algorithm.reference is Reference.synced and config.model.lora.rank:
         yield (
@@ -211,7 +243,7 @@ def _trackers(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    *(_sizes, _reference, section_problems, _texts_and_files),
+    *(_sizes, _agent, _reference, section_problems, _texts_and_files),
     *(_updates, engine_problems, _evaluation, _guards, shared_problems, _trackers),
 )
 

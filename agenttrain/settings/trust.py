@@ -30,8 +30,8 @@ from agenttrain.utils.files import PACKAGE, conf_folder
 from agenttrain.utils.moved import MOVED
 from agenttrain.utils.names import did_you_mean
 
-ENGINE, TRACKER, ROLLOUT, USER = "engine", "tracker", "rollout", "user"
-SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE, ROLLOUT)
+ENGINE, TRACKER, ROLLOUT, AGENT, USER = "engine", "tracker", "rollout", "agent", "user"
+SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE, ROLLOUT, AGENT)
 """Sections that name code."""
 SIGNATURE = "signature"
 """Key of `provenance` in config.yaml."""
@@ -69,6 +69,13 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
             path = components.get("compaction") if isinstance(components, Mapping) else None
             if "." in str(path):
                 code.append(f"{ROLLOUT}.compaction={path}")
+            continue
+        if section == AGENT:
+            for key in ("command", "_target_", "env"):
+                value = components.get(key) if isinstance(components, Mapping) else None
+                if value:
+                    words = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else value
+                    code.append(f"{AGENT}.{key}={without_password(str(words))}")
             continue
         if section == TRACKER and isinstance(components, Mapping):
             for name, key in DESTINATIONS:
@@ -191,6 +198,8 @@ def _signed(plain: Mapping[str, Any]) -> Any:
         signed[ENGINE] = plain.get(ENGINE)
     if named_code(plain, (ROLLOUT,)):
         signed["rollout.compaction"] = plain["rollout"]["compaction"]
+    if named_code(plain, (AGENT,)):
+        signed[AGENT] = plain.get(AGENT)
     if named_code(plain, (USER,)):
         signed[USER] = plain.get(USER)
     if named_code(plain, (TRACKER,)):

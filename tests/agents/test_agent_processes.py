@@ -131,6 +131,7 @@ rollout(unused, "It is 7.<|im_end|>", folder=folder,
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
     text = RUN.format(tests=str(tests), folder=str(tmp_path))

@@ -348,7 +348,7 @@ def test_limits_end_the_rollout() -> None:
 
     assert rollout(drive, ADD, limits={"max_turns": 2}).stop_reason is StopReason.max_turns
     assert rollout(drive, ADD, max_requests=2).stop_reason is StopReason.max_requests
-    spent = rollout(drive, ADD, limits={"max_completion_tokens": 210})
+    spent = rollout(drive, ADD, limits={"max_completion_tokens": 100, "max_turns": 50})
     assert spent.stop_reason is StopReason.max_tokens
 
 

@@ -185,6 +185,8 @@ async def attacked(seed: int, attacks: list[list[str]]) -> int:
     sent = {(one.session, one.token_ids) for one in engine.sent}
     for rollout in done:
         assert "the agent raised" not in str(rollout.error), rollout.error
+        if not rollout.turns:
+            continue
         verify(rollout, chat, [])
         for trajectory in rollout.trajectories:
             # Only its own words: the third message of every conversation names its rollout.

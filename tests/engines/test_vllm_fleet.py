@@ -71,7 +71,7 @@ class Servers:
         gap = max(
             abs(a - b) for a, b in zip(scores, policy_logprobs(self.model, TEXT), strict=True)
         )
-        return f"a gap of {gap:.3g}" if gap > EQUAL else None
+        return None if gap <= EQUAL else f"a gap of {gap:.3g}"  # NaN is one
 
     def all_live(self) -> bool:
         return all(member.state is MemberState.live for member in self.engine.fleet.members)

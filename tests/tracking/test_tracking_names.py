@@ -12,6 +12,7 @@ from agenttrain.algorithms.mismatch import MISMATCH_NAMES
 from agenttrain.algorithms.objectives.config import all_objectives
 from agenttrain.cli import main
 from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.tracking.metrics import agent_metrics
 from agenttrain.tracking.names import METRICS, metric_row
 from agenttrain.training.weight_sync import Gap
 
@@ -42,6 +43,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         config = compose_run(["algorithm.teacher.path=bundled:shop"], Source()).config
         names |= set(metric_names(config.algorithm))
     gap = Gap(mean=0.0, q90=0.0, max=0.0).metrics()
+    names |= set(agent_metrics([]))
     return {*names, *MISMATCH_NAMES, *gap, "curriculum/new"} - {"step"}  # new: rows with an end
 
 

@@ -113,6 +113,25 @@ def test_states_of_autocast_are_asked_about_in_its_format(gpu) -> None:
     assert (set(exact), set(cast)) == ({Kernel.efficient}, {Kernel.flash})
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("prefix", [0, 40])
+def test_gradients_of_few_bfloat16_queries_are_float32s_rounded_once(autocast, prefix) -> None:
+    short = [state.requires_grad_() for state in states(torch.bfloat16, 70, 70 + prefix, 64)]
+    exact = [state.detach().float().requires_grad_() for state in short]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = attend(*short, Scoring())
+    expected = attend(*exact, Scoring())
+    assert output.dtype is torch.bfloat16
+    assert torch.equal(output, expected.bfloat16())
+    gradient = torch.randn_like(output)
+    for got, wanted in zip(
+        torch.autograd.grad(output, short, gradient),
+        torch.autograd.grad(expected, exact, gradient.float()),
+        strict=True,
+    ):
+        assert torch.equal(got, wanted.bfloat16())
+
+
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("masked", [True, False])
 def test_what_is_fit_for_a_kernel_is_the_same_attention(monkeypatch, scale, masked) -> None:

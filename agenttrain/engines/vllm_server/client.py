@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import nan
 from typing import Any
 
 import httpx
@@ -27,6 +28,8 @@ PAUSES = {
     WeightSyncMode.in_flight: ("keep", False),
 }
 """`mode` and `clear_cache` of /pause. vLLM 0.32 heeds `clear_cache` in every mode."""
+NOT_FINITE = "not JSON compliant"
+"""Part of vLLM 0.32's answer 400 to a request whose log-probabilities are not finite."""
 SHOWN = 400
 """Characters of a server's answer that a message shows."""
 
@@ -71,12 +74,18 @@ class ServerClient:
         return completion_of(answer)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of every id after the first, at temperature 1."""
+        """Return the log-probability of every id after the first, at temperature 1; NaN for all of
+        them if the server's weights make any of them NaN."""
         parameters = {
             **{"max_tokens": 1, "temperature": 1.0, "detokenize": False},
             "prompt_logprobs": 0,
         }
-        answer = await self._generate(token_ids, parameters, request_id="probe", salt="probe")
+        try:
+            answer = await self._generate(token_ids, parameters, request_id="probe", salt="probe")
+        except EngineError as error:
+            if NOT_FINITE not in str(error):
+                raise
+            return [nan] * (len(token_ids) - 1)
         rows = answer["prompt_logprobs"][1:]
         pairs = zip(token_ids[1:], rows, strict=True)
         return [float(row[str(token)]["logprob"]) for token, row in pairs]

@@ -106,7 +106,7 @@ class VllmServerEngine:
         """Do nothing: servers have devices of their own."""
 
     def metrics(self) -> dict[str, float]:
-        """Implement `Measured.metrics`."""
+        """Implement `Metered.metrics`."""
         return self.fleet.metrics()
 
     async def aclose(self) -> None:

@@ -115,21 +115,20 @@ class Members(Protocol):
         ...
 
     def changed(self) -> None:
-        """Wake what waits for a server."""
+        """Wake what waits for a server, to look again."""
         ...
 
 
 async def watch(member: Member, fleet: Members, folder: Path, servers: ServersConfig) -> None:
     """Follow a server's record and examine it, for ever."""
     while True:
-        before = member.state
         record = read_record(folder, member.number)
         if record is not None:
             await _follow(member, record, fleet)
             if member.state in (MemberState.live, MemberState.suspect):
                 await _examine(member, servers.dead_s)
-        if member.state is not before:
-            fleet.changed()
+        # Each time: its state may have gone and come back while this task waited for an answer.
+        fleet.changed()
         await asyncio.sleep(servers.health_s)
 
 

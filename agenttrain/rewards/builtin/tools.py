@@ -73,6 +73,11 @@ def environment(rollout: Rollout) -> float | None:
     return rollout.environment_reward
 
 
+def agent(rollout: Rollout) -> float | None:
+    """Return the reward that an outside agent gave; None if it gave none."""
+    return rollout.environment_reward
+
+
 def turn_rewards(rollout: Rollout) -> list[float]:
     """Return what tools and environment returned as `TurnReward`, for each turn; else 0."""
     return [

@@ -1,0 +1,52 @@
+"""The turns issued in a rollout, and what the calls in them say of themselves."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from agenttrain.agents.conversations import IssuedTurns
+from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
+from agenttrain.types import Rollout, ToolCall, ToolError
+
+
+@dataclass(slots=True, eq=False)
+class Transcript:
+    """A rollout with the turns that were issued in it."""
+
+    rollout: Rollout
+    prefix: str
+    """Beginning of the names of its sessions in the engine."""
+    conversations: IssuedTurns = field(default_factory=IssuedTurns)
+    sessions: list[str] = field(default_factory=list)
+    """Session of each trajectory."""
+    seeds: list[int] = field(default_factory=list)
+    """Seed of each trajectory."""
+    growing: set[int] = field(default_factory=set)
+    """Trajectories that a request in flight extends."""
+    openings: Counter[str] = field(default_factory=Counter)
+    """Number of trajectories that began with the same ids."""
+    begun: int = 0
+
+
+@lru_cache(maxsize=1024)
+def _argument_schema(parameters: str) -> ArgumentSchema:
+    """Return the schema of a tool's parameters, given as JSON: making one takes milliseconds."""
+    return ArgumentSchema(json.loads(parameters))
+
+
+def call_error(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolError | None:
+    """Return the error of a call that its tool could not have run; None: perhaps it did."""
+    if call.malformed is not None:
+        return ToolError.malformed
+    if call.name not in known:
+        return ToolError.unknown_tool
+    try:
+        _argument_schema(json.dumps(known[call.name])).read(call.arguments)
+    except InvalidArguments:
+        return ToolError.invalid_arguments
+    return None

@@ -1,0 +1,130 @@
+"""CPU cost of the endpoint, with a scripted engine: scripts/bench/endpoint.py [--json FILE].
+
+endpoint_overhead_ms_64   CPU milliseconds of the endpoint's process per turn, median of the
+                          rounds, with 64 agents at once; their clients are another process
+merged_share              share of turns after the first that continue a trajectory
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from agenttrain import ChatTemplateConfig, ResponseSchemaConfig, ScriptedEngine, load_chat
+from agenttrain.agents.attempt import Attempt
+from agenttrain.agents.config import AgentConfig
+from agenttrain.agents.runner import Agents
+from agenttrain.engines.config import Sampling
+from agenttrain.rollout.config import RolloutConfig
+from agenttrain.tracking.metrics import agent_metrics
+from agenttrain.types import Task
+from agenttrain.utils.model_path import model_folder
+
+AGENTS, TURNS = 64, 6
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "sql",
+        "description": "Run a query.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "sql", "arguments": {"query": "SELECT 1"}}\n</tool_call>'
+CLIENTS = """
+import asyncio, glob, json, os, sys, time
+import httpx
+folder, total, turns = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+tool = json.loads(sys.argv[4])
+async def solve(path, http):
+    given = json.load(open(path))
+    headers = {"authorization": "Bearer " + given["api_key"]}
+    messages = given["messages"]
+    for _ in range(turns):
+        body = {"messages": messages, "tools": [tool]}
+        url = given["base_url"] + "/chat/completions"
+        message = (await http.post(url, json=body, headers=headers)).json()["choices"][0]["message"]
+        messages.append(message)
+        for call in message["tool_calls"]:
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "1"})
+    await http.post(given["url"] + "/finish", headers=headers)
+async def main():
+    seen = set()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=120, verify=False, limits=limits) as http:
+        tasks = []
+        while len(seen) < total:
+            for path in set(glob.glob(folder + "/*.json")) - seen:
+                seen.add(path)
+                tasks.append(asyncio.create_task(solve(path, http)))
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*tasks)
+asyncio.run(main())
+"""
+
+
+def bench(rounds: int) -> dict[str, float]:
+    """Measure `rounds` rounds of 64 agents with 6 turns each."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("bundled:shop"))
+    chat = load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig())
+    limits = RolloutConfig(max_turns=TURNS, max_turn_tokens=64)
+    message = {"role": "user", "content": "How much does the desk cost?"}
+    costs, done = [], []
+
+    async def measure() -> None:
+        answer = tokenizer.encode(CALL, add_special_tokens=False)
+        engine = ScriptedEngine([CALL] * TURNS, encode=lambda text: answer, keeps_sent=False)
+        for number in range(rounds + 1):
+            with tempfile.TemporaryDirectory() as folder:
+                agents = Agents(AgentConfig(name="endpoint"), chat, Path(folder))
+                command = [sys.executable, "-c", CLIENTS, folder, str(AGENTS), str(TURNS)]
+                clients = subprocess.Popen([*command, json.dumps(TOOL)])
+                attempts = [
+                    Attempt(
+                        task=Task(task_id="desk", messages=(message,)),
+                        sampling=Sampling(),
+                        rollout_id=f"bench-{number}-{index}",
+                    )
+                    for index in range(AGENTS)
+                ]
+                started = time.process_time()
+                rollouts = await asyncio.gather(
+                    *(agents.attempt(one, engine, limits) for one in attempts)
+                )
+                spent = time.process_time() - started
+                await agents.aclose()
+                clients.wait()
+            assert all(rollout.turns == TURNS for rollout in rollouts)
+            if number:  # the first has the certificate in it
+                costs.append(1000 * spent / (AGENTS * TURNS))
+                done.extend(rollouts)
+
+    asyncio.run(measure())
+    return {
+        "endpoint_overhead_ms_64": round(statistics.median(costs), 3),
+        "merged_share": agent_metrics(done)["agent/merged_share"],
+    }
+
+
+def main() -> None:
+    """Print the figures, and write them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one round instead of five")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    figures = bench(1 if arguments.quick else 5)
+    print(json.dumps(figures, indent=2))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures) + "\n")
+
+
+if __name__ == "__main__":
+    main()
