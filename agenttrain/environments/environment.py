@@ -17,7 +17,7 @@ Its other public methods are tools. A class whose tools depend on its arguments 
 
         @classmethod
         def tools(cls, **arguments): ...     # -> schemas; the arguments are those of `__init__`
-        def call_tool(self, name, arguments): ...   # runs a call of one of them
+        def call_tool(self, name, arguments): ...   # runs a call; `context` is optional
 
         @classmethod
         def check(cls, **arguments): ...     # raises ValueError, before anything is started

@@ -169,7 +169,10 @@ class _Described:
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         episode = self.kind.episodes[context.rollout_id]
-        return await episode.call("call_tool", self.name, arguments)
+        cls: Any = self.kind.cls
+        takes_context = "context" in inspect.signature(cls.call_tool).parameters
+        extra = {"context": context} if takes_context else {}
+        return await episode.call("call_tool", self.name, arguments, **extra)
 
 
 def described_tools(kind: EnvironmentKind) -> list[dict[str, Any]]:

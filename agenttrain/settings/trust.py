@@ -39,6 +39,10 @@ DESTINATIONS = (("trackio", "space"), ("trackio", "server_url"), ("mlflow", "uri
 """Settings of trackers that send data to other machines."""
 KEY_FILE = "AGENTTRAIN_KEY"
 """Environment variable with the file of the user's key, if it is not in the home folder."""
+STARTS_A_PYTHON = (
+    "agenttrain.environments.adapters.verifiers.Verifiers",
+    "agenttrain.environments.adapters.verifiers.VerifiersRows",
+)
 ASKS_A_SERVER = (
     "agenttrain.rewards.builtin.judge.Judge",
     "agenttrain.environments.user.LlmUser",
@@ -109,6 +113,8 @@ def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
             value = component.get(name)
             words = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
             yield f"{name}={without_password(words)}"
+    if target in STARTS_A_PYTHON:
+        yield f"python={component.get('python')} (imports {component.get('id')})"
     if target in ASKS_A_SERVER and component.get("api_key_env") is not None:
         yield (
             f"url={without_password(str(component.get('url')))} (is sent "

@@ -808,6 +808,17 @@ def test_tools_that_depend_on_the_arguments():
         dials(count=4)
 
 
+def test_a_described_tool_may_take_the_context():
+    class Asks(Dials):
+        def call_tool(self, name: str, arguments: dict[str, Any], context: Any) -> str:
+            return f"{name} in turn {context.turn}"
+
+    worlds_ = Environments({"dials": EnvironmentKind("dials", Asks, bound={"count": 1})})
+    turn = call("dial_0", '{"to": 0}')
+    done = run(turn, turn, BYE, worlds_=worlds_)
+    assert [r.content for r in done.tool_results] == ["dial_0 in turn 0", "dial_0 in turn 1"]
+
+
 def test_a_described_tool_with_the_name_of_a_method_is_refused():
     class Twice(Dials):
         def dial_0(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ HUB_MODELS = [
     if re.search("^path: [^:?]+/", file.read_text(), re.MULTILINE)
 ]
 """Presets of models of the hub, which tests do not reach."""
+VERIFIERS = ["environment.verifiers.id=sums", f"environment.verifiers.python={sys.executable}"]
 NEEDS_A_PATH = {
     **{f"model={name}": ["model.path=bundled:shop"] for name in HUB_MODELS},
     "chat_template=file": ["chat_template.path=README.md"],
@@ -55,6 +57,8 @@ NEEDS_A_PATH = {
     "reward=judge": ["reward.judge.url=http://localhost:8000/v1", "reward.judge.model=m"],
     "environment=gymnasium": ["environment.gymnasium.id=FrozenLake-v1"],
     "environment=openenv": ["environment.openenv.url=http://127.0.0.1:8000"],
+    "environment=verifiers": VERIFIERS,
+    "data=verifiers": ["environment=verifiers", *VERIFIERS],
     "user=llm": ["user.url=http://localhost:8000/v1", "user.model=m"],
     "reward=reward_model": ["reward.reward_model.path=agenttrain/data/models/shop"],
     # The model that it names comes with a package of 93 MB.

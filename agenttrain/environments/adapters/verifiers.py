@@ -1,0 +1,309 @@
+"""`Verifiers`: an environment of the package verifiers, in a process of its own Python.
+
+    environment=verifiers environment.verifiers.id=my_taskset
+    environment.verifiers.python=/path/to/its/bin/python data=verifiers
+
+The package's pins are not ours, so `verifiers_bridge.py` runs under its Python, once for all
+rollouts of a run. There verifiers plays the episode: tasks, tools, the user's turns, stop
+conditions and scores are its own. Only the model is ours, and is sampled by the rollout loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import uuid
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from agenttrain.types import (
+    MAIN,
+    Message,
+    Rollout,
+    ToolContext,
+    ToolFailure,
+    ToolUnavailable,
+)
+from agenttrain.utils.child_process import ChildGone, ChildProcess
+
+BRIDGE = Path(__file__).with_name("verifiers_bridge.py")
+INSTALL = "python3 -m venv verifiers && verifiers/bin/pip install 'verifiers>=0.4,<0.5'"
+COLUMN = "verifiers_task"
+"""Column with the number of a row's task."""
+MOST_TASKS = 10_000
+"""Default of `limit`: tasks that are loaded, as a taskset may have no end."""
+FOREVER_S = 1e8
+LAST_S = 5.0
+"""Longest wait for a child that was asked to end."""
+Replies = dict[int, "queue.SimpleQueue[Mapping[str, Any]]"]
+
+
+class Verifiers:
+    """An episode of a verifiers environment, which a column `verifiers_task` of the row selects.
+
+    `id` is the taskset's package or module, `python` the Python that has it and verifiers. `args`
+    is the environment's configuration: ``{taskset: {split: train}, agent: {max_turns: 4}}``.
+    `limit` is the number of tasks that are loaded. Starting and loading takes at most
+    `start_timeout_s`; replies are limited by the environment's `hook_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        python: str,
+        args: Mapping[str, Any] | None = None,
+        limit: int = MOST_TASKS,
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        self._process = environment_process(id, python, args, limit, start_timeout_s)
+        self._name = uuid.uuid4().hex
+        self._begun = False
+        self._where = f"verifiers {id}"
+        self.done = False
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        id: str,
+        python: str,
+        args: Mapping[str, Any] | None = None,
+        limit: int = MOST_TASKS,
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        """Raise ValueError for arguments that cannot work; starts no process."""
+        if not isinstance(id, str) or not id:
+            raise ValueError(f"id={id}: must name a taskset's package or module")
+        path = Path(str(python)).expanduser()
+        if not path.is_file() or not os.access(path, os.X_OK):
+            raise ValueError(
+                f"python={python}: is no program; make an environment of its own ({INSTALL}) and "
+                "name its bin/python"
+            )
+        if args is not None and not isinstance(args, Mapping):
+            raise ValueError(f"args={args}: must have names, e.g. {{taskset: {{split: train}}}}")
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ValueError(f"limit={limit}: must be a number of tasks of 1 or more")
+        if isinstance(start_timeout_s, bool) or not start_timeout_s > 0:
+            raise ValueError(f"start_timeout_s={start_timeout_s}: must be a number above 0")
+
+    @classmethod
+    def tools(cls, **arguments: Any) -> list[dict[str, Any]]:
+        """Load the environment; return the schemas of its tools. Raises ValueError."""
+        cls.check(**arguments)
+        return list(environment_process(**arguments).loaded["tools"])
+
+    def reset(self, row: Mapping[str, Any]) -> list[Message]:
+        """Begin the row's task; return its prompt."""
+        if COLUMN not in row:
+            raise ValueError(f"the row has no column {COLUMN!r}; use data=verifiers")
+        self._begun, self.done = True, False
+        return list(self._ask("begin", task=row[COLUMN])["messages"])
+
+    def call_tool(self, name: str, arguments: Mapping[str, Any], context: ToolContext) -> str:
+        """Run a call of one of the environment's tools."""
+        reply = self._ask(
+            "call", name=name, arguments=arguments, turn=context.turn, call_id=context.call_id
+        )
+        self.done = reply["done"] is not None
+        if reply["failed"]:
+            raise ToolFailure(reply["content"])
+        return str(reply["content"])
+
+    def user(self, message: Message) -> str | None:
+        """Return what the environment says to an answer; None if it says no more."""
+        reply = self._ask("answer", content=message.get("content") or "")
+        said = reply.get("messages")
+        if said is None:
+            return None
+        if any(one["role"] != "user" for one in said):
+            raise ToolUnavailable(f"{self._where}: a turn has messages that are not the user's")
+        return "\n\n".join(one["content"] for one in said)
+
+    def reward(self, rollout: Rollout) -> float | None:
+        """Return the sum of the weighted rewards; None if the environment has none."""
+        attempt, *others = (each for each in rollout.trajectories if each.role == MAIN)
+        if others:
+            raise ToolUnavailable(
+                f"{self._where}: scores one conversation, and rollout.compaction has cut it into "
+                "several; leave it out"
+            )
+        value = self._ask("finish", messages=attempt.messages)["reward"]
+        self._begun = False
+        return None if value is None else float(value)
+
+    def close(self) -> None:
+        """End the episode, if it has no score yet."""
+        if self._begun:
+            self._process.tell("abandon", episode=self._name)
+
+    def _ask(self, do: str, **given: Any) -> Mapping[str, Any]:
+        """Return the reply to a request; raises ToolUnavailable if there is none."""
+        try:
+            return self._process.ask(do, episode=self._name, **given)
+        except EnvironmentFailed as error:
+            raise ToolUnavailable(f"{self._where}: {do} failed: {error}") from error
+
+
+class VerifiersRows:
+    """The tasks of a verifiers environment as rows: each has the number of its task, no more.
+
+    Example: ``{"task_id": "verifiers/my_taskset/3", "verifiers_task": 3}``. The arguments are those
+    of `Verifiers`, and the process is shared with it.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        """Raises ValueError that begins with the argument."""
+        Verifiers.check(**arguments)
+        self._id = arguments["id"]
+        self._process = environment_process(**arguments)
+        self._count = int(self._process.loaded["tasks"])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return {"task_id": f"verifiers/{self._id}/{index}", COLUMN: index}
+
+
+class EnvironmentFailed(Exception):
+    """The environment's code raised, or its process is gone."""
+
+
+class UnsupportedEnvironment(Exception):
+    """The environment cannot be trained here; the text begins with the argument."""
+
+
+class EnvironmentProcess:
+    """A child process with a loaded environment; it ends with this object and with this process.
+
+    `loaded` describes the environment: its tools and its number of tasks.
+    """
+
+    def __init__(
+        self, id: str, python: str, args: Mapping[str, Any], limit: int, start_timeout_s: float
+    ) -> None:
+        """Raises ValueError that begins with the argument that does not fit."""
+        command = [str(Path(python).expanduser()), "-P", str(BRIDGE)]
+        try:
+            self._child = ChildProcess(command, requests=True, replies=True)
+        except OSError as error:
+            raise ValueError(f"python={python}: cannot be started: {error}") from error
+        self._replies: Replies = {}
+        self._sending = threading.Lock()
+        self._number = 0
+        weakref.finalize(self, _end, self._child)
+        threading.Thread(target=_deliver, args=(self._child, self._replies), daemon=True).start()
+        try:
+            load = {"id": id, "args": args, "limit": limit}
+            self.loaded = self.ask("load", limit_s=start_timeout_s, **load)
+        except EnvironmentFailed as error:
+            self._child.kill()
+            text = str(error)
+            if "No module named 'verifiers" in text:
+                raise ValueError(
+                    f"python={python}: has no package verifiers 0.4; {INSTALL}"
+                ) from error
+            key = f"python={python}" if text.startswith("its process") else f"id={id}"
+            raise ValueError(f"{key}: {text}") from error
+        except UnsupportedEnvironment as error:
+            self._child.kill()
+            raise ValueError(str(error)) from error
+
+    @property
+    def alive(self) -> bool:
+        """True while it runs."""
+        return self._child.alive
+
+    def ask(self, do: str, *, limit_s: float | None = None, **given: Any) -> Mapping[str, Any]:
+        """Send a request and return the value of the reply.
+
+        Raises EnvironmentFailed if it has none, UnsupportedEnvironment if loading was refused.
+        """
+        number, reply = self._send(do, given)
+        try:
+            answer = reply.get(timeout=limit_s)
+        except queue.Empty:
+            raise EnvironmentFailed(f"no reply in {limit_s:g} s") from None
+        finally:
+            self._replies.pop(number, None)
+        if answer.get("unsupported"):
+            raise UnsupportedEnvironment(answer["error"])
+        if "error" in answer:
+            raise EnvironmentFailed(answer["error"])
+        return answer["value"] or {}
+
+    def tell(self, do: str, **given: Any) -> None:
+        """Send a request whose reply nobody waits for."""
+        try:
+            number, _ = self._send(do, given)
+        except EnvironmentFailed:
+            return
+        self._replies.pop(number, None)
+
+    def _send(
+        self, do: str, given: Mapping[str, Any]
+    ) -> tuple[int, queue.SimpleQueue[Mapping[str, Any]]]:
+        reply: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        with self._sending:
+            self._number += 1
+            number = self._number
+            self._replies[number] = reply
+            try:
+                self._child.send(json.dumps({"n": number, "do": do, **given}))
+            except ChildGone as error:
+                self._replies.pop(number, None)
+                raise EnvironmentFailed(f"its process {error}") from error
+        if not self._child.alive:  # it may have ended after the last replies were given out
+            reply.put({"error": f"its process {self._child.gone()}"})
+        return number, reply
+
+
+def _deliver(child: ChildProcess, replies: Replies) -> None:
+    """Give each reply of the child to the request that waits for it, until the child ends."""
+    while True:
+        try:
+            answer = child.receive(limit_s=FOREVER_S)
+        except (ChildGone, OSError, ValueError) as error:
+            for reply in list(replies.values()):
+                reply.put({"error": f"its process {error}"})
+            return
+        if (waiting := replies.get(answer["n"])) is not None:
+            waiting.put(answer)
+
+
+def _end(child: ChildProcess) -> None:
+    """End a child, which has some time to end what it started."""
+    with suppress(ChildGone):
+        child.send(json.dumps({"do": "end"}))
+        child.ended(LAST_S)
+    child.kill()
+
+
+_PROCESSES: weakref.WeakValueDictionary[str, EnvironmentProcess] = weakref.WeakValueDictionary()
+_STARTING = threading.Lock()
+
+
+def environment_process(
+    id: str,
+    python: str,
+    args: Mapping[str, Any] | None = None,
+    limit: int = MOST_TASKS,
+    start_timeout_s: float = 300.0,
+) -> EnvironmentProcess:
+    """Return the process of an environment: the one in use, or a new one. Raises ValueError."""
+    key = json.dumps([id, python, args, limit], sort_keys=True)
+    with _STARTING:
+        process = _PROCESSES.get(key)
+        if process is None or not process.alive:
+            process = EnvironmentProcess(id, python, args or {}, limit, start_timeout_s)
+            _PROCESSES[key] = process
+        return process

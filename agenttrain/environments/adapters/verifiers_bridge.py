@@ -1,0 +1,457 @@
+"""The child process of `Verifiers`: runs the package's environment, and asks for no model.
+
+It runs under a Python that has verifiers and not agenttrain. Requests and replies are JSON lines::
+
+    {"n": 3, "do": "begin", "episode": "e", "task": 7}   ->   {"n": 3, "value": {"messages": […]}}
+
+or ``{"n": 3, "error": "TaskError: …"}``. verifiers plays the episode itself: its seat is taken by
+a harness that hands every turn to the parent, which samples, and waits for the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from contextlib import AsyncExitStack, suppress
+from contextvars import ContextVar
+from itertools import islice
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import ValidationError
+from verifiers.v1.graph import prepare_turn
+from verifiers.v1.harnesses.utils.mcp import connect_mcp, mcp_content_to_chat_content
+from verifiers.v1.session import RolloutLimits, call_hook, hook_boundary
+from verifiers.v1.utils.decorators import discover_decorated
+
+__all__ = ["PolicyHarness"]
+HARNESS = "agenttrain_policy"
+"""Id under which verifiers loads `PolicyHarness`."""
+CHECKED = 100
+"""Tasks whose texts are checked before a run."""
+EPISODE: ContextVar[PolicyEpisode] = ContextVar("episode")
+
+
+class Unsupported(Exception):
+    """A setting or an environment that cannot be trained so; the text begins with the argument."""
+
+
+class PolicyHarness(vf.Harness[vf.HarnessConfig]):
+    """A seat whose turns are sampled by the parent process."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def session(self, *given: Any, **_: Any) -> PolicySession:
+        """Return the session of the episode that runs in this context."""
+        session = PolicySession(self, *given)
+        await EPISODE.get().seat(session)
+        return session
+
+    async def launch(self, *_: Any) -> Any:
+        """Do not run: a session has no program."""
+        raise NotImplementedError
+
+
+class PolicySession(vf.HarnessSession):
+    """The one session of an episode."""
+
+    async def turn(self, messages: Any = None) -> None:
+        """Hand one segment to the parent and return when it is answered."""
+        await EPISODE.get().segment(messages)
+
+    async def close(self) -> None:
+        """Wait until the parent has the whole conversation, which is scored next."""
+        await EPISODE.get().settle()
+
+
+class PolicyEpisode:
+    """One rollout: the environment's side of the conversation, and the trace that is scored."""
+
+    def __init__(self, environment: vf.Env, seat: str, task: Any) -> None:
+        self._environment, self._task = environment, task
+        self._limits = RolloutLimits(max_turns=getattr(environment.config, seat).max_turns)
+        self._session: Any = None
+        self._stack = AsyncExitStack()
+        self._tools: list[vf.Tool] = []
+        self._dispatch: dict[str, tuple[str, str]] = {}
+        self._servers: dict[str, Any] = {}
+        self._conversation: list[Any] = []
+        self._prompted = 0
+        self._turn = -1
+        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._answered: asyncio.Future[None] | None = None
+        self._settled = asyncio.Event()
+        self._work: Any = None
+
+    # What verifiers calls.
+
+    async def seat(self, session: PolicySession) -> None:
+        """Take the session of the episode's only run, and connect to its tools."""
+        if self._session is not None:
+            raise vf.EnvError("it runs its agent more than once in an episode")
+        if session.trace.task.type != type(self._task).__name__:
+            raise vf.EnvError(f"it plays a task of its own ({session.trace.task.type})")
+        self._session = session
+        servers = {name: {"url": url} for name, url in session.mcp_urls.items()}
+        schemas, self._dispatch, self._servers = await connect_mcp(
+            {"mcpServers": servers}, self._stack
+        )
+        self._tools = [vf.Tool(**schema["function"]) for schema in schemas]
+
+    async def segment(self, messages: Any) -> None:
+        """Let the parent answer the prompt, or the user's next messages."""
+        new = list(messages or ())
+        if not self._conversation:
+            new = [*opening(self._session.data), *new]
+        shown = [plain(message) for message in new]
+        self._conversation += new
+        self._prompted = self._prompted or len(new)
+        if await self._stopped():
+            return
+        self._answered = asyncio.get_running_loop().create_future()
+        self._events.put_nowait({"messages": shown})
+        await self._answered
+
+    async def settle(self) -> None:
+        """Say that the conversation is over, and wait for the whole of it."""
+        if not self._settled.is_set():
+            self._events.put_nowait({"over": True})
+            await self._settled.wait()
+        await self._stack.aclose()
+
+    # What the parent calls.
+
+    async def begin(self) -> dict[str, Any]:
+        """Start the episode; return its prompt."""
+        EPISODE.set(self)
+        model = vf.ModelContext(model="policy", client=vf.EvalClientConfig())
+        self._work = asyncio.create_task(self._environment.run_episode(self._task, model))
+        event = await self._next()
+        if "messages" not in event:
+            raise RuntimeError("it ended before the first turn")
+        return event
+
+    async def call(self, name: str, arguments: Any, turn: int, call_id: str) -> dict[str, Any]:
+        """Run a call of a tool; `done` is the stop condition that is met now."""
+        server, tool = self._dispatch[name]
+        result = await self._servers[server].run(lambda client: client.call_tool(tool, arguments))
+        content = mcp_content_to_chat_content(result.content) if result.content else ""
+        if not isinstance(content, str):
+            raise TypeError(f"the tool {name} returned an image, and only text is supported")
+        made = vf.ToolCall(id=call_id, name=name, arguments=json.dumps(arguments))
+        if turn != self._turn:
+            self._conversation.append(vf.AssistantMessage(content="", tool_calls=[]))
+        self._turn = turn
+        asked = next(m for m in reversed(self._conversation) if m.role == "assistant")
+        asked.tool_calls.append(made)
+        self._conversation.append(vf.ToolMessage(tool_call_id=call_id, content=content, name=name))
+        self._record()
+        done = await self._stopped()
+        return {"content": content, "failed": bool(result.is_error), "done": done}
+
+    async def answer(self, content: str) -> dict[str, Any]:
+        """Take an answer without a call; return the user's next messages, or that it is over."""
+        self._conversation.append(vf.AssistantMessage(content=content))
+        self._record()
+        self._release()
+        return await self._next()
+
+    async def finish(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Score the conversation, which is given whole; return its reward."""
+        self._conversation = [typed(message) for message in messages]
+        trace = self._session.trace
+        self._record()
+        if self._answered is not None and not self._answered.done():
+            trace.stop("max_turns")
+        self._settled.set()
+        self._release()
+        episode = await self._work
+        raise_for(episode)
+        scores = {name: reward and reward.value for name, reward in trace.rewards.items()}
+        if None in scores.values():
+            raise RuntimeError(f"it left rewards without a score: {scores}")
+        return {"reward": trace.reward if scores else None}
+
+    async def abandon(self) -> None:
+        """End the episode without a score."""
+        self._settled.set()
+        if self._work is not None:
+            self._work.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await self._work
+
+    async def _next(self) -> dict[str, Any]:
+        """Return what the environment does next; raises if it failed."""
+        event = asyncio.ensure_future(self._events.get())
+        await asyncio.wait({event, self._work}, return_when=asyncio.FIRST_COMPLETED)
+        if event.done():
+            return event.result()
+        event.cancel()
+        raise_for(self._work.result())
+        return {"over": True}
+
+    def _release(self) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
+
+    async def _stopped(self) -> str | None:
+        """Return the stop condition that is met, as verifiers checks it before each model call."""
+        trace = self._session.trace
+        if trace.stop_condition is None and (limit := self._limits.reached(trace)):
+            trace.stop(limit)
+        for stop in self._task.hooks("stop") if trace.stop_condition is None else ():
+            if await call_hook(stop, {vf.Trace: trace}):
+                trace.stop(stop.__name__)
+                break
+        return trace.stop_condition
+
+    def _record(self) -> None:
+        """Make the trace that of the conversation."""
+        trace, said = self._session.trace, self._conversation
+        trace.nodes.clear()
+        trace._head_index.clear()
+        for place in range(self._prompted, len(said)):
+            if said[place].role == "assistant":
+                reason = "tool_calls" if said[place].tool_calls else "stop"
+                prepare_turn(trace, said[:place], self._tools).commit(
+                    vf.Response(
+                        id=f"turn-{place}",
+                        created=0,
+                        model="policy",
+                        message=said[place],
+                        finish_reason=reason,
+                    )
+                )
+        prepare_turn(trace, said, self._tools).commit_prompt()
+
+
+def opening(data: vf.TaskData) -> list[Any]:
+    """Return the messages with which a task begins."""
+    system = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*system, vf.UserMessage(content=data.prompt)]
+    return [*system, *(data.prompt or ())]
+
+
+def plain(message: Any) -> dict[str, Any]:
+    """Return a message as the parent's; raises TypeError for one that is not text."""
+    if message.role not in ("system", "user", "assistant") or not isinstance(message.content, str):
+        raise TypeError(f"its {message.role} message is no text, and only text is supported")
+    return {"role": message.role, "content": message.content}
+
+
+def typed(message: dict[str, Any]) -> Any:
+    """Return a message of the parent's as verifiers has it."""
+    role, content = message["role"], message.get("content") or ""
+    if role == "tool":
+        called = str(message.get("tool_call_id") or "")
+        return vf.ToolMessage(tool_call_id=called, content=content, name=message.get("name"))
+    if role != "assistant":
+        return {"system": vf.SystemMessage, "user": vf.UserMessage}[role](content=content)
+    calls = []
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        given = call["function"]["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given)
+        calls.append(
+            vf.ToolCall(
+                id=str(call.get("id") or number), name=call["function"]["name"], arguments=text
+            )
+        )
+    thought = message.get("reasoning_content")
+    return vf.AssistantMessage(content=content, reasoning_content=thought, tool_calls=calls or None)
+
+
+def raise_for(episode: vf.Episode) -> None:
+    """Raise the failure of an episode, which verifiers keeps as data."""
+    if episode.ok:
+        return
+    errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
+    raise RuntimeError("; ".join(f"{e.type}: {e.message}" for e in errors) or "it did not complete")
+
+
+class BridgeServer:
+    """The loaded environment, and the episodes that run in it."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, PolicyEpisode] = {}
+        self._requests: dict[str, set[asyncio.Future[Any]]] = {}
+        self._tasks: list[Any] = []
+        self._environment: Any = None
+        self._seat = ""
+        self._serving = AsyncExitStack()
+
+    async def load(self, id: str, args: dict[str, Any], limit: int) -> dict[str, Any]:
+        """Load the environment and its first `limit` tasks; describe the tools."""
+        try:
+            vf.task_type(id)
+            cls = vf.env_config_type(id, args.get("id", ""))
+        except Exception as error:  # of the environment's own code, and of packages it needs
+            raise Unsupported(
+                f"id={id}: {type(error).__name__}: {error} Install it into this Python, or add its "
+                "folder to PYTHONPATH"
+            ) from error
+        seats = [n for n, f in cls.model_fields.items() if isinstance(f.default, vf.AgentConfig)]
+        if len(seats) != 1:
+            raise Unsupported(
+                f"id={id}: its environment has the agents {', '.join(seats)}, and the policy takes "
+                "one seat; pair the taskset with another: args={id: single-agent}"
+            )
+        self._seat = seat = seats[0]
+        given = dict(args.get(seat) or {})
+        if "harness" in given or vf.default_harness_id(id) != "bash":
+            named = f"args.{seat}.harness={given.get('harness')}"
+            raise Unsupported(
+                f"{named if 'harness' in given else f'id={id}'}: is a program that calls the model "
+                "itself, and the policy is sampled here; leave it out, or run the program with "
+                "agent=endpoint"
+            )
+        given = {"runtime": {"type": "subprocess"}, **given, "harness": {"id": HARNESS}}
+        taskset = {**(args.get("taskset") or {}), "id": id}
+        try:
+            config = vf.resolve_env_config({**args, "taskset": taskset, seat: given})
+            environment = vf.load_environment(config)
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise Unsupported(f"args={args}: {'; '.join(problems)}") from error
+        except Exception as error:
+            raise Unsupported(f"args={args}: {type(error).__name__}: {error}") from error
+        self._tasks = list(islice(iter(environment.taskset), limit))
+        self._check(id, environment, getattr(config, seat))
+        tools = await describe(environment)
+        self._environment = environment
+        return {"tools": tools, "tasks": len(self._tasks)}
+
+    def _check(self, id: str, environment: vf.Env, seat: vf.AgentConfig) -> None:
+        """Raise Unsupported for tasks that the policy cannot play."""
+        kind = type(environment.taskset).task_type()
+        if not self._tasks:
+            raise Unsupported(f"id={id}: has no tasks")
+        if kind.NEEDS_CONTAINER and seat.runtime.type == "subprocess":
+            raise Unsupported(
+                f"id={id}: its tasks need a container; set "
+                f"args={{{self._seat}: {{runtime: {{type: docker}}}}}}"
+            )
+        for task in self._tasks[:CHECKED]:
+            if task.plugged_judges():
+                raise Unsupported(
+                    f"id={id}: its tasks have judges, which ask a model of their own; drop them "
+                    "with args={taskset: {task: {judges: []}}}, and add reward=judge"
+                )
+            if discover_decorated(task, "intercept"):
+                raise Unsupported(f"id={id}: @intercept rewrites requests; use a task without it")
+            for stop in task.hooks("stop"):
+                if hook_boundary(stop, allow_trace=True) is not vf.Trace:
+                    raise Unsupported(
+                        f"id={id}: @stop {stop.__name__} reads a request or a response; let it "
+                        "read the trace"
+                    )
+            try:
+                for message in opening(task.data):
+                    plain(message)
+            except TypeError as error:
+                raise Unsupported(f"id={id}: task {task.data.idx}: {error}") from error
+
+    async def reply(self, request: dict[str, Any]) -> Any:
+        """Run a request."""
+        do, episode = request.pop("do"), request.pop("episode", "")
+        if do == "load":
+            value = await self.load(**request)
+            await self._serving.enter_async_context(self._environment.serving())
+            return value
+        if do == "abandon":
+            return await self._abandon(episode)
+        if do == "begin":
+            task = self._tasks[request.pop("task")]
+            self._episodes[episode] = PolicyEpisode(self._environment, self._seat, task)
+        work = asyncio.ensure_future(getattr(self._episodes[episode], do)(**request))
+        self._requests.setdefault(episode, set()).add(work)
+        value = await work
+        if do == "finish":
+            self._episodes.pop(episode, None)
+            self._requests.pop(episode, None)
+        return value
+
+    async def _abandon(self, episode: str) -> None:
+        """End an episode without a score; requests that still wait for it fail."""
+        for work in self._requests.pop(episode, ()):
+            work.cancel()
+        if (made := self._episodes.pop(episode, None)) is not None:
+            await made.abandon()
+
+    async def aclose(self) -> None:
+        """End all episodes, and what the environment serves."""
+        await asyncio.gather(*(self._abandon(episode) for episode in list(self._episodes)))
+        await self._serving.aclose()
+
+
+async def describe(environment: vf.Env) -> list[dict[str, Any]]:
+    """Return the schemas of the tools, with the names that the model calls."""
+    from mcp.server.mcpserver import MCPServer
+
+    taskset = environment.taskset
+    kind = type(taskset).task_type()
+    schemas = []
+    for toolset in [*taskset.toolsets(taskset.config), *kind.toolsets(taskset.config.task)]:
+        name = toolset.server_name
+        server = MCPServer(name or type(toolset).__name__)
+        toolset.register(server)
+        for tool in await server.list_tools():
+            function = {
+                "name": f"{name}_{tool.name}" if name else tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            }
+            schemas.append({"type": "function", "function": function})
+    return schemas
+
+
+async def serve(replies: Any) -> None:
+    """Serve requests until one says `end`, or standard input ends with the parent."""
+    server = BridgeServer()
+    running: set[asyncio.Task[None]] = set()
+
+    async def answer(request: dict[str, Any]) -> None:
+        number = request.pop("n")
+        try:
+            reply = {"n": number, "value": await server.reply(request)}
+        except Unsupported as error:
+            reply = {"n": number, "error": str(error), "unsupported": True}
+        except (Exception, asyncio.CancelledError) as error:
+            reply = {"n": number, "error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+    reader = asyncio.StreamReader(limit=2**30)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    while line := await reader.readline():
+        request = json.loads(line)
+        if request["do"] == "end":
+            break
+        task = asyncio.create_task(answer(request))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    with suppress(Exception):
+        await asyncio.wait_for(server.aclose(), timeout=10)
+
+
+def main() -> None:
+    """Serve, with standard output kept for replies."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # As `python -m` has it, also for the tool servers that verifiers starts elsewhere.
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    sys.modules[HARNESS] = sys.modules[__name__]
+    asyncio.run(serve(replies))
+    os._exit(0)  # a thread of the environment's must not keep the process
+
+
+if __name__ == "__main__":
+    main()
