@@ -84,6 +84,8 @@ class ServedPolicy:
     """Takes each parsed turn, as `ParsedTurns.record`."""
     restarted: Callable[[Restart, str, str], None] = lambda kind, rollout_id, difference: None
     """Takes each restart: its kind, the rollout and the first difference."""
+    asked: Callable[[str, Question], None] = lambda session, question: None
+    """Takes each request that is about to be sampled, with the engine's session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +294,7 @@ class EndpointRollout:
         if restart is not None:
             self.counts[f"agent/restarts/{restart}"] += 1
             self.policy.restarted(restart, self.attempt.rollout_id, difference)
+        self.policy.asked(plan.session, question)
         completion = await self._generate(transcript, plan, budget)
         trajectory = self._append(transcript, plan, completion, question, messages)
         index = trajectory.turns - 1

@@ -28,6 +28,7 @@ from agenttrain.agents.processes import CommandAgent, WorkerAgent, environment_o
 from agenttrain.agents.task import AgentFailed, AgentTask
 from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
+from agenttrain.chat.wire.normal import Question
 from agenttrain.engines.base import Engine
 from agenttrain.rewards.function import LARGEST, copy_task
 from agenttrain.rollout.config import RolloutConfig
@@ -123,9 +124,17 @@ class Agents:
         folder: Path,
         *,
         lockstep: bool = False,
+        asked: Callable[[str, Question], None] | None = None,
+        restarted: Callable[[Restart, str, str], None] | None = None,
     ) -> None:
-        """`folder` gets the agents' output. Raises ValueError for a function that is not there."""
+        """`folder` gets the agents' output; `asked` and `restarted` are those of `ServedPolicy`.
+
+        Without `restarted` the first restart of each kind is a warning. Raises ValueError for a
+        function that is not there.
+        """
         self.settings, self.chat = settings, chat
+        self._asked = asked or (lambda session, question: None)
+        self._on_restart = restarted or self._warn_of_restart
         self.folder, self.lockstep = folder, lockstep
         self._agent = make_agent(settings)
         self._gate = asyncio.Semaphore(settings.concurrency)
@@ -157,7 +166,8 @@ class Agents:
                 lockstep=self.lockstep,
                 check_tools=self._check_tools,
                 parsed=parsed,
-                restarted=self._warn_of_restart,
+                restarted=self._on_restart,
+                asked=self._asked,
             )
             rollout = EndpointRollout(attempt, policy, self.settings)
             opened = Open(rollout=rollout)
