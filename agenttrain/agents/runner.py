@@ -143,7 +143,7 @@ class Agents:
         self._restarted: set[Restart] = set()
         self._server: LoopServer | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
+        self._starting, self._certifying = asyncio.Lock(), asyncio.Lock()
         self.address = ""
         """Where the endpoint listens, e.g. ``http://127.0.0.1:4711``."""
         names = [name for name, kind in settings.models.items() if kind is Served.policy]
@@ -286,11 +286,17 @@ class Agents:
                     flush=True,
                 )
 
-    def _check_tools(self, schemas: Sequence[dict[str, Any]]) -> str | None:
-        """Return why the template cannot show these tools; None: it can."""
+    async def _check_tools(self, schemas: Sequence[dict[str, Any]]) -> str | None:
+        """Return why the template cannot show these tools; None: it can.
+
+        Certifying many tools takes tenths of a second, so a thread does it, once for each set.
+        """
         key = json.dumps(schemas, sort_keys=True)
         if key not in self._problems:
-            self._problems[key] = tools_problem(self.chat, schemas)
+            async with self._certifying:
+                if key not in self._problems:
+                    problem = await asyncio.to_thread(tools_problem, self.chat, schemas)
+                    self._problems[key] = problem
         return self._problems[key]
 
     def _warn_of_restart(self, kind: Restart, rollout_id: str, difference: str) -> None:
