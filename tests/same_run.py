@@ -20,6 +20,11 @@ def metrics(folder: Path) -> list[dict]:
 def assert_same(folder: Path, reference: Path) -> None:
     """Metrics and final weights, to the bit."""
     assert metrics(folder) == metrics(reference) != []
+    assert_same_weights(folder, reference)
+
+
+def assert_same_weights(folder: Path, reference: Path) -> None:
+    """Final weights, to the bit."""
     mine, theirs = (
         load_file(path / "checkpoints" / "latest" / "model.safetensors")
         for path in (folder, reference)

@@ -208,6 +208,22 @@ def test_the_check_names_the_objective_of_the_page(
     monkeypatch.delitem(sys.modules, "my_objectives")
 
 
+def test_the_check_of_an_outside_agent_prints_what_its_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = ROOT / "docs/guides/outside-agents.md"
+    (tmp_path / "my_solver.py").write_text(file_on("guides/outside-agents.md", "my_solver.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    texts = [
+        text for block in blocks(page) if block.language == "bash" for text in block.commands()
+    ]
+    (command,) = (text for text in texts if text.startswith("agenttrain check "))
+    assert cli.main(shlex.split(command)[1:]) == 0
+    monkeypatch.delitem(sys.modules, "my_solver")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"`{last.removeprefix('agent').strip()}`" in page.read_text(encoding="utf-8")
+
+
 def test_generated_pages_are_those_of_the_code() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "reference"), "--check"],

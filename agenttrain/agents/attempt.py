@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,12 +78,14 @@ class ServedPolicy:
     lockstep: bool = False
     """The engine waits for each rollout at a fixed step, so that a rollout has one request at a
     time."""
-    check_tools: Callable[[Sequence[dict[str, Any]]], str | None] = lambda schemas: None
+    check_tools: Callable[[Sequence[dict[str, Any]]], Awaitable[str | None]]
     """Returns why the template cannot show these tools; None: it can."""
     parsed: Callable[..., None] | None = None
     """Takes each parsed turn, as `ParsedTurns.record`."""
     restarted: Callable[[Restart, str, str], None] = lambda kind, rollout_id, difference: None
     """Takes each restart: its kind, the rollout and the first difference."""
+    asked: Callable[[str, Question], None] = lambda session, question: None
+    """Takes each request that is about to be sampled, with the engine's session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +143,11 @@ class EndpointRollout:
         """
         self.counts["agent/requests"] += 1
         try:
+            schemas = question.schemas
+            problem = await self.policy.check_tools(schemas) if schemas else None
+            # Nothing is awaited from here on until the engine has the request.
             self._check_open()
-            transcript = self._admit(question)
+            transcript = self._admit(question, problem)
             return await self._sample(transcript, question, text_arguments)
         except RequestError as error:
             self.refuse(error)
@@ -219,8 +224,11 @@ class EndpointRollout:
             reason, message = self.ended
             raise RequestError(f"the rollout has ended: {message}", code=str(reason), status=403)
 
-    def _admit(self, question: Question) -> Transcript:
-        """Check a request's parameters; return the transcript that it belongs to."""
+    def _admit(self, question: Question, problem: str | None) -> Transcript:
+        """Check a request's parameters; return the transcript that it belongs to.
+
+        `problem` is that of its tools.
+        """
         kind = served(self.settings.models, question.model)
         if not isinstance(kind, Served):
             raise RequestError(kind, param="model", code="model_not_found", status=404)
@@ -239,7 +247,6 @@ class EndpointRollout:
                 code="unsupported_value",
             )
         self._check_sampling(question.sampling)
-        problem = self.policy.check_tools(question.schemas) if question.schemas else None
         if problem is not None:
             raise RequestError(f"tools: {problem}", param="tools")
         if self.policy.lockstep and self._in_engine:
@@ -292,6 +299,7 @@ class EndpointRollout:
         if restart is not None:
             self.counts[f"agent/restarts/{restart}"] += 1
             self.policy.restarted(restart, self.attempt.rollout_id, difference)
+        self.policy.asked(plan.session, question)
         completion = await self._generate(transcript, plan, budget)
         trajectory = self._append(transcript, plan, completion, question, messages)
         index = trajectory.turns - 1

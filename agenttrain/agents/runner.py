@@ -28,6 +28,7 @@ from agenttrain.agents.processes import CommandAgent, WorkerAgent, environment_o
 from agenttrain.agents.task import AgentFailed, AgentTask
 from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
+from agenttrain.chat.wire.normal import Question
 from agenttrain.engines.base import Engine
 from agenttrain.rewards.function import LARGEST, copy_task
 from agenttrain.rollout.config import RolloutConfig
@@ -123,9 +124,17 @@ class Agents:
         folder: Path,
         *,
         lockstep: bool = False,
+        asked: Callable[[str, Question], None] | None = None,
+        restarted: Callable[[Restart, str, str], None] | None = None,
     ) -> None:
-        """`folder` gets the agents' output. Raises ValueError for a function that is not there."""
+        """`folder` gets the agents' output; `asked` and `restarted` are those of `ServedPolicy`.
+
+        Without `restarted` the first restart of each kind is a warning. Raises ValueError for a
+        function that is not there.
+        """
         self.settings, self.chat = settings, chat
+        self._asked = asked or (lambda session, question: None)
+        self._on_restart = restarted or self._warn_of_restart
         self.folder, self.lockstep = folder, lockstep
         self._agent = make_agent(settings)
         self._gate = asyncio.Semaphore(settings.concurrency)
@@ -134,7 +143,7 @@ class Agents:
         self._restarted: set[Restart] = set()
         self._server: LoopServer | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
+        self._starting, self._certifying = asyncio.Lock(), asyncio.Lock()
         self.address = ""
         """Where the endpoint listens, e.g. ``http://127.0.0.1:4711``."""
         names = [name for name, kind in settings.models.items() if kind is Served.policy]
@@ -157,7 +166,8 @@ class Agents:
                 lockstep=self.lockstep,
                 check_tools=self._check_tools,
                 parsed=parsed,
-                restarted=self._warn_of_restart,
+                restarted=self._on_restart,
+                asked=self._asked,
             )
             rollout = EndpointRollout(attempt, policy, self.settings)
             opened = Open(rollout=rollout)
@@ -276,11 +286,17 @@ class Agents:
                     flush=True,
                 )
 
-    def _check_tools(self, schemas: Sequence[dict[str, Any]]) -> str | None:
-        """Return why the template cannot show these tools; None: it can."""
+    async def _check_tools(self, schemas: Sequence[dict[str, Any]]) -> str | None:
+        """Return why the template cannot show these tools; None: it can.
+
+        Certifying many tools takes tenths of a second, so a thread does it, once for each set.
+        """
         key = json.dumps(schemas, sort_keys=True)
         if key not in self._problems:
-            self._problems[key] = tools_problem(self.chat, schemas)
+            async with self._certifying:
+                if key not in self._problems:
+                    problem = await asyncio.to_thread(tools_problem, self.chat, schemas)
+                    self._problems[key] = problem
         return self._problems[key]
 
     def _warn_of_restart(self, kind: Restart, rollout_id: str, difference: str) -> None:

@@ -341,8 +341,9 @@ class Chat:
             shapes.append(tuple(shape))
         named = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
         known = (generation_prompt, named, tuple(shapes))
-        if known in self._suffixes:
-            return self._suffixes[known]
+        cached = self._suffixes.get(known)  # one look-up: another thread may clear the cache
+        if cached is not None:
+            return cached
         mark = self.encoder.mark
         calls = tuple(replace(call, name=mark(call.name), id=mark(call.id)) for call in turn.calls)
         stand_ins = [

@@ -14,7 +14,10 @@ from agenttrain.utils.garbage import no_collections
 
 
 def check(command: Command, runs: Sequence[Composed]) -> int:
-    """Print the runs and each template's certificate. Return exit code 1 if one did not pass."""
+    """Print the runs, each template's certificate, and a dry conversation of outside agents.
+
+    Return exit code 1 if a certificate did not pass.
+    """
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
     if any(run.neutral for run in runs):
         print(
@@ -24,6 +27,8 @@ def check(command: Command, runs: Sequence[Composed]) -> int:
             flush=True,
         )
     passed = certify(runs)
+    if passed:
+        _converse(runs)
     notes = dict.fromkeys(note for run in runs if (note := float32_on_gpu(run.config)))
     if notes:
         import torch  # only now: wrong settings are reported without waiting for the import
@@ -31,6 +36,19 @@ def check(command: Command, runs: Sequence[Composed]) -> int:
         if torch.cuda.is_available():
             print("\n" + "\n".join(notes), flush=True)
     return 0 if passed else 1
+
+
+def _converse(runs: Sequence[Composed]) -> None:
+    """Print a conversation of each outside agent once. Raises ConfigError for one that fails."""
+    outside = [run.config for run in runs if run.config.agent.outside]
+    if not outside:
+        return
+    from agenttrain.commands.dry_conversation import converse  # imports torch
+
+    parts = (*CERTIFIED, "agent", "rollout")
+    distinct = {repr([getattr(config, part) for part in parts]): config for config in outside}
+    for config in distinct.values():
+        print(converse(config), flush=True)
 
 
 def check_files(runs: Sequence[Composed]) -> None:

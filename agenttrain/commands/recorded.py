@@ -46,14 +46,15 @@ def recorded_rubric(
 ) -> Rubric:
     """Build the rewards of `config` for recorded rollouts of these tasks, without any tool.
 
-    Raises ValueError for a reward on a tool that the run did not have, if its tools.json exists.
+    Raises ValueError for a reward on a tool that the run did not have, if its tools.json exists. An
+    outside agent has tools of its own, which cannot be checked.
     """
     recorded = list(records)
     names = list(config.environment)
     rewarded = any("environment_reward" in record for record in recorded)
     rubric = rubric_of(config, names if rewarded else [])
     declared = read_declared(folder)
-    if declared is not None:
+    if declared is not None and not config.agent.outside:
         toolbox, environments = declared
         own = [
             tool.name for task in tasks for tool in task.tools or () if isinstance(tool, RowTool)

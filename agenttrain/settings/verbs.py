@@ -87,7 +87,7 @@ VERBS: dict[str, Verb] = {
         page="guides/slurm.md",
     ),
     "check": Verb(
-        does="compose, check and count; nothing is run and no folder is made",
+        does="compose, check and count; makes no folder and runs no program but an outside agent",
         usage="[key=value …]",
         options={**SAVED, "-m": "check every run of a sweep"},
         examples={

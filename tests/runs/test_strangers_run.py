@@ -80,6 +80,8 @@ TOOL = {"poke": {"_target_": "evil_of_a_stranger.Tool"}}
 REWARD = {"theirs": {"_target_": "evil_of_a_stranger.reward"}}
 DATA = {"train": {"_target_": "evil_of_a_stranger.row"}}
 MCP = {"mcp": {"_target_": "agenttrain.tools.mcp.server.McpServer", "command": ["touch", "ran"]}}
+PROGRAM = {"name": "endpoint", "command": ["touch", "ran"]}
+FUNCTION = {"name": "endpoint", "_target_": "evil_of_a_stranger.reward"}
 HIDDEN = {"r": {"_target_": "agenttrain.rewards.builtin.math_worker.sys.exit"}}
 
 
@@ -90,6 +92,13 @@ HIDDEN = {"r": {"_target_": "agenttrain.rewards.builtin.math_worker.sys.exit"}}
         (["eval", "run={0}"], {"reward": REWARD}, "reward.theirs._target_=evil_of_a_stranger"),
         (["eval", "run={0}"], {"tools": MCP}, "tools.mcp.command=[touch, ran]"),
         (["check", "resume={0}"], {"tools": MCP}, "tools.mcp.command=[touch, ran]"),
+        (["check", "resume={0}"], {"agent": PROGRAM}, "agent.command=[touch, ran]"),
+        (
+            ["resume={0}", "steps=2"],
+            {"agent": FUNCTION},
+            "agent._target_=evil_of_a_stranger.reward",
+        ),
+        (["eval", "run={0}"], {"agent": PROGRAM}, "agent.command=[touch, ran]"),
         (["replay", "{0}"], {"data": DATA}, "data.train._target_=evil_of_a_stranger.row"),
         (["replay", "{0}", "tools=live"], {"tools": TOOL}, "tools.poke._target_=evil_of"),
         (["rescore", "{0}", "reward.exact_match.weight=2"], {"reward": REWARD}, "reward.theirs."),

@@ -61,6 +61,10 @@ UNREADABLE = {
     "tracker.wandb.mode=onlin": "expected one of: auto, online, offline",
     "training.mixed_precision=bf17": "expected one of: no, bf16, fp16 (did you mean 'bf16'?)",
     "optimizer.betas=[a,b]": "optimizer.betas.0=a: expected a number",
+    "+agent.models.small=frosen": "expected one of [policy, frozen, refuse]",
+    "agent.train=mian": "expected one of: all, main (did you mean 'main'?)",
+    "agent.on_sampling=ignore": "expected one of: refuse, override",
+    "agent.on_failure=zeros": "expected one of: error, zero (did you mean 'zero'?)",
     # What cannot be read, or has several meanings.
     "rloo": "settings are written key=value",
     "model.path=[a": "cannot be read",
@@ -205,6 +209,18 @@ UNUSABLE = {
     "servers.count=0": "must be at least 1",
     "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
+    # Outside agents.
+    "agent.command=x": "agent.command: has no effect with agent=none; add agent=endpoint",
+    "agent._target_=my_pkg.solve": "has no effect with agent=none; add agent=endpoint",
+    "agent.command='a \"b'": "No closing quotation; quote the parts as in a shell, or write a list",
+    "agent.command=3": "expected a list of texts, or one text as in a shell",
+    "agent._target_=solve": "agent._target_=solve: expected a dotted path, my_pkg.solve",
+    "agent.reuse=true": "only processes are reused; add agent.command=[…]",
+    "agent.exit_code_reward=true": "needs a process for each rollout; add agent.command=[…]",
+    "agent.timeout_s=0": "must be more than 0",
+    "agent.max_requests=0": "must be at least 1",
+    "agent.concurrency=0": "must be at least 1",
+    "agent.port=65536": "must be at most 65535",
     # Fixed names.
     "engine.name=transformer": "transformers, vllm, vllm_server (did you mean 'transformers'?)",
     "tracker.rollouts=al": "expected all, none, or a whole number (did you mean 'all'?)",
@@ -358,6 +374,39 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         (("eval.temperature=0.001",), "raise it; or set it to 0, which is greedy"),
         (("engine=vllm", "eval.temperature=0.005"), "eval.temperature=0.005: vLLM would sample"),
         (("chat_template=file", "chat_template.path=/no.jinja"), "there is no such file"),
+        (
+            ("agent=endpoint", "agent.command=[python,a.py]", "agent._target_=my_pkg.solve"),
+            "agent.command=['python', 'a.py']: agent._target_=my_pkg.solve is an agent too; leave",
+        ),
+        (
+            (
+                "agent=endpoint",
+                "agent.command=x",
+                "agent.reuse=true",
+                "agent.exit_code_reward=true",
+            ),
+            "agent.exit_code_reward=true: needs a process for each rollout",
+        ),
+        (
+            ("agent=endpoint", "+environment.life._target_=worlds.Life"),
+            "environment.life: has no effect with agent=endpoint, whose program has its own",
+        ),
+        (
+            ("agent=endpoint", "rollout.compaction=summary", "rollout.compact_at=100"),
+            "an outside agent keeps its own context; leave compaction and compact_at out",
+        ),
+        (
+            ("agent=endpoint", "engine=vllm", "rollout.structured_calls=true"),
+            "rollout.structured_calls=true: is not supported with agent=endpoint; leave it out",
+        ),
+        (
+            ("agent=endpoint", "rollout.timeout_s=5"),
+            "rollout.timeout_s=5: has no effect with agent=endpoint; set agent.timeout_s",
+        ),
+        (
+            ("agent=endpoint", "engine.max_rows=8", "agent.concurrency=4"),
+            "set agent.concurrency=8, a lower engine.max_rows, or rollout.deterministic=false",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(overrides: tuple[str, ...], expected: str) -> None:

@@ -90,11 +90,12 @@ class Stub:
             kind = Kind.stop if stop_tools else Kind.answer
         self.written[kind] += 1
 
-        known, words = _texts(task)
+        after = self._after.get(session, "user")
+        known, words = task_texts(task)
         if kind in (Kind.answer, Kind.endless):
             text = rng.choice(known if known and rng.random() < 0.5 else words)
             answer = AssistantTurn(content=text, reasoning=None, calls=())
-            ids = self._rendered(answer, schemas, session)
+            ids = turn_ids(chat, answer, schemas, after)
             if kind is Kind.endless:
                 part = ids[: max(len(ids) - 1, 1)]
                 return part * (self.components.config.rollout.max_turn_tokens // len(part) + 1)
@@ -123,42 +124,40 @@ class Stub:
                 else:
                     arguments[NO_ARGUMENT] = 1
             calls.append(ToolCall(id=f"call_{turn}_{index}", name=name, arguments=arguments))
-        ids = self._rendered(
-            AssistantTurn(content="", reasoning=None, calls=tuple(calls)), schemas, session
-        )
+        calling = AssistantTurn(content="", reasoning=None, calls=tuple(calls))
+        ids = turn_ids(chat, calling, schemas, after)
         if kind is Kind.damaged:
             middle = len(ids) // 2
             ids = ids[:middle] + ids[middle + max(len(ids) // 6, 1) :]
         self._after[session] = "tool"
         return ids
 
-    def _rendered(self, turn: AssistantTurn, schemas: Sequence[dict], session: str) -> list[int]:
-        """Return the ids of a turn behind a short conversation that ends like the session's.
 
-        The ids of a turn depend on the role of the message before it alone, where a template opens
-        the reasoning after a user's message.
-        """
-        chat: Chat = self.components.chat
-        messages = [QUESTION]
-        after = self._after.get(session, "user")
-        if chat.opens_reasoning(after):
-            # The prompt has begun the reasoning; in a turn that does not end it no call is read.
-            turn = replace(turn, reasoning="…")
-        if after == "tool" and schemas:
-            call = ToolCall(id="call_0_0", name=schemas[0]["function"]["name"], arguments={})
-            before = AssistantTurn(content="", reasoning=None, calls=(call,))
-            reply: Message = {
-                "role": "tool",
-                "tool_call_id": call.id,
-                "name": call.name,
-                "content": "-",
-            }
-            messages += [before.message(), reply]
-        ids = completion_ids(chat, messages, schemas, turn)
-        return ids if ids[-1] in chat.stop_token_ids else [*ids, chat.stop_token_ids[0]]
+def turn_ids(chat: Chat, turn: AssistantTurn, schemas: Sequence[dict], after: str) -> list[int]:
+    """Return the ids of a turn behind a short conversation that ends with the role `after`.
+
+    The ids of a turn depend on the role of the message before it alone, where a template opens the
+    reasoning after a user's message.
+    """
+    messages = [QUESTION]
+    if chat.opens_reasoning(after):
+        # The prompt has begun the reasoning; in a turn that does not end it no call is read.
+        turn = replace(turn, reasoning="…")
+    if after == "tool" and schemas:
+        call = ToolCall(id="call_0_0", name=schemas[0]["function"]["name"], arguments={})
+        before = AssistantTurn(content="", reasoning=None, calls=(call,))
+        reply: Message = {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "name": call.name,
+            "content": "-",
+        }
+        messages += [before.message(), reply]
+    ids = completion_ids(chat, messages, schemas, turn)
+    return ids if ids[-1] in chat.stop_token_ids else [*ids, chat.stop_token_ids[0]]
 
 
-def _texts(task: Task) -> tuple[list[str], list[str]]:
+def task_texts(task: Task) -> tuple[list[str], list[str]]:
     """Return the short values of a row's columns, and words of its messages."""
     columns = [str(value) for value in task.columns.values() if isinstance(value, str | int)]
     content = " ".join(str(message.get("content") or "") for message in task.messages)

@@ -1,0 +1,133 @@
+"""`agenttrain check` of an outside agent: one conversation with a scripted model.
+
+The agent is started as a run starts it, with the run's first task. The model calls the first tool
+that it is sent with arguments that fit its schema, and answers once it has the reply. A client that
+rewrites its history is seen by its second request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from agenttrain.agents.attempt import Attempt
+from agenttrain.agents.config import OnFailure
+from agenttrain.agents.conversations import Restart
+from agenttrain.agents.runner import Agents
+from agenttrain.chat.wire.normal import Question
+from agenttrain.commands.rehearse.command import CONTEXT
+from agenttrain.commands.rehearse.stub import example, task_texts, turn_ids
+from agenttrain.engines.config import Sampling
+from agenttrain.engines.registry import spec_of
+from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.runs.setup import Components, context_of
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.types import (
+    AgenttrainError,
+    AssistantTurn,
+    ConfigError,
+    Rollout,
+    StopReason,
+    Task,
+    ToolCall,
+)
+
+NAME = "check"
+"""Name of the rollout."""
+FAILED = (StopReason.error, StopReason.aborted)
+
+
+@dataclass(slots=True)
+class DryModel:
+    """A script for `ScriptedEngine`: one call after a user's message, and an answer otherwise."""
+
+    components: Components
+    task: Task
+    questions: dict[str, Question] = field(default_factory=dict)
+    """The last request of each session of the engine."""
+
+    def __call__(self, token_ids: Sequence[int], session: str, turn: int) -> list[int]:
+        """Return the ids of a turn of this session."""
+        question, config = self.questions[session], self.components.config
+        after = question.messages[-1]["role"]
+        tools = [schema["function"] for schema in question.schemas]
+        tools = [tool for tool in tools if tool["name"] not in config.stop_tools] or tools
+        calls: tuple[ToolCall, ...] = ()
+        if tools and after != "tool":
+            known, words = task_texts(self.task)
+            rng = random.Random(config.seed)
+            arguments = example(tools[0]["parameters"], [*known, *words], rng)
+            calls = (ToolCall(id=f"call_{turn}_0", name=tools[0]["name"], arguments=arguments),)
+        reply = AssistantTurn(content="" if calls else "ok", reasoning=None, calls=calls)
+        return turn_ids(self.components.chat, reply, question.schemas, after)
+
+
+def converse(config: RunConfig) -> str:
+    """Hold the conversation; return what `agenttrain check` prints of it.
+
+    Raises ConfigError with the last lines of the output of an agent that fails.
+    """
+    agent = config.agent
+    if not agent.command and agent._target_ is None:
+        return "agent          is started by somebody else: no conversation to check"
+    key, value = "_target_", agent._target_
+    if agent.command:
+        key, value = "command", f"[{', '.join(agent.command)}]"
+    try:
+        components = Components(config)
+        tasks = components.train_tasks.tasks(0, 1)
+        differences: list[tuple[Restart, str]] = []
+        rollout = asyncio.run(_attempt(components, tasks[0], differences))
+    except (AgenttrainError, OSError, ValueError) as error:
+        raise ConfigError(f"agent.{key}={value}: {error}") from error
+    if rollout.stop_reason in FAILED:
+        raise ConfigError(
+            f"agent.{key}={value}: failed in a conversation with a scripted model, which calls "
+            f"the first tool and then answers: {rollout.error}"
+        )
+    count = len(differences)
+    lines = [
+        f"agent          {rollout.turns} turns of a scripted model, {rollout.stop_reason}: "
+        f"{count} restart{'' if count == 1 else 's'}"
+    ]
+    if rollout.turns == 1:
+        lines[0] += "; with a single turn there is no history to compare"
+    lines += [f"               {kind}: {difference}" for kind, difference in differences]
+    if differences:
+        lines.append(
+            "               the client rewrote what came before, and each time another trajectory "
+            "begins"
+        )
+    return "\n".join(lines)
+
+
+async def _attempt(
+    components: Components, task: Task, differences: list[tuple[Restart, str]]
+) -> Rollout:
+    config = components.config
+    context = context_of(config) or CONTEXT
+    model = DryModel(components, task)
+    # A turn of the script is never cut, and a failure is shown as one.
+    limits = replace(config.rollout, max_turn_tokens=context, max_completion_tokens=context)
+    with tempfile.TemporaryDirectory(prefix="agenttrain-") as folder:
+        agents = Agents(
+            replace(config.agent, on_failure=OnFailure.error),
+            components.chat,
+            Path(folder),
+            lockstep=config.rollout.deterministic is not False
+            and spec_of(config.engine).deterministic,
+            asked=model.questions.__setitem__,
+            restarted=lambda kind, rollout_id, difference: differences.append((kind, difference)),
+        )
+        sampling = Sampling(temperature=config.rollout.temperature)
+        attempt = Attempt(task=task, sampling=sampling, rollout_id=NAME)
+        try:
+            return await agents.attempt(
+                attempt, ScriptedEngine(model, keeps_sent=False, max_context=context), limits
+            )
+        finally:
+            await agents.aclose()

@@ -1,0 +1,65 @@
+"""The shop agent as five programs: the loop's ids, masks and weights, to the bit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import shop_agents
+from same_run import assert_same_weights, metrics
+
+from agenttrain.cli import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+SETTINGS = (
+    *("experiment=shop", "steps=2", "tasks_per_step=4", "algorithm.group_size=4"),
+    *("algorithm.minibatches=1", "optimizer.warmup_steps=0", "optimizer.lr=1e-4"),
+    *("eval.questions=0", "checkpoint.every=1", "tracker=none"),
+)
+WORKER = f"agent.command=[{sys.executable},{shop_agents.__file__}]"
+AGENTS = {
+    "httpx": ["agent._target_=shop_agents.with_httpx"],
+    "openai, streaming": ["agent._target_=shop_agents.with_openai"],
+    "anthropic's shape": ["agent._target_=shop_agents.in_anthropics_shape"],
+    "reused workers": [WORKER, "agent.reuse=true"],
+}
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run whose agent is the loop."""
+    folder = tmp_path_factory.mktemp("loop") / "run"
+    assert main([*SETTINGS, f"hydra.run.dir={folder}"]) == 0
+    return folder
+
+
+def sampled(folder: Path) -> list[tuple]:
+    """Ids, mask, log-probabilities and rewards of both steps' rollouts, in their order."""
+    rows = []
+    for step in (1, 2):
+        for line in (folder / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines():
+            rollout = json.loads(line)
+            (trajectory,) = rollout["trajectories"]
+            ids = trajectory["token_ids"]
+            mask = [0] * len(ids)
+            for span in trajectory["spans"]:
+                if span["origin"] == "sampled":
+                    mask[span["start"] : span["end"]] = [1] * (span["end"] - span["start"])
+            values = (rollout["rollout_id"], rollout["reward"])
+            rows.append((*values, ids, mask, trajectory["logprobs"]))
+    return rows
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_every_program_trains_as_the_loop(agent: str, loop: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [*SETTINGS, "agent=endpoint", *AGENTS[agent], f"hydra.run.dir={run}"]
+    assert main(words) == 0
+    expected = sampled(loop)
+    assert len(expected) == 32
+    assert min(row["grad_norm"] for row in metrics(loop)) > 0  # there is something to learn
+    assert sampled(run) == expected
+    assert_same_weights(run, loop)
