@@ -61,7 +61,7 @@ def test_what_it_would_run_are_settings_of_a_run() -> None:
 def test_the_metrics_that_it_reports_are_those_of_a_run() -> None:
     scorer = SimpleNamespace(kernels=Counter({Kernel.flash: 1}))
     policy = SimpleNamespace(_scorer=scorer)
-    collector = SimpleNamespace(tool_names=(), rubric=SimpleNamespace(names=()))
+    collector = SimpleNamespace(tool_names=(), rubric=SimpleNamespace(names=()), attempt=None)
     names = {
         *step_metrics(collector, Collected(), {"rollout": 1.0, "sync": 1.0}),
         *("loss", "grad_norm", "lr", "train/tokens"),  # of every update

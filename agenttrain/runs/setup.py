@@ -371,9 +371,9 @@ def complete(components: Components) -> None:
     check_compaction(config.rollout, components.chat, context_of(config))
     if config.agent.outside:
         make_agent(config.agent)
+    _check_room(components, training=verb == "train")
     for key, source in tasks.by_key.items():
         check_needed_columns(source, components.needed_columns, key)
-    _check_room(components, training=verb == "train")
     if verb == "train" and config.algorithm.has_teacher:
         from agenttrain.runs.teacher import check_teacher
 

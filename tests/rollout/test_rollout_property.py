@@ -288,6 +288,9 @@ POSSIBLE = set(StopReason) - {
     StopReason.invalid_summary,
     StopReason.max_delegation_depth,
     StopReason.max_delegated_tokens,
+    StopReason.environment_truncated,
+    StopReason.max_requests,
+    StopReason.agent_failed,
 }
 
 

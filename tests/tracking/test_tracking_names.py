@@ -11,9 +11,12 @@ from agenttrain.algorithms.loss import metric_names
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES
 from agenttrain.algorithms.objectives.config import all_objectives
 from agenttrain.cli import main
+from agenttrain.engines.config import ServersConfig
+from agenttrain.engines.vllm_server.fleet import Fleet
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.tracking.metrics import agent_metrics
 from agenttrain.tracking.names import METRICS, metric_row
+from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import Gap
 
 RUN = (
@@ -44,6 +47,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         names |= set(metric_names(config.algorithm))
     gap = Gap(mean=0.0, q90=0.0, max=0.0).metrics()
     names |= set(agent_metrics([]))
+    fleet = Fleet(tmp_path_factory.mktemp("fleet"), ServersConfig(), WeightSyncMode.drain)
+    names |= set(fleet.metrics())
     return {*names, *MISMATCH_NAMES, *gap, "curriculum/new"} - {"step"}  # new: rows with an end
 
 
