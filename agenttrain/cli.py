@@ -87,6 +87,7 @@ from agenttrain.training.config import Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
 from agenttrain.utils.files import conf_folder
+from agenttrain.utils.garbage import exit_without_collection
 from agenttrain.utils.model_path import PARTS, SIZES
 from agenttrain.utils.output import lost_output, protect
 from agenttrain.utils.overrides import as_typed
@@ -100,6 +101,7 @@ SHORT_ANSWERS = {"--help", "-h", "--version"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code (`utils/exit_codes.py`)."""
     protect()
+    exit_without_collection()
     end_with_sweep()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # As with `python -m`, `_target_: my_tools.find` finds the user's modules in the current folder.

@@ -10,6 +10,7 @@ from agenttrain.settings.compose import Composed
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.sizes import describe
 from agenttrain.types import ConfigError
+from agenttrain.utils.garbage import no_collections
 
 
 def check(command: Command, runs: Sequence[Composed]) -> int:
@@ -76,6 +77,7 @@ CERTIFIED = (
 """Sections that the certificate, the rows and their prompts depend on."""
 
 
+@no_collections()
 def certify(runs: Sequence[Composed]) -> bool:
     """Print each template's certificate once; return True if all passed.
 

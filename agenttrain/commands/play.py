@@ -34,6 +34,7 @@ from agenttrain.types import (
     StopReason,
     Task,
 )
+from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.seeds import derive_seed
 
@@ -107,7 +108,8 @@ def play(config: RunConfig, options: PlayOptions) -> int:
     with asyncio.Runner() as runner:
         table = Table(console, config, options)
         try:
-            runner.run(table.open())
+            with no_collections():
+                runner.run(table.open())
             for line in _lines(console):
                 try:
                     if not runner.run(table.take(line)):

@@ -19,6 +19,7 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import checkpoint_of, run_of
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.child_process import ChildGone
+from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.model_path import base_folder, model_folder, weights_folder
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def _serve_here(config: RunConfig, options: ServeOptions, listener: socket) -> N
     from agenttrain.serving.answers import ChatServer
     from agenttrain.serving.app import build_app, run
 
-    chat, engine = _load_chat(config), sampling_engine(config)
+    with no_collections():
+        chat, engine = _load_chat(config), sampling_engine(config)
     server = ChatServer(
         engine=engine, chat=chat, model=options.name, defaults=config.eval.sampling()
     )

@@ -25,6 +25,7 @@ from agenttrain.settings.compose import Composed, complete_objective
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import SAMPLING_VERBS
 from agenttrain.types import ConfigError
+from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.output import unfailing
 from agenttrain.utils.signals import listening
 
@@ -56,7 +57,8 @@ def start(
                 if started_by_others():
                     adopt(composed, ())
                 return run(command, composed, folder, sweep=sweep)
-            from agenttrain.runs.run import Run
+            with no_collections():
+                from agenttrain.runs.run import Run
 
             return Run(
                 verb=command.verb,

@@ -60,6 +60,7 @@ from agenttrain.training.weight_sync import sync
 from agenttrain.training.world import PeerFailed, World
 from agenttrain.types import AgenttrainError, ConfigError, Rollout
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, TERMINATED
+from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.signals import Preempted, StopRequest, listening
 
 CROSS_ENTROPY = AlgorithmConfig(
@@ -185,6 +186,7 @@ class Run:
             return self._failed(error)
         return DONE
 
+    @no_collections()
     def prepare(self) -> Components:
         """Build the run's components, and record them in the folder.
 
