@@ -36,7 +36,7 @@ class Served(StrEnum):
 
 
 class Trained(StrEnum):
-    """IssuedTurns of an agent that are trained."""
+    """Conversations of an agent that are trained."""
 
     all = "all"
     main = "main"
@@ -93,7 +93,7 @@ class AgentConfig:
     """Model name of requests -> policy, frozen or refuse; "*" stands for all others. Empty: all
     names are the policy."""
     train: Trained = Trained.all
-    """IssuedTurns of a rollout that are trained; main: those that begin like the first one."""
+    """Conversations of a rollout that are trained; main: those that begin like the first one."""
     on_sampling: OnSampling = OnSampling.refuse
     """Consequence of a temperature, top_p, seed … in a request that is not the run's."""
     on_failure: OnFailure = OnFailure.error
