@@ -263,6 +263,7 @@ def test_a_recorded_name_that_no_table_has_is_refused_with_its_key(capsys):
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_job_that_never_started_runs_with_todays_names():
     record = json.loads(Path("sweep/sweep.json").read_text())
     # It names its experiment: its model is no bundled one, which has to say so now.

@@ -219,6 +219,7 @@ def test_the_base_of_adapters_is_pinned_too(
     assert "model.base_path=a/b: there is no such folder, and" in message
 
 
+@pytest.mark.slow
 def test_a_download_that_fails_leaves_no_run_folder(
     hub: StubHub, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -383,6 +383,7 @@ def test_auto_shares_long_prompts(prompt: int, shared: bool) -> None:
     assert (microbatch.token_ids_T.numel() == prompt + 4) is shared
 
 
+@pytest.mark.slow
 def test_two_threads_repeat_a_gradient_to_the_bit() -> None:
     """Sequences of unlike lengths that share the positions of sampled tokens."""
     torch.manual_seed(0)
