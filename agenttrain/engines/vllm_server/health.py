@@ -123,8 +123,11 @@ async def watch(member: Member, fleet: Members, folder: Path, servers: ServersCo
     """Follow a server's record and examine it, for ever."""
     while True:
         record = read_record(folder, member.number)
+        wrapped = record is not None and _exists(record.wrapper)
+        if not wrapped:  # its last words may have come since
+            record = read_record(folder, member.number)
         if record is not None:
-            await _follow(member, record, fleet)
+            await _follow(member, record, fleet, wrapped=wrapped)
             if member.state in (MemberState.live, MemberState.suspect):
                 await _examine(member, servers.dead_s)
         # Each time: its state may have gone and come back while this task waited for an answer.
@@ -132,22 +135,23 @@ async def watch(member: Member, fleet: Members, folder: Path, servers: ServersCo
         await asyncio.sleep(servers.health_s)
 
 
-async def _follow(member: Member, record: ServerRecord, fleet: Members) -> None:
-    """Bring the member's state up to its record."""
-    wrapped = _exists(record.wrapper)
+async def _follow(member: Member, record: ServerRecord, fleet: Members, *, wrapped: bool) -> None:
+    """Bring the member's state up to its record; `wrapped`: its wrapper runs."""
     if record.condition is Condition.gone or not wrapped:
         if member.state is not MemberState.gone:
             killed = member.state is MemberState.restarting and record.boot == member.boot
             end = record.end or "ended"
             if killed:
                 end = f"{end} ({member.reason})"
-            member.leave(MemberState.gone, end if wrapped else "its wrapper was killed")
-    elif record.condition is Condition.ready and record.boot > member.boot:
-        await fleet.joined(member, record)
-    elif member.state in ANSWERING and (
-        record.boot > member.boot or record.condition is Condition.ended
-    ):
+            said = record.condition is Condition.gone
+            member.leave(MemberState.gone, end if said else "its wrapper was killed")
+        return
+    restarted = record.boot > member.boot
+    # A server that was back before anybody asked has died too.
+    if member.state in ANSWERING and (restarted or record.condition is Condition.ended):
         member.leave(MemberState.restarting, record.end or "ended")
+    if record.condition is Condition.ready and restarted:
+        await fleet.joined(member, record)
 
 
 async def _examine(member: Member, dead_s: float) -> None:
