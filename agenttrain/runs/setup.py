@@ -371,9 +371,10 @@ def complete(components: Components) -> None:
     check_compaction(config.rollout, components.chat, context_of(config))
     if config.agent.outside:
         make_agent(config.agent)
+    needed = components.needed_columns  # checks the rows' own tools and environments too
     _check_room(components, training=verb == "train")
     for key, source in tasks.by_key.items():
-        check_needed_columns(source, components.needed_columns, key)
+        check_needed_columns(source, needed, key)
     if verb == "train" and config.algorithm.has_teacher:
         from agenttrain.runs.teacher import check_teacher
 
