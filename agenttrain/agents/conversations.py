@@ -102,7 +102,7 @@ class IssuedTurns:
     def match(self, messages: Sequence[Message], tools: bytes) -> Match:
         """Find the turn that a request continues; `messages` are `in_call_order`."""
         digests = _digests(messages)
-        ambiguous, found, place = False, None, -1
+        ambiguous, matched, place = False, None, -1
         for place in range(len(messages) - 1, -1, -1):
             if messages[place]["role"] != "assistant":
                 continue
@@ -113,13 +113,13 @@ class IssuedTurns:
             ]
             same_tools = [turn for turn in candidates if turn.tools == tools]
             if candidates:
-                found, ambiguous = (same_tools or candidates)[-1], len(same_tools) > 1
+                matched, ambiguous = (same_tools or candidates)[-1], len(same_tools) > 1
                 break
         added = tuple(messages[place + 1 :])
         foreign = any(message["role"] == "assistant" for message in added)
-        if found is not None and not foreign and found.tools == tools:
-            return Match(turn=found, added=added, ambiguous=ambiguous)
-        if found is not None and not foreign:
+        if matched is not None and not foreign and matched.tools == tools:
+            return Match(turn=matched, added=added, ambiguous=ambiguous)
+        if matched is not None and not foreign:
             return Match(restart=Restart.tools, difference="the definitions of the tools")
         nearest = self._nearest(messages, digests)
         if nearest is None:

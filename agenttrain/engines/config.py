@@ -40,6 +40,14 @@ class EngineDtype(StrEnum):
     float32 = "float32"
 
 
+def flash_attention_notes(dtype: EngineDtype) -> Iterator[str]:
+    """Yield a note on a number format that FlashAttention, which vLLM uses on GPUs, refuses."""
+    if dtype is EngineDtype.float32:
+        yield (
+            "engine.dtype=float32 samples without FlashAttention, which takes 16 bits; leave it out"
+        )
+
+
 @dataclass(config=SETTINGS)
 class ServersConfig:
     """Servers that sample for a run, on this machine, each in processes of its own."""

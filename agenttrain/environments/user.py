@@ -26,7 +26,7 @@ from agenttrain.utils.threads import DaemonThreads, attempt, blocks
 
 
 class UserFunction(Protocol):
-    """What `user._target_` names: a function, or a class whose instances are called; sync or async.
+    """Target of `user._target_`: a function, or a class whose instances are called; sync or async.
 
     `spoken` are the user's messages and the answers that the user has heard, the last one of them
     last. It returns what the user says, or None to end the conversation. The same arguments should
@@ -86,7 +86,7 @@ class SimulatedUser:
 
 
 class Dialogue:
-    """What the user of one rollout has said and heard since the prompt."""
+    """Messages that the user of one rollout has sent and received since the prompt."""
 
     def __init__(self, user: SimulatedUser | None, seed: int) -> None:
         """`seed` is the rollout's; each reply has its own."""

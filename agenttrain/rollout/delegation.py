@@ -55,7 +55,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubAgentRequest:
-    """What a tool passed to `ToolContext.delegate`."""
+    """Arguments of a tool's `ToolContext.delegate`."""
 
     caller: ToolContext
     messages: list[Message]
@@ -125,7 +125,7 @@ class CallOrder:
 
 
 class SubAgents:
-    """What the sub-agents of one rollout share: budget, failure, and the tasks that run them."""
+    """State shared by the sub-agents of a rollout: budget, failure, and the tasks that run them."""
 
     def __init__(self, rollout: Rollout, limits: RolloutConfig) -> None:
         self._rollout, self._limits = rollout, limits

@@ -1,4 +1,4 @@
-"""What a rollout begins with: its request, what it shares with others, its prompt."""
+"""Inputs of a rollout: its request, the context shared with others, its prompt."""
 
 from __future__ import annotations
 

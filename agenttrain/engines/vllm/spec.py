@@ -10,7 +10,7 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 
 from agenttrain.engines.base import Engine
-from agenttrain.engines.config import LEAST_TEMPERATURE, EngineDtype
+from agenttrain.engines.config import LEAST_TEMPERATURE, flash_attention_notes
 from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts, ServedModel
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.memory import memory
@@ -93,20 +93,12 @@ def check_machine(settings: VllmSettings, count_gpus: Callable[[], int]) -> Iter
         )
 
 
-def gpu_notes(settings: VllmSettings) -> Iterator[str]:
-    """Yield a number format that FlashAttention does not take."""
-    if settings.dtype is EngineDtype.float32:
-        yield (
-            "engine.dtype=float32 samples without FlashAttention, which takes 16 bits; leave it out"
-        )
-
-
 SPEC = EngineSpec(
     settings=VllmSettings,
     build=build,
     check=check,
     check_machine=check_machine,
-    gpu_notes=gpu_notes,
+    gpu_notes=lambda settings: flash_attention_notes(settings.dtype),
     memory=memory,
     server=server,
     package="vllm",

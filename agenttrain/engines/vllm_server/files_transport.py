@@ -36,7 +36,7 @@ def register() -> None:
 
 @dataclass
 class FilesInit:
-    """What the backend needs once: nothing."""
+    """Settings of the backend at its start: none."""
 
 
 def _engine_class() -> Any:

@@ -30,7 +30,7 @@ GRACE_S = 0.5
 
 
 class MemberState(StrEnum):
-    """MemberState of a server in the fleet."""
+    """State of a server in the fleet."""
 
     starting = "starting"
     syncing = "syncing"
@@ -143,8 +143,8 @@ async def _follow(member: Member, record: ServerRecord, fleet: Members, *, wrapp
             end = record.end or "ended"
             if killed:
                 end = f"{end} ({member.reason})"
-            said = record.condition is Condition.gone
-            member.leave(MemberState.gone, end if said else "its wrapper was killed")
+            recorded = record.condition is Condition.gone
+            member.leave(MemberState.gone, end if recorded else "its wrapper was killed")
         return
     restarted = record.boot > member.boot
     # A server that was back before anybody asked has died too.

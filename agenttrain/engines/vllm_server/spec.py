@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from agenttrain.engines.base import Engine
-from agenttrain.engines.config import LEAST_TEMPERATURE, EngineDtype
+from agenttrain.engines.config import LEAST_TEMPERATURE, EngineDtype, flash_attention_notes
 from agenttrain.engines.placement import place
 from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts
 from agenttrain.engines.vllm_server.config import VllmServerSettings
@@ -122,20 +122,12 @@ def check_machine(settings: VllmServerSettings, count_gpus: Callable[[], int]) -
         )
 
 
-def gpu_notes(settings: VllmServerSettings) -> Iterator[str]:
-    """Yield a number format that FlashAttention does not take."""
-    if settings.dtype is EngineDtype.float32:
-        yield (
-            "engine.dtype=float32 samples without FlashAttention, which takes 16 bits; leave it out"
-        )
-
-
 SPEC = EngineSpec(
     settings=VllmServerSettings,
     build=build,
     check=check,
     check_machine=check_machine,
-    gpu_notes=gpu_notes,
+    gpu_notes=lambda settings: flash_attention_notes(settings.dtype),
     package="vllm",
     own_weights=True,
     run_server=run_server,
