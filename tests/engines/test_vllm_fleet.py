@@ -105,6 +105,14 @@ def prompt(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with pytest.MonkeyPatch.context() as patch:
+        # An engine in this process has set it to ERROR, and a server logs its routes as INFO.
+        patch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+        yield from serving(tmp_path_factory)
+
+
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Start two servers; end them."""
     folder = tmp_path_factory.mktemp("model")
     model = tiny.model(head_dim=32, initializer_range=0.2)
     model.save_pretrained(folder)
