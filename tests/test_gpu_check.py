@@ -51,11 +51,12 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 def test_what_it_would_run_are_settings_of_a_run() -> None:
     script = loaded()
     runs = script.planned([Path("one"), Path("other")], devices=2)
-    assert [*runs] == [*script.RUNS, *script.TWO, "model other"]
+    assert [*runs] == [*script.ON_TRANSFORMERS, *script.RUNS, *script.TWO, "model other"]
     with hydra_session(Source()):
-        for overrides in runs.values():
+        for name, overrides in runs.items():
             config = compose_run(open_keys(overrides), Source()).config
-            assert (config.engine.name, config.steps) == ("vllm", 5)
+            engine = "transformers" if name in script.ON_TRANSFORMERS else "vllm"
+            assert (config.engine.name, config.steps) == (engine, 5)
 
 
 def test_the_metrics_that_it_reports_are_those_of_a_run() -> None:

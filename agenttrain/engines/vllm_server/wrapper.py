@@ -39,6 +39,8 @@ ASK_S = 5.0
 """Seconds that a starting server has for an answer."""
 END_S = 10.0
 """Seconds between SIGTERM to the server's processes and SIGKILL."""
+HEALTH_S = 1.0
+"""Seconds between two questions to a server that has started whether its engine lives."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl."""
 
@@ -127,6 +129,7 @@ class Wrapper:
                 end="",
             )
             deadline = time.monotonic() + plan.servers["start_s"]
+            asked = 0.0
             while process.poll() is None and not self._is_stopping():
                 if not started:
                     started = self._register(http)
@@ -134,6 +137,14 @@ class Wrapper:
                         end = f"did not start within servers.start_s={plan.servers['start_s']:g} s"
                         self._record = replace(self._record, end=end)
                         break
+                elif time.monotonic() - asked > HEALTH_S:
+                    # vLLM's server waits for its clients' connections to close before it follows
+                    # its dead engine, which may be for ever.
+                    if _has_dead_engine(http):
+                        end = "answered GET /health with 503: its engine has ended"
+                        self._record = replace(self._record, end=end)
+                        break
+                    asked = time.monotonic()
                 time.sleep(LOOK_S)
         finally:
             http.close()
@@ -200,6 +211,14 @@ def is_running(folder: Path, number: int) -> bool:
         os.kill(record.wrapper, 0)
         return True
     return False
+
+
+def _has_dead_engine(http: httpx.Client) -> bool:
+    """Return True if the server says so; one that does not answer may be busy."""
+    try:
+        return http.get("/health", timeout=HEALTH_S).status_code == httpx.codes.SERVICE_UNAVAILABLE
+    except httpx.HTTPError:
+        return False
 
 
 def _free_port() -> int:
