@@ -38,6 +38,9 @@ def load_model(config: RunConfig) -> Any:
     """
     import torch
 
+    from agenttrain.training.kernels import disable_cudnn_attention
+
+    disable_cudnn_attention()
     threads = _threads()
     model = _load(config)
     small = sum(parameter.numel() for parameter in model.parameters()) < SMALL

@@ -54,6 +54,16 @@ class SlowAttention(AgenttrainError):
     """On this GPU, attention would hold all of its scores in memory."""
 
 
+def disable_cudnn_attention() -> None:
+    """Take cuDNN out of torch's choice of attention kernels, for the whole process.
+
+    cuDNN builds a plan for every new shape, up to a second each, and the shapes of rollouts hardly
+    repeat: every decode step has one more key, every microbatch other lengths. torch prefers it on
+    Hopper and Blackwell (https://github.com/modelscope/FunASR/issues/3704 measured the same).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def is_restrictive(device: torch.device) -> bool:
     """Return True if fused kernels of the device refuse some masks, sizes or formats."""
     return device.type != "cpu"

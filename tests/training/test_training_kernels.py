@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from training_cases import policy, random_groups
 
+from agenttrain.runs.sampling import load_model
+from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.trainer import update
 from agenttrain.training import attention, kernels, logprobs, wrapping
 from agenttrain.training import attention as attend_module
@@ -248,3 +250,15 @@ def test_watching_ends() -> None:
         kernels.count_call(Kernel.varlen)
     kernels.count_call(Kernel.varlen)
     assert used == Counter({Kernel.varlen: 1})
+
+
+def test_a_loaded_model_attends_without_cudnn() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        with hydra_session(Source()):
+            load_model(compose_run(["experiment=shop"], Source()).config)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
