@@ -19,15 +19,14 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 AGENTTRAIN = [sys.executable, "-m", "agenttrain.cli"]
-RUNS = [
-    (algorithm, seed, warm) for algorithm in ("grpo", "rloo") for seed, warm in enumerate("AAABB")
-]
-"""(algorithm, seed, warm start): A is the shipped model, B one of another seed."""
+WARM = "AAABB"
+"""Warm start by seed: A is the shipped model or `--model`, B one of another seed."""
 
 
 def main() -> None:
@@ -37,26 +36,41 @@ def main() -> None:
     )
     parser.add_argument("--warm-b", type=Path, help="folder of warm start B; none: A alone")
     parser.add_argument("--experiment", default="shop")
+    parser.add_argument("--model", help="warm start A (bundled:EXPERIMENT)")
+    parser.add_argument("--seeds", type=int, default=5, help="per algorithm (5)")
+    parser.add_argument("--questions", type=int, default=400, help="of each evaluation (400)")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time (1)")
     parser.add_argument("--rows", type=Path, default=Path("outputs/shop_table.jsonl"))
     parser.add_argument("--quick", action="store_true", help="one tiny run per algorithm")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("overrides", nargs="*", help="of every run: model.dtype=bfloat16")
     arguments = parser.parse_args()
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
     done = read(arguments.rows)
-    for algorithm, seed, warm in RUNS[::5] if arguments.quick else RUNS:
-        if any((r["algorithm"], r["seed"]) == (algorithm, seed) for r in done):
-            continue
-        if warm == "B" and arguments.warm_b is None:
-            continue
-        model = f"bundled:{arguments.experiment}" if warm == "A" else str(arguments.warm_b)
-        extra = ["debug=tiny"] if arguments.quick else []
+    made = {(row["algorithm"], row["seed"]) for row in done}
+    missing = [
+        (algorithm, seed)
+        for algorithm in ("grpo", "rloo")
+        for seed in range(1 if arguments.quick else arguments.seeds)
+        if (algorithm, seed) not in made and (WARM[seed] == "A" or arguments.warm_b is not None)
+    ]
+
+    def one(algorithm: str, seed: int) -> dict[str, Any]:
+        model = arguments.model or f"bundled:{arguments.experiment}"
+        if WARM[seed] == "B":
+            model = str(arguments.warm_b)
         overrides = [f"experiment={arguments.experiment}", f"model.path={model}"]
-        overrides += ["eval.questions=400", *extra]
-        row = {"algorithm": algorithm, "seed": seed, "warm": warm}
-        row |= one_run(overrides, algorithm, seed)
-        done.append(row)
-        with arguments.rows.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        overrides += [f"eval.questions={arguments.questions}", *arguments.overrides]
+        overrides += ["debug=tiny"] if arguments.quick else []
+        row = {"algorithm": algorithm, "seed": seed, "warm": WARM[seed]}
+        return row | one_run(overrides, algorithm, seed)
+
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        for finished in as_completed([pool.submit(one, *run) for run in missing]):
+            done.append(finished.result())
+            with arguments.rows.open("a") as file:
+                file.write(json.dumps(done[-1]) + "\n")
+    done.sort(key=lambda row: (row["algorithm"], row["seed"]))
     print(table(done))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures(done), indent=2) + "\n")
