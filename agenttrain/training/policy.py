@@ -310,8 +310,8 @@ class Policy:
             "train/tokens": self._from_main(minibatch.tokens),
         }
         if self.algorithm.mask_truncated:
-            masked = torch.tensor([sequence.weight == 0 for sequence in minibatch.sequences])
-            metrics["mask/truncated"] = mean_parts(masked).to(self.device)
+            masked = {one.rollout.rollout_id: one.weight == 0 for one in minibatch.sequences}
+            metrics["mask/truncated"] = mean_parts(torch.tensor([*masked.values()])).to(self.device)
         if self.algorithm.has_bonus and minibatch.bonus_tokens:
             entropy = torch.stack(minibatch.entropy).sum()
             total = float(self.accelerator.reduce(entropy, "sum"))
