@@ -124,9 +124,10 @@ def turn_advantages(
     With R_t the return, the sum of the rewards from turn t on, discounted by `algorithm.gamma`:
 
     - `turn_reward` compares R_t with the returns of all turns of the group, each rollout's turns
-      taken together as one (turn-level credit, https://arxiv.org/abs/2505.11821). Departures: that
-      paper adds normalised rewards of two turns, and this takes returns of any number of turns.
-    - `turn_baseline` compares R_t with the others' returns of the same turn. A rollout that ended
+      taken together as one (turn-level credit, https://arxiv.org/abs/2505.11821). Departures: (1)
+      that paper adds normalised rewards of two turns, and this takes returns of any number of
+      turns; (2) turns are not normalised by index, which `turn_baseline` does.
+    - `turn_baseline` compares R_t with the returns of the same turn. A rollout that ended
       before it is compared by its last turn, so that the baseline depends on nothing that this
       rollout did.
     - `gigpo` adds to the rollout's advantage `algorithm.step_weight` times that of its turn among

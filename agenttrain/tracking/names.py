@@ -112,7 +112,7 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("teacher/too_long", "Share of rollouts too long for the teacher, which are not trained."),
         ("mask/truncated", "Share of rollouts without a gradient because they were cut."),
         ("mask/top_entropy", "Share of tokens left out by `algorithm.top_entropy`."),
-        ("mask/off_policy", "Share of rollouts left out by `algorithm.off_policy_threshold`."),
+        ("mask/off_policy", "Share of trajectories left out by `algorithm.off_policy_threshold`."),
         ("mask/correction", "Share of weights that the correction set to zero."),
         ("training/kernel/<kernel>", "Share of attention calls that this kernel computed."),
     ),

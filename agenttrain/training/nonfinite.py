@@ -17,7 +17,7 @@ from agenttrain.engines.registry import names_with
 from agenttrain.training.batch import TrainingSequence, stand_in
 from agenttrain.training.sharding import full_tensor, is_sharded, local_part
 from agenttrain.training.world import World
-from agenttrain.types import AgenttrainError, Rollout
+from agenttrain.types import AgenttrainError, Rollout, Trajectory
 
 RunAlone = Callable[[TrainingSequence], tuple[Tensor, Tensor]]
 """Runs one sequence forward and backward; returns its loss and the policy's logprobs, [S]."""
@@ -54,7 +54,15 @@ class Culprit:
     """A rollout and the number of it that is not finite."""
 
     rollout_id: str
+    place: str
+    """`place_of` its trajectory."""
     what: str
+
+
+def place_of(rollout: Rollout, trajectory: Trajectory) -> str:
+    """Return the rollout's id, followed by ``trajectory 1`` if it has several."""
+    place = rollout.rollout_id
+    return place if len(rollout.trajectories) == 1 else f"{place} trajectory {trajectory.index}"
 
 
 def broken_weights(model: nn.Module) -> dict[str, str]:
@@ -88,22 +96,23 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
     """Raise NotFinite in all processes, naming rollouts and positions, unless all logprobs of the
     engine are finite."""
     world = world or World()
-    positions = [
-        (rollout.rollout_id, trajectory.context_length + position)
+    own = [
+        (rollout.rollout_id, place_of(rollout, trajectory), trajectory.context_length + position)
         for rollout in rollouts
         for trajectory in rollout.trajectories
         if (position := _first_broken(trajectory.rollout_logprobs)) is not None
     ]
-    shares = world.gather([(positions, len(rollouts))], "the check of the rollouts")
-    broken = dict(pair for pairs, _ in shares for pair in pairs)
+    shares = world.gather([(own, len(rollouts))], "the check of the rollouts")
+    broken = [one for share, _ in shares for one in share]
     if broken:
-        where = listed([f"{name} (token {position})" for name, position in broken.items()])
+        names = tuple(dict.fromkeys(name for name, _, _ in broken))
+        where = listed([f"{place} (token {position})" for _, place, position in broken])
         total = sum(count for _, count in shares)
         raise NotFinite(
-            f"the engine's logprob is not finite in {len(broken)} of {total} rollouts: "
+            f"the engine's logprob is not finite in {len(names)} of {total} rollouts: "
             f"{where}. Check the engine's dtype, or sample with {names_with(own_weights=False)}",
             stage="logprobs",
-            culprits=tuple(broken),
+            culprits=names,
         )
 
 
@@ -159,7 +168,9 @@ def culprits(
         if not norm.isfinite():
             problems.append("the norm of its gradient")
         if problems:
-            result.append(Culprit(rollout_id=sequence.rollout.rollout_id, what=problems[0]))
+            rollout = sequence.rollout
+            place = place_of(rollout, sequence.trajectory)
+            result.append(Culprit(rollout_id=rollout.rollout_id, place=place, what=problems[0]))
     return result
 
 

@@ -41,7 +41,7 @@ from agenttrain.training.logprobs import (
     pack_evenly,
     score_microbatches,
 )
-from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, listed
+from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, listed, place_of
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
 from agenttrain.training.reference import make_reference
 from agenttrain.training.sharding import (
@@ -310,8 +310,8 @@ class Policy:
             "train/tokens": self._from_main(minibatch.tokens),
         }
         if self.algorithm.mask_truncated:
-            masked = torch.tensor([sequence.weight == 0 for sequence in minibatch.sequences])
-            metrics["mask/truncated"] = mean_parts(masked).to(self.device)
+            masked = {one.rollout.rollout_id: one.weight == 0 for one in minibatch.sequences}
+            metrics["mask/truncated"] = mean_parts(torch.tensor([*masked.values()])).to(self.device)
         if self.algorithm.has_bonus and minibatch.bonus_tokens:
             entropy = torch.stack(minibatch.entropy).sum()
             total = float(self.accelerator.reduce(entropy, "sum"))
@@ -442,11 +442,12 @@ class Policy:
         world = self.world
         broken = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
         broken_rollouts = world.gather(culprits(trained, alone, self.model, world), "the culprits")
-        packed = world.gather([sequence.rollout.rollout_id for sequence in trained], "the culprits")
+        places = [place_of(sequence.rollout, sequence.trajectory) for sequence in trained]
+        packed = world.gather(places, "the culprits")
         first = next(iter(broken.items()), None)
         cause = f"weight {first[0]} ({first[1]}); " if first else ""
         if broken_rollouts:
-            cause += listed([f"rollout {one.rollout_id}: {one.what}" for one in broken_rollouts])
+            cause += listed([f"rollout {one.place}: {one.what}" for one in broken_rollouts])
         elif packed:
             # No sequence is broken by itself: name the rollouts that were packed together.
             cause += f"no rollout is by itself; they were {listed(packed)}"
@@ -454,7 +455,7 @@ class Policy:
         return BrokenUpdate(
             f"step {self.step + 1}: the update is not finite (loss {loss:g}): "
             f"{cause}. The weights are those before it",
-            [culprit.rollout_id for culprit in broken_rollouts],
+            list(dict.fromkeys(culprit.rollout_id for culprit in broken_rollouts)),
             world.to_main(minibatch.sequences, "the sequences of a broken update"),
         )
 

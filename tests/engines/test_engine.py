@@ -85,15 +85,22 @@ def test_no_history_is_prefilled_twice():
     assert stats.decoded_tokens == stats.decode_steps == sampled
 
 
+@pytest.mark.parametrize(
+    ("settings", "copied", "prefilled"),
+    [
+        ({}, 21 + 20, 22 + 1 + 1 + 3),  # a1 from a0, and b0 its system message
+        ({"share_prefix": False}, 0, 22 + 22 + 21 + 3),
+    ],
+)
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_shared_beginning_is_prefilled_once(deterministic):
+def test_a_shared_beginning_is_prefilled_once(deterministic, settings, copied, prefilled):
     model = sharp_model()
     system = [3 + i % 20 for i in range(20)]
     prompts = {"a0": [*system, 5, 6], "a1": [*system, 5, 6], "b0": [*system, 7], "c0": [9, 8, 7]}
     samplings = {name: replace(MIXED[0], seed=i, max_tokens=6) for i, name in enumerate(prompts)}
 
     async def run():
-        async with running(model) as engine:
+        async with running(model, **settings) as engine:
             if deterministic:
                 engine.expect(list(prompts))
             work = (
@@ -105,8 +112,7 @@ def test_a_shared_beginning_is_prefilled_once(deterministic):
     for (name, ids), completion in zip(prompts.items(), completions, strict=True):
         expected = expected_logprobs(model, ids, completion, samplings[name])
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-    assert stats.copied_tokens == 21 + 20  # a1 from a0, and b0 its system message
-    assert stats.prefilled_tokens == 22 + 1 + 1 + 3
+    assert (stats.copied_tokens, stats.prefilled_tokens) == (copied, prefilled)
 
 
 def test_a_session_whose_ids_do_not_extend_its_cache_is_prefilled_anew():

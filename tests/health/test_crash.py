@@ -18,13 +18,15 @@ from safetensors.torch import load_file
 
 from agenttrain.cli import main
 from agenttrain.engines.config import Sampling
+from agenttrain.health.crash import read_batch
 from agenttrain.runs.provenance import write_config
 from agenttrain.runs.run import Run, make_trainer
 from agenttrain.runs.setup import prepare
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
+from agenttrain.tracking.rollouts import read_rollout, read_step
 from agenttrain.trainer import Trainer
-from agenttrain.training.nonfinite import NotFinite
-from agenttrain.types import Completion
+from agenttrain.training.nonfinite import NotFinite, check_logprobs
+from agenttrain.types import Completion, Finish, Origin, Rollout, Task
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 
@@ -95,6 +97,77 @@ def does_not_fail_again(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "reward.r._target_=planted_rewards.huge" in capsys.readouterr().err
     assert main(["replay", str(bundle), "trust=true"]) == 1
     assert capsys.readouterr().out.endswith("replayed  nothing failed this time\n")
+
+
+def test_a_planted_reward_of_a_rollout_of_several_trajectories(tmp_path, rewards, capsys):
+    run = tmp_path / "run"
+    reward = ["reward=[]", "reward.r._target_=planted_rewards.huge", "algorithm.scale=none"]
+    # The bundled agent answers the request for a summary with a call, which ends the rollout.
+    compaction = ["rollout.compaction=summary", "rollout.compact_at=120", "rollout.max_turns=5"]
+    settings = [*SETTINGS, *reward, *compaction, "rollout.summary_tokens=24"]
+    assert main([*settings, f"hydra.run.dir={run}"]) == 1
+    cause = (
+        "rollout train-2-1-0 trajectory 0: its loss is -inf, "
+        "rollout train-2-1-0 trajectory 1: its loss is -inf, "
+        "rollout train-2-1-1: its loss is inf"
+    )
+    assert cause in capsys.readouterr().err
+    crash = crash_of(run, 2)
+    assert (crash["stage"], crash["culprits"]) == ("update", ["train-2-1-0", "train-2-1-1"])
+
+    bundle = run / "crash" / "step-000002"
+    rollouts = [
+        read_rollout(record, Task(task_id=record["task_id"], messages=()))
+        for record in read_step(bundle, 2)
+    ]
+    assert [len(rollout.trajectories) for rollout in rollouts] == [1, 1, 2, 1]
+    first, summary = rollouts[2].trajectories
+    assert summary.role == "summary" and 0 < summary.context_length < first.length
+    assert summary.token_ids[: summary.context_length] == summary.context([first])
+    sequences = read_batch(bundle, rollouts)
+    assert [sequence.key for sequence in sequences] == [
+        ("train-2-0-0", 0),
+        ("train-2-0-1", 0),
+        ("train-2-1-0", 0),
+        ("train-2-1-0", 1),
+        ("train-2-1-1", 0),
+    ]
+    for sequence in sequences:
+        sampled = [i for span in sequence.trajectory.sampled_spans() for i in span.token_ids]
+        assert sequence.token_ids_T.tolist() == sequence.trajectory.token_ids.tolist()
+        assert sequence.token_ids_T[sequence.targets_S + 1].tolist() == sampled
+        assert set(sequence.trajectory.advantages) == {
+            {"train-2-1-0": 5e59, "train-2-1-1": -5e59}.get(sequence.rollout.rollout_id, 0.0)
+        }
+
+    assert main(["replay", str(bundle)]) == 0
+    again = capsys.readouterr().out
+    assert f"replayed  {crash['error']}\nthe same culprit: train-2-1-0, train-2-1-1\n" in again
+    assert main(["replay", str(bundle), "rollout=train-2-1-0"]) == 0
+    assert main(["view", str(bundle)]) == 0
+
+
+def test_a_logprob_that_is_no_number_is_named_with_its_trajectory():
+    rollout = Rollout(task=Task(task_id="t", messages=()), rollout_id="a", group_id="g", sample=0)
+    (first,) = rollout.trajectories
+    first.append_context([7, 8, 9], Origin.prompt)
+    first.append_sampled(sampled(20, 2, logprob=-1.0), first.token_ids)
+    # 7 8 9 20 | 5 30 2: the sampled tokens are at 5 and 6
+    second = rollout.branch(0, 4, role="helper")
+    second.append_context([5], Origin.template)
+    second.append_sampled(sampled(30, 2, logprob=math.nan), second.token_ids)
+    with pytest.raises(NotFinite, match=r"in 1 of 1 rollouts: a trajectory 1 \(token 5\)\."):
+        check_logprobs([rollout])
+
+
+def sampled(*token_ids: int, logprob: float) -> Completion:
+    count = len(token_ids)
+    return Completion(
+        token_ids=token_ids,
+        logprobs=(logprob,) * count,
+        finish=Finish.stop,
+        versions=((0, count),),
+    )
 
 
 class Planting:

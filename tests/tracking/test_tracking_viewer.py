@@ -15,7 +15,7 @@ from tracking_rollouts import VOCABULARY, call, decode, new, say
 
 from agenttrain.tracking.rollouts import rollout_record
 from agenttrain.tracking.viewer import render, token_texts
-from agenttrain.types import StopReason, ToolError
+from agenttrain.types import Origin, StopReason, ToolError
 
 SCRIPT = VOCABULARY[11]
 
@@ -99,6 +99,29 @@ def test_the_page_shows_the_gap_and_the_entropy_of_each_token(tmp_path):
     unscored = dump(page, "1,gap", tmp_path / "profile")
     assert '<p class="dim stat">no gap and no entropy' in unscored
     assert not re.search(r'data-tip="[^"]*trainer', unscored)
+
+
+def test_trajectories_stand_as_a_tree(tmp_path):
+    rollout = new(0, 0.5)
+    say(rollout, (5, 2))
+    for parent, position, role in ((0, 5, "summary"), (0, 4, "main"), (1, 6, "notes")):
+        branch = rollout.branch(parent, position, role=role)
+        branch.append_context([7], Origin.tool)
+    rollout.stop_reason = StopReason.completed
+    page = tmp_path / "page.html"
+    page.write_text(render([rollout_record(rollout)], decode), encoding="utf-8")
+    dom = dump(page, "0", tmp_path / "profile")
+    sections = re.findall(r'margin-left: (\d+)px;"><h3>(.*?)</h3>', dom)
+    assert sections == [
+        ("0", f"0 main: {rollout.trajectories[0].length} tokens"),
+        ("20", "1 summary: 1 tokens after the first 5 of trajectory 0"),
+        ("40", "3 notes: 1 tokens after the first 6 of trajectory 1"),
+        ("20", "2 main: 1 tokens after the first 4 of trajectory 0"),
+        ("0", "0 main: messages"),
+        ("20", "1 summary: messages"),
+        ("40", "3 notes: messages"),
+        ("20", "2 main: messages"),
+    ]
 
 
 def test_the_page_in_a_browser(tmp_path):

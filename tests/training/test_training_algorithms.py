@@ -240,6 +240,10 @@ def test_equal_entropies_are_not_told_apart_by_packing(share: float) -> None:
 def test_masked_truncated_rollouts_are_counted() -> None:
     (group,) = on_policy(policy(), [pair(20, 21)])
     group[1].stop_reason = StopReason.context_full
+    summary = group[1].branch(0, 3, role="summary")  # a rollout counts once
+    (sampled,) = group[1].trajectories[0].sampled_spans()
+    summary.spans.append(sampled)
+    summary._ids.extend(sampled.token_ids)
     _, metrics = captured({"mask_truncated": True}, [group])
     assert metrics["mask/truncated"] == 0.5
 

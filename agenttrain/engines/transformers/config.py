@@ -17,3 +17,6 @@ class TransformersSettings(EngineSettings):
     rejoin_steps: Whole = Field(default=2, ge=1)
     """Decode steps between a completion and its rollout's return; no effect with
     rollout.deterministic=false."""
+    share_prefix: bool = True
+    """Copy the keys and values of tokens with which several prompts begin; false: compute each
+    prompt by itself, which takes longer and gives other last bits."""

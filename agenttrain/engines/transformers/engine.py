@@ -52,7 +52,8 @@ class TransformersEngine:
         self._model: Any = model
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         decoder = Decoder(model, config.max_rows, self.max_context)
-        self._worker = EngineWorker(decoder, Scheduler(config.max_rows, config.rejoin_steps))
+        scheduler = Scheduler(config.max_rows, config.rejoin_steps, config.share_prefix)
+        self._worker = EngineWorker(decoder, scheduler)
         self.stats: EngineStats = self._worker.stats
         self._thread: threading.Thread | None = None
         self._closed = False

@@ -123,9 +123,10 @@ MOST_LEADERS = 4
 class Scheduler:
     """`ready` forms the next step's batch, in `active`, from what was added and released."""
 
-    def __init__(self, max_rows: int, rejoin_steps: int) -> None:
+    def __init__(self, max_rows: int, rejoin_steps: int, share_prefix: bool = True) -> None:
         self.max_rows = max_rows
         self.rejoin_steps = rejoin_steps
+        self.share_prefix = share_prefix
         self.clock = 0
         self.evictions = 0
         self.active: list[Seat] = []
@@ -283,7 +284,7 @@ class Scheduler:
                 self._join(session)
         if not (self.active or self._joining):
             return False
-        if self._joining:
+        if self._joining and self.share_prefix:
             self._share_prefixes()
         # Neighbours of like length share a prefill pass with little padding.
         self.active += sorted(
