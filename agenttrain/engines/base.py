@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agenttrain.engines.config import Sampling
@@ -11,6 +12,8 @@ from agenttrain.types import AgenttrainError, Completion
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from agenttrain.engines.vllm_server.weight_files import WeightFiles
 
 
 class EngineError(AgenttrainError):
@@ -108,6 +111,22 @@ class Replicated(Protocol):
         update, for copies that come later. Return the scores of a good copy; if there is none,
         those of a bad one.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsFiles(Protocol):
+    """A `Separate` engine whose copies read new weights from files of `weight_files.WeightWriter`.
+
+    For weights of another process: it writes them into the folder, and `load` takes the place of
+    `update`.
+    """
+
+    weights: Path
+    """Folder of the files; it goes when the engine does."""
+
+    async def load(self, files: WeightFiles) -> None:
+        """Have every copy load a version, as `update` does once it has written one."""
         ...
 
 

@@ -26,6 +26,8 @@ from agenttrain.rollout.sharing import Costs, Peers, SingleProcess, merge_shares
 from agenttrain.types import Rollout
 
 Metrics = dict[str, float]
+STATE = ("cursor", "curriculum", "costs")
+"""Keys of the state of a RolloutSource."""
 SAMPLER_METRICS = "sampling/"
 """Prefix of the metrics that compare the policy with the engine that sampled."""
 

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 LENGTH = 8
@@ -79,6 +80,8 @@ class Codec:
             return {"array": len(arrays) - 1}
         if kind is tuple:
             return self._pack_tuple(value, arrays)
+        if isinstance(value, Path):
+            return {"path": str(value)}
         if isinstance(value, Mapping):
             items = [[self._pack(part, arrays) for part in item] for item in value.items()]
             return {"mapping": items}
@@ -114,6 +117,8 @@ class Codec:
             return arrays[content]
         if kind in RAW:
             return tuple(arrays[content])
+        if kind == "path":
+            return Path(content)
         name, content = content
         known = self._classes[name]
         if kind == "enum":

@@ -7,6 +7,7 @@ import datetime
 import math
 import socket
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def crossed(value):
         *(None, True, 0, -1, 2**80, 0.1, math.inf, "", "\ud800 ü", [], (), {}, [()], (1, 2.0)),
         *((1, 2**80), (True, 1), {"a": {1: [None]}}, {(1, "b"): {"record": ["Span", []]}}),
         *(array("d", [0.1, math.inf]), array("f", [0.1]), array("q", [-(2**63)])),
-        *(Origin.tool, (0.1, 1e-300), (1, 2, 3), [{"ints": 0}]),
+        *(Origin.tool, (0.1, 1e-300), (1, 2, 3), [{"ints": 0}], Path("/a b")),
     ],
 )
 def test_a_value_comes_back_with_its_types(value) -> None:
