@@ -76,3 +76,20 @@ COPY = EngineSpec(
     standalone=True,
     deterministic=True,
 )
+
+
+def broken_reward(rollout) -> float:
+    """A reward function with a mistake."""
+    return 1 / 0
+
+
+def loud_reward(completions) -> list[float]:
+    """A reward function that prints; all rollouts of a step come in one call."""
+    print(len(completions), "to score", flush=True)
+    return [float(n % 2) for n in range(len(completions))]
+
+
+def first_ids(rollout) -> float:
+    """1 for an answer that begins with an even id."""
+    trajectory = rollout.trajectories[0]
+    return float(trajectory.own_ids[trajectory.prompt_length] % 2 == 0)

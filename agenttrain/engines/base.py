@@ -23,6 +23,9 @@ class EngineError(AgenttrainError):
 class EngineDead(EngineError):
     """The engine will never serve a request again: the run ends."""
 
+    everywhere = False
+    """True: all training processes raise it at this point, and can save together."""
+
 
 class ImagesRefused(EngineError):
     """Images were sent to an engine that reads token ids alone."""

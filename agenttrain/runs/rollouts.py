@@ -20,18 +20,22 @@ from typing import Any
 from agenttrain.engines.base import EngineDead
 from agenttrain.rollout.monitoring import InFlight, Waiting
 from agenttrain.runs.rollout_messages import CODEC, Answer, Begin, Failed, Status, Stop
-from agenttrain.training.world import World
+from agenttrain.training.world import PeerFailed, World
 from agenttrain.utils.channel import Channel, ChannelClosed
 from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.signals import StopRequest
 
 MODULE = "agenttrain.runs.rollout_process"
-END_S = 45.0
+END_S = 30.0
 """Seconds that the rollout process has to close its engine and tools before it is killed."""
 
 
 class RolloutsDead(EngineDead):
     """The rollout process has ended, and the run cannot go on."""
+
+
+class PeersRolloutsDead(RolloutsDead, PeerFailed):
+    """The first training process has raised EngineDead for a request of all."""
 
 
 class RolloutProcess:
@@ -54,6 +58,8 @@ class RolloutProcess:
         """Folder of weight files, which must not outlive it."""
         self._channel: Channel | None = None
         self._waiting: list[Waiting] = []
+        self._ready = False
+        """It has answered a request: it now notices Stop at any time."""
 
     def waiting(self) -> list[Waiting]:
         """Return the rollouts in flight and what each waited for some tenths of a second ago."""
@@ -80,6 +86,7 @@ class RolloutProcess:
             except ChannelClosed as error:
                 raise await self._gone() from error
             if isinstance(message, Answer):
+                self._ready = True
                 return message.value
             if isinstance(message, Failed):
                 raise message.raised()
@@ -101,14 +108,15 @@ class RolloutProcess:
             with suppress(RolloutsDead):
                 await self.send(Stop())
             self._channel.close()
-        await asyncio.to_thread(self._child.ended, END_S)
+        await asyncio.to_thread(self._child.ended, END_S if self._ready else 0.0)
         self._child.kill()
         if self.weights is not None:
             shutil.rmtree(self.weights, ignore_errors=True)
 
     async def _gone(self) -> RolloutsDead:
         end = await asyncio.to_thread(self._child.gone)
-        return RolloutsDead(f"the rollout process {end}\nIts log: {self._log}")
+        log = f" (log: {self._log})" if self._log.exists() else ""
+        return RolloutsDead(f"the rollout process{log} {end}")
 
     def _print(self, line: str) -> None:
         with suppress(OSError), self._log.open("a", encoding="utf-8") as log:
@@ -128,16 +136,23 @@ class Rollouts:
     async def ask(self, request: Any, what: str) -> Any:
         """Return the answer in the first process, None in the others; a signal cuts it short.
 
-        `what` names the work in errors, which are raised in all processes. Raises Preempted.
+        `what` names the work in errors, which are raised in all processes; EngineDead everywhere.
+        Raises Preempted.
         """
         answers: list[Any] = []
         failure: Exception | None = None
+        dead: list[str] = []
         if self.process is not None:
             try:
                 answers = await self.stop.until_stopped(self.process.ask(request))
             except Exception as error:
                 failure = error
-        self.world.exchange((), what, failure, patient=True)
+                dead = [str(error)] if isinstance(error, EngineDead) else []
+        # The others raise it as an EngineDead too: all of them then save the last finished step.
+        if dead := self.world.exchange(dead, what, None if dead else failure, patient=True):
+            raised = failure if isinstance(failure, EngineDead) else PeersRolloutsDead(dead[0])
+            raised.everywhere = True
+            raise raised
         self.stop.check()
         return answers[0] if answers else None
 
