@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from agenttrain.engines.vllm_server.weight_files import WeightFiles
+    from agenttrain.engines.weight_files import WeightFiles
 
 
 class EngineError(AgenttrainError):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agenttrain.engines.base import Engine, EngineError
 from agenttrain.engines.config import Sampling
-from agenttrain.engines.vllm_server.weight_files import BadWeights, WeightFiles, WeightWriter
+from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
 from agenttrain.evaluation import Evaluation, Evaluator, HeldOutLoss, to_json
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collected

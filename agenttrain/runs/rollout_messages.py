@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.engines.config import Sampling
-from agenttrain.engines.vllm_server.weight_files import WeightFiles
+from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.evaluation import Evaluation
 from agenttrain.rollout.collector import Collected
 from agenttrain.rollout.monitoring import Waiting

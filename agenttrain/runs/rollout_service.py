@@ -27,7 +27,7 @@ from agenttrain.engines.base import (
     Replicated,
     Separate,
 )
-from agenttrain.engines.vllm_server.weight_files import WeightFiles, read_verified
+from agenttrain.engines.weight_files import WeightFiles, read_verified
 from agenttrain.evaluation import Evaluation, evaluate
 from agenttrain.rollout.monitoring import Waiting
 from agenttrain.rollout.sharing import Costs

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import scripted_engines
 import yaml
 from process_runs import agenttrain, same
 from same_run import assert_same, metrics
@@ -31,6 +32,13 @@ TINY = (
     *("algorithm.group_size=4", "seed=3"),
 )
 pytestmark = pytest.mark.timeout(900)  # only a hang takes so long
+
+
+@pytest.fixture(autouse=True)
+def engines_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in processes of their own find `scripted_engines` too."""
+    paths = [str(Path(scripted_engines.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
 def rollouts(folder: Path, step: int) -> list[dict]:
@@ -87,10 +95,11 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         run.communicate()
 
 
-def await_steps(folder: Path, count: int) -> None:
+def await_steps(run: subprocess.Popen[str], folder: Path, count: int) -> None:
+    """Wait until a run has finished so many steps."""
     deadline = time.monotonic() + 300
     while len(metrics(folder)) < count:
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline and run.poll() is None, run.communicate()
         time.sleep(0.05)
 
 
@@ -209,7 +218,7 @@ def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path) -> None:
 def test_sigterm_saves_and_a_killed_trainer_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started(*TINY, COPY, OWN, "steps=400", f"hydra.run.dir={folder}") as run:
-        await_steps(folder, 3)
+        await_steps(run, folder, 3)
         (process,) = of_rollouts(run.pid)
         run.send_signal(signal.SIGTERM)
         printed, _ = run.communicate()
@@ -218,7 +227,7 @@ def test_sigterm_saves_and_a_killed_trainer_leaves_nothing(tmp_path: Path) -> No
         assert "stopped by SIGTERM with checkpoints/step-" in printed
     steps = len(metrics(folder))
     with started(f"resume={folder}") as run:
-        await_steps(folder, steps + 2)
+        await_steps(run, folder, steps + 2)
         (process,) = of_rollouts(run.pid)
         run.kill()
         process.wait(90)
@@ -236,7 +245,7 @@ def test_two_training_processes_survive_neither_each_other_nor_the_rollouts(
     two = (COPY, OWN, "distributed=ddp", "distributed.processes=2", "checkpoint.every=null")
     folder = tmp_path / "run"
     with started(*TINY, *two, "steps=400", f"hydra.run.dir={folder}") as run:
-        await_steps(folder, 3)
+        await_steps(run, folder, 3)
         (process,) = of_rollouts(run.pid)
         process.kill()
         printed, _ = run.communicate()
@@ -246,7 +255,7 @@ def test_two_training_processes_survive_neither_each_other_nor_the_rollouts(
         steps = len(metrics(folder))
         assert f"step-{steps:06d} stands" in printed or "step-000" not in printed
     with started(*TINY, *two, "steps=400", f"hydra.run.dir={tmp_path / 'other'}") as run:
-        await_steps(tmp_path / "other", 3)
+        await_steps(run, tmp_path / "other", 3)
         (process,) = of_rollouts(run.pid)
         ranks = psutil.Process(process.ppid()).parent().children()
         (other,) = [one for one in ranks if one.pid != process.ppid()]

@@ -16,7 +16,7 @@ from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.fleet import Fleet
 from agenttrain.engines.vllm_server.local import LocalServers
-from agenttrain.engines.vllm_server.weight_files import BadWeights, WeightFiles, WeightWriter
+from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
 from agenttrain.types import Completion
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     from agenttrain.engines.vllm_server.engine import VllmServerEngine
     from agenttrain.engines.vllm_server.fleet import Fleet
     from agenttrain.engines.vllm_server.local import LocalServers, weights_folder
-    from agenttrain.engines.vllm_server.weight_files import WeightWriter
+    from agenttrain.engines.weight_files import WeightWriter
 
     folder, servers = inputs.run_folder, inputs.servers
     assert folder is not None, "servers meet the run in its folder"
