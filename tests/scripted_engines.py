@@ -22,17 +22,17 @@ def scripted(settings: TransformersSettings, inputs: EngineInputs) -> ScriptedEn
     """Answer each request with ten ids that depend on what was sent and on the seed."""
 
     class Seeded(ScriptedEngine):
-        async def generate(self, token_ids, sampling, **names):
+        async def generate(self, token_ids, sampling, *, session, **names):
             if self.version == int(os.environ.get(KILLED_AT, "-1")):
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.script = lambda ids, session, turn: answer(ids, sampling)
-            return await super().generate(token_ids, sampling, **names)
+            self.script.setdefault(session, []).append(answer(token_ids, sampling))
+            return await super().generate(token_ids, sampling, session=session, **names)
 
     def answer(ids: Sequence[int], sampling) -> list[int]:
         number = sampling.seed % 5 + len(ids)
         return [*(7 + (number + n) % 60 for n in range(9)), sampling.stop_token_ids[0]]
 
-    return Seeded([], keeps_sent=False, max_context=512)
+    return Seeded({}, keeps_sent=False, max_context=512)
 
 
 def copy(settings: TransformersSettings, inputs: EngineInputs):
