@@ -164,10 +164,10 @@ class Trainer:
         with self.run.phase(self.source.phase, n):
             try:
                 batch = await self.source.batch(n)
-            except EngineDead:
-                # The policy is still that of the last finished step. Alone: other processes would
-                # have to save together with this one, and may wait elsewhere.
-                if self.run.world.size == 1:
+            except EngineDead as error:
+                # The policy is still that of the last finished step. Other processes have to save
+                # together with this one, and may wait elsewhere.
+                if self.run.world.size == 1 or error.everywhere:
                     self.save_checkpoint()
                 raise
         with self.run.phase("check", n, rollouts=batch.rollouts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agenttrain.engines.config import Sampling
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from agenttrain.engines.weight_files import WeightFiles
+
 
 class EngineError(AgenttrainError):
     """The engine cannot serve a request; it fails that rollout only."""
@@ -19,6 +22,9 @@ class EngineError(AgenttrainError):
 
 class EngineDead(EngineError):
     """The engine will never serve a request again: the run ends."""
+
+    everywhere = False
+    """True: all training processes raise it at this point, and can save together."""
 
 
 class ImagesRefused(EngineError):
@@ -108,6 +114,22 @@ class Replicated(Protocol):
         update, for copies that come later. Return the scores of a good copy; if there is none,
         those of a bad one.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsFiles(Protocol):
+    """A `Separate` engine whose copies read new weights from files of `weight_files.WeightWriter`.
+
+    For weights of another process: it writes them into the folder, and `load` takes the place of
+    `update`.
+    """
+
+    weights: Path
+    """Folder of the files; it goes when the engine does."""
+
+    async def load(self, files: WeightFiles) -> None:
+        """Have every copy load a version, as `update` does once it has written one."""
         ...
 
 

@@ -8,37 +8,39 @@ from collections.abc import Iterator
 from agenttrain.engines.config import ServersConfig
 from agenttrain.utils.sections import shown
 
-TRAINER = 0
-"""GPU of the trainer, which is one process."""
 
+def placement_problems(servers: ServersConfig, gpus: int, trainers: int = 1) -> Iterator[str]:
+    """Yield why servers do not fit a machine with `gpus` GPUs; with none they run on the CPU.
 
-def placement_problems(servers: ServersConfig, gpus: int) -> Iterator[str]:
-    """Yield why servers do not fit a machine with `gpus` GPUs; with none they run on the CPU."""
+    The first `trainers` GPUs are those of the training processes.
+    """
     needed = servers.count * servers.tensor_parallel_size
     chosen = servers.gpus
     if chosen is None:
-        if 0 < gpus < needed + 1:
+        if 0 < gpus < needed + trainers:
+            others = "the trainer's" if trainers == 1 else f"the {trainers} of the trainer"
             yield (
                 f"servers.count={servers.count}: with servers.tensor_parallel_size="
-                f"{servers.tensor_parallel_size} the servers need {needed} GPUs beside the "
-                f"trainer's, and this machine has {gpus}; lower it"
+                f"{servers.tensor_parallel_size} the servers need {needed} GPUs beside "
+                f"{others}, and this machine has {gpus}; lower it"
+                f"{', or set distributed.processes' if trainers > 1 else ''}"
             )
         return
     if gpus == 0:
         yield f"servers.gpus={shown(chosen)}: this machine has no GPU; leave it out"
     elif max(chosen) >= gpus:
         yield f"servers.gpus={shown(chosen)}: this machine's GPUs are 0 to {gpus - 1}"
-    elif TRAINER in chosen:
-        yield f"servers.gpus={shown(chosen)}: GPU {TRAINER} is the trainer's; leave it out"
+    elif min(chosen) < trainers:
+        yield f"servers.gpus={shown(chosen)}: GPU {min(chosen)} is the trainer's; leave it out"
 
 
-def place(servers: ServersConfig) -> tuple[tuple[int | str, ...], ...]:
+def place(servers: ServersConfig, trainers: int = 1) -> tuple[tuple[int | str, ...], ...]:
     """Return the GPUs of each server, as CUDA_VISIBLE_DEVICES names them.
 
-    Example: two servers of two GPUs beside the trainer: ``((1, 2), (3, 4))``.
+    Example: two servers of two GPUs beside one trainer: ``((1, 2), (3, 4))``.
     """
     size = servers.tensor_parallel_size
-    numbers = servers.gpus or list(range(TRAINER + 1, TRAINER + 1 + servers.count * size))
+    numbers = servers.gpus or list(range(trainers, trainers + servers.count * size))
     names: list[int | str] = list(numbers)
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         names = [visible.split(",")[number] for number in numbers]

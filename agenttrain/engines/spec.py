@@ -43,6 +43,8 @@ class EngineInputs:
     """Number of this process; each one builds an engine."""
     run_folder: Path | None
     """Folder for the engine's log."""
+    trainers: int = 1
+    """Training processes of this machine, which have its first GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class RunFacts:
     several: bool
     """The run has more than one process."""
     servers: ServersConfig
+    rollout_process: bool = False
+    """The rollouts have a process of their own, which has the engine."""
 
 
 def _no_problems(*_: Any) -> Iterable[str]:
@@ -127,6 +131,9 @@ class EngineSpec(Generic[S]):
     """Package of others that samples, beside agenttrain's own; `agenttrain doctor` imports it."""
     own_weights: bool = False
     """True: samples from weights of its own, which are sent to it; False: from the policy's."""
+    standalone: bool = False
+    """True: needs neither the policy nor a device of its process, so that it can be in a process
+    apart from the trainer's (`rollout.process`)."""
     run_server: Callable[[Path, int, int | None], int] | None = None
     """Run one server of the run in a folder, by its number, until it is stopped or the process of
     the third argument has ended; return the exit code. Raises ConfigError if that server runs

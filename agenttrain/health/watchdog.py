@@ -16,12 +16,11 @@ from contextlib import contextmanager, suppress
 from os import getpid, kill
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from agenttrain.health.config import WatchdogConfig
 from agenttrain.health.stall import Stall, end_run
-from agenttrain.rollout.collector import Collector
-from agenttrain.rollout.monitoring import ENGINE, OTHER, TOOL, Waiting
+from agenttrain.rollout.monitoring import ENGINE, OTHER, TOOL, InFlight, Waiting
 from agenttrain.tracking.run_folder import update_summary, write_atomically
 from agenttrain.training.world import World
 
@@ -37,6 +36,19 @@ ARM_S = 5.0
 timer never ends a healthy run."""
 LONGEST_TICK_S = 2.0
 """Most time between two checks that counts: if there is more, the process had been stopped."""
+
+
+class Watched(Protocol):
+    """Rollouts in flight, of this process or another one; a Collector has them."""
+
+    @property
+    def in_flight(self) -> InFlight:
+        """Their counter of progress and, if they are of this process, their asyncio tasks."""
+        ...
+
+    def waiting(self) -> list[Waiting]:
+        """Return the rollouts and what each waits for; callable from any thread."""
+        ...
 
 
 class Watchdog:
@@ -74,7 +86,7 @@ class Watchdog:
         self._since = time.time()
         self._count = 0
         """Counter of progress; the run raises it, the thread only compares it."""
-        self._collector: Collector | None = None
+        self._collector: Watched | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._before: Any = None
@@ -119,7 +131,7 @@ class Watchdog:
         finally:
             self.begin(None, step)
 
-    def watch(self, collector: Collector | None, embeddings: Any = None) -> None:
+    def watch(self, collector: Watched | None, embeddings: Any = None) -> None:
         """Watch a collector's rollouts; each forward pass of a model's `embeddings` is progress."""
         self._collector = collector
         if embeddings is not None:

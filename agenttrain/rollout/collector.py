@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from agenttrain.engines.base import Lockstep
 from agenttrain.engines.config import Sampling
@@ -363,8 +363,27 @@ def may_be_scored(rollout: Rollout) -> bool:
     return rollout.turns > 0 and not failed
 
 
+class Measured(Protocol):
+    """The parts of a run whose names are those of metrics; a Collector has them."""
+
+    @property
+    def tool_names(self) -> Sequence[str]:
+        """Names of all tools that some rollout may have."""
+        ...
+
+    @property
+    def rubric(self) -> Rubric:
+        """The reward functions."""
+        ...
+
+    @property
+    def attempt(self) -> object:
+        """None unless outside agents make the rollouts."""
+        ...
+
+
 def step_metrics(
-    collector: Collector, collected: Collected, seconds: Mapping[str, float]
+    run: Measured, collected: Collected, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the metrics of a step's rollouts, those of all processes.
 
@@ -372,10 +391,8 @@ def step_metrics(
     """
     tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
     return {
-        **rollout_metrics(
-            collected.groups, tools=collector.tool_names, rewards=collector.rubric.names
-        ),
-        **({} if collector.attempt is None else agent_metrics(collected.rollouts)),
+        **rollout_metrics(collected.groups, tools=run.tool_names, rewards=run.rubric.names),
+        **({} if run.attempt is None else agent_metrics(collected.rollouts)),
         "rollout/dropped": collected.dropped,
         "rollout/ledger_breaks": collected.broken,
         "time/loop_lag_max_s": collected.loop_lag_s,

@@ -51,6 +51,17 @@ class OnToolFailure(StrEnum):
     """Stop the run."""
 
 
+class RolloutPlace(StrEnum):
+    """Process in which rollouts are made: tools, environments, rewards and their event loop."""
+
+    auto = "auto"
+    """own where the engine is apart from the trainer anyway (vllm_server), else same."""
+    own = "own"
+    """One process of its own for the whole run, which has the engine too."""
+    same = "same"
+    """Each training process makes its share."""
+
+
 NO_COMPACTION = "none"
 COMPACTIONS = {
     "summary": "agenttrain.rollout.compaction.Summary",
@@ -89,6 +100,9 @@ class RolloutConfig:
     """Seconds the event loop may stand still before a warning names the tool that holds it."""
     concurrency: Whole = Field(default=512, ge=1)
     """Rollouts in flight; no effect with engine=transformers and rollout.deterministic."""
+    process: RolloutPlace = RolloutPlace.auto
+    """Process that makes rollouts: same: the trainer's; own: another one, which shares no
+    interpreter lock with it; auto: own with engine=vllm_server."""
     deterministic: bool | None = None
     """The same batch at every decode step, so that a run repeats; None: where the engine can
     (transformers)."""

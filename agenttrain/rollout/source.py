@@ -15,6 +15,7 @@ from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import (
     Collected,
     Collector,
+    Measured,
     NoRewards,
     step_metrics,
     why_unrewarded,
@@ -25,6 +26,8 @@ from agenttrain.rollout.sharing import Costs, Peers, SingleProcess, merge_shares
 from agenttrain.types import Rollout
 
 Metrics = dict[str, float]
+STATE = ("cursor", "curriculum", "costs")
+"""Keys of the state of a RolloutSource."""
 SAMPLER_METRICS = "sampling/"
 """Prefix of the metrics that compare the policy with the engine that sampled."""
 
@@ -52,6 +55,8 @@ class SampledBatch(StepBatch):
     """Abandoned tool calls of this process that still run."""
     metrics: Metrics
     """Metrics of the groups of all processes."""
+    curriculum: Metrics = field(default_factory=dict)
+    """Metrics of the curriculum after this step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,21 +124,13 @@ class RolloutSource:
         if self.curriculum is not None:
             results = self.curriculum.results(batch.collected.groups)
             self.curriculum.learn(self.cursor, self.peers.exchange(results, "a step's results"))
+            batch.curriculum = self.curriculum.metrics()
 
     def summarise(
         self, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
     ) -> tuple[Metrics, list[Rollout]]:
-        """Merge the batches of all processes: return the metrics and the rollouts of the step.
-
-        `training` are the metrics of the update, `seconds` the slowest process's time by phase.
-        """
-        sampled = [batch for batch in batches if isinstance(batch, SampledBatch)]
-        collected = merge_shares([batch.collected for batch in sampled])
-        metrics = {**step_metrics(self.collector, collected, seconds), **training}
-        metrics["tools/stuck"] = sum(batch.stuck for batch in sampled)
-        if self.curriculum is not None:
-            metrics |= self.curriculum.metrics()
-        return {**metrics, **sampled[0].metrics}, collected.rollouts
+        """Merge the batches of all processes: return the metrics and the rollouts of the step."""
+        return merge_batches(self.collector, batches, training, seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state that later steps' rollouts depend on, the policy aside."""
@@ -149,6 +146,20 @@ class RolloutSource:
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
         self.costs.load_state_dict(state["costs"])
+
+
+def merge_batches(
+    run: Measured, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
+) -> tuple[Metrics, list[Rollout]]:
+    """Merge the sampled batches of all processes: return the step's metrics and rollouts.
+
+    `training` are the metrics of the update, `seconds` the slowest process's time by phase.
+    """
+    sampled = [batch for batch in batches if isinstance(batch, SampledBatch)]
+    collected = merge_shares([batch.collected for batch in sampled])
+    metrics = {**step_metrics(run, collected, seconds), **training}
+    metrics["tools/stuck"] = sum(batch.stuck for batch in sampled)
+    return {**metrics, **sampled[0].curriculum, **sampled[0].metrics}, collected.rollouts
 
 
 @dataclass(slots=True, kw_only=True)

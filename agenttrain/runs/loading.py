@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.engines.base import Engine, Separate
@@ -110,11 +112,39 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
 
     Raises ConfigError for an engine that is to get weights and has no methods for them.
     """
-    spec, lora = spec_of(config.engine), config.model.lora
+    inputs = _engine_inputs(
+        config,
+        None if spec_of(config.engine).own_weights else policy.sampler,
+        folder,
+        on_gpu=policy.accelerator.device.type == "cuda",
+        rank=policy.world.rank,
+    )
+    # Some engines seed the process's generators; tools and rewards would draw alike on all ranks.
+    states = random_states()
+    engine = _build_engine(config, inputs)
+    set_random_states(states)
+    return engine
+
+
+def make_standalone_engine(
+    config: RunConfig, folder: Path, *, on_gpu: bool, trainers: int
+) -> Engine:
+    """Build the engine in a process that has no policy, as `make_engine`.
+
+    `trainers` is the number of training processes of this machine.
+    """
+    inputs = _engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
+    return _build_engine(config, replace(inputs, trainers=trainers))
+
+
+def _engine_inputs(
+    config: RunConfig, policy: Any, folder: Path | None, *, on_gpu: bool, rank: int
+) -> EngineInputs:
+    lora = config.model.lora
     path, revision = config.model.path, config.model.revision
     folder_of_model = model_folder(path, revision=revision)
-    inputs = EngineInputs(
-        policy=None if spec.own_weights else policy.sampler,
+    return EngineInputs(
+        policy=policy,
         model=base_folder(path, revision, config.model.base_revision) or folder_of_model,
         dtype=config.model.dtype,
         adapters=lora if lora.rank else None,
@@ -123,14 +153,15 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
         sync_folder=config.weight_sync.folder,
         servers=config.servers,
         seed=config.seed,
-        on_gpu=policy.accelerator.device.type == "cuda",
-        rank=policy.world.rank,
+        on_gpu=on_gpu,
+        rank=rank,
         run_folder=folder,
     )
-    # Some engines seed the process's generators; tools and rewards would draw alike on all ranks.
-    states = random_states()
+
+
+def _build_engine(config: RunConfig, inputs: EngineInputs) -> Engine:
+    spec = spec_of(config.engine)
     engine = spec.build(config.engine, inputs)
-    set_random_states(states)
     if spec.own_weights and not isinstance(engine, Separate):
         raise ConfigError(
             f"engine={config.engine.name}: its SPEC has own_weights=True, so that each step sends "

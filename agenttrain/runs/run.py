@@ -21,7 +21,7 @@ from typing import Any
 from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
 from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.data.curriculum import Curriculum
-from agenttrain.engines.base import EngineDead
+from agenttrain.engines.base import Engine, EngineDead
 from agenttrain.evaluation import (
     Best,
     Evaluation,
@@ -42,10 +42,13 @@ from agenttrain.runs.fingerprints import check_unchanged, fingerprints
 from agenttrain.runs.fingerprints import write as write_fingerprints
 from agenttrain.runs.loading import make_engine, make_policy
 from agenttrain.runs.provenance import write_config
+from agenttrain.runs.remote import remote_engine, remote_source, start_rollouts
 from agenttrain.runs.report import print_losses, print_scores
+from agenttrain.runs.rollouts import Rollouts
 from agenttrain.runs.setup import Components, prepare, sampling_note
 from agenttrain.runs.teacher import make_teacher, teacher_prompt
 from agenttrain.settings.command_line import resuming
+from agenttrain.settings.engine_checks import has_rollout_process
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
 from agenttrain.tools.config import without_password
@@ -459,6 +462,13 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     """
     config, world = run.config, run.world
     supervised = run.verb == "sft"
+    stack.push_async_callback(components.aclose)
+    rollouts: Rollouts | None = None
+    if not supervised and has_rollout_process(config):
+        await components.aclose()  # the other process has tools of its own
+        rollouts = await start_rollouts(run.plain, run.verb, run.folder, world=world, stop=run.stop)
+        if rollouts.process is not None:
+            stack.push_async_callback(rollouts.process.aclose)
     policy = make_policy(
         config,
         CROSS_ENTROPY if supervised else config.algorithm,
@@ -467,19 +477,23 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         world=world,
         sampled=not supervised,
     )
-    engine = None
-    if not supervised:
+    engine: Engine | None = None
+    if rollouts is not None:
+        engine = await remote_engine(rollouts, config.model.dtype)
+    elif not supervised:
         engine = make_engine(config, policy, run.folder)
         stack.push_async_callback(engine.aclose)
-    stack.push_async_callback(components.aclose)
     teacher = None
     if run.verb == "train" and config.algorithm.has_teacher:
         prompt = config.algorithm.teacher.prompt
         prompt_ids = teacher_prompt(prompt, components.chat, components.schemas)
         teacher = make_teacher(config, policy, prompt_ids)
     run.record_kernel(components, policy)
-    collector = None if engine is None else components.collector(engine, run.folder)
-    run.watchdog.watch(collector, policy.model.get_input_embeddings())
+    collector: Collector | None = None
+    if engine is not None and rollouts is None:
+        collector = components.collector(engine, run.folder)
+    process = None if rollouts is None else rollouts.process
+    run.watchdog.watch(process or collector, policy.model.get_input_embeddings())
     checkpoints = run.checkpoints(components.tokenizer)
     state = run.restore(checkpoints, policy)
     done = 0 if state is None else state["step"]
@@ -492,11 +506,18 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
                 policy, engine, done, config.weight_sync, prompt_ids=components.probe_prompt()
             )
     run.tracker = stack.enter_context(run.make_tracker(done))
-    if collector is None:
-        source, evaluator = _of_conversations(run, components, policy)
-    else:
+    if not supervised:
         run.evidence = Evidence(folder=run.folder, policy=policy, checkpoints=checkpoints)
+    source: BatchSource
+    evaluator: Evaluator
+    if rollouts is not None:
+        source, evaluator = remote_source(config, components, rollouts)
+        if process is not None:
+            process.progress = run.tracker.progress.rollouts
+    elif collector is not None:
         source, evaluator = _of_rollouts(run, components, collector)
+    else:
+        source, evaluator = _of_conversations(run, components, policy)
     trainer = Trainer(
         config=config,
         run=run,

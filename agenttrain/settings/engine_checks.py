@@ -8,6 +8,7 @@ from agenttrain.engines.config import LEAST_TEMPERATURE, ServersConfig
 from agenttrain.engines.registry import OutsideEngine, admit, names_with, plain, spec_of
 from agenttrain.engines.spec import RunFacts
 from agenttrain.launch.config import several_processes
+from agenttrain.rollout.config import RolloutPlace
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import WeightSyncConfig
@@ -23,6 +24,14 @@ def typed_engine(overrides: Sequence[str]) -> str | None:
     """Return the override that chooses the engine; None: it is a preset's, or the run's own."""
     named = ("engine=", "engine._target_=")
     return next((text for text in overrides if text.startswith(named)), None)
+
+
+def has_rollout_process(config: RunConfig) -> bool:
+    """Return True if the run's rollouts are made in a process of their own."""
+    place = config.rollout.process
+    return place is RolloutPlace.own or (
+        place is RolloutPlace.auto and spec_of(config.engine).fleet
+    )
 
 
 def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterator[str]:
@@ -50,6 +59,12 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
             f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
             f"{names_with(grammars=True)}, or leave it out"
         )
+    apart = has_rollout_process(config)
+    if apart and not spec.standalone:
+        yield (
+            f"rollout.process=own: engine={engine.name} samples in the training process; leave it "
+            f"out, or set {names_with(standalone=True)}"
+        )
     sync = config.weight_sync
     if not spec.own_weights and sync.tolerance is not None:
         yield (
@@ -67,6 +82,7 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         distributed=str(config.distributed.name),
         several=several_processes(config.distributed) if several is None else several,
         servers=config.servers,
+        rollout_process=apart,
     )
     yield from spec.check(engine, facts)
 

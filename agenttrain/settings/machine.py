@@ -55,7 +55,10 @@ def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) 
             spec = spec_of(config.engine)
             problems += spec.check_machine(config.engine, lambda: machine.gpus)
             if spec.fleet:
-                problems += placement_problems(config.servers, machine.gpus)
+                section = config.distributed
+                several = section.name is not DistributedName.single
+                trainers = (section.processes or machine.gpus) if several else 1
+                problems += placement_problems(config.servers, machine.gpus, trainers)
     return list(dict.fromkeys(problems))
 
 

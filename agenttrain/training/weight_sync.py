@@ -6,7 +6,7 @@ The check is a probe: a text whose log-probabilities the policy and the engine m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -90,6 +90,11 @@ class SyncProbe:
     """True once a far token was warned of."""
 
     @property
+    def scores(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The policy's and the engine's log-probabilities as plain numbers."""
+        return tuple(self.policy_T.tolist()), tuple(self.engine_T.tolist())
+
+    @property
     def gap(self) -> Gap:
         """Gap of the sampled tokens.
 
@@ -98,6 +103,87 @@ class SyncProbe:
         gap_T = (self.engine_T - self.policy_T).abs()[self.start - 1 :]
         mean, q90, top = gap_T.mean(), gap_T.quantile(0.9), gap_T.max()
         return Gap(mean=mean.item(), q90=q90.item(), max=top.item())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeCheck:
+    """Judges an engine's log-probabilities of the probe: callable, as `Replicated.verify` wants it.
+
+    A record of plain values: it can be sent to the process that has the engine.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    """That of the SyncProbe."""
+    policy: tuple[float, ...]
+    """The policy's log-probability of every token after the first."""
+    first: Gap | None
+    """Gap of the first sync; None if this is the first."""
+    warned: bool
+    """True once a far token was warned of."""
+    before: tuple[tuple[float, ...], tuple[float, ...]] | None
+    """`SyncProbe.scores` of the last sync; None if the engine's may be the same as then."""
+    version: int
+    tolerance: float
+    exact: bool
+    """The tolerance is that of the largest gap, not of the mean."""
+    growth: float
+    """Limit of the gap as a multiple of the first sync's."""
+
+    def __call__(self, scores: Sequence[float]) -> str | None:
+        """Return the problem with an engine's scores; None if it holds the policy's weights."""
+        try:
+            self.scored(scores)
+        except StaleWeights as error:
+            return str(error)
+        return None
+
+    def scored(self, scores: Sequence[float]) -> SyncProbe:
+        """Return the probe with the engine's scores. Raises StaleWeights.
+
+        It is raised if the gap exceeds the tolerance and `growth` times the first sync's gap. With
+        `before` also if the policy's log-probabilities changed and the engine's did not at all.
+        """
+        probe = SyncProbe(
+            token_ids=self.token_ids,
+            start=self.start,
+            policy_T=torch.tensor(self.policy),
+            engine_T=torch.tensor(scores),
+            first=self.first,
+            warned=self.warned,
+        )
+        gap, first, tolerance = probe.gap, self.first, self.tolerance
+        pairs = [(gap.max, tolerance)]
+        if not self.exact:
+            begun = first or Gap(mean=0.0, q90=0.0, max=0.0)
+            pairs = [
+                (gap.mean, max(tolerance, self.growth * begun.mean)),
+                (gap.q90, max(tolerance, self.growth * begun.q90)),
+            ]
+        # Not `value > limit`: NaN must not count as agreement.
+        if not any(value <= limit for value, limit in pairs):
+            raise StaleWeights(
+                f"weight sync {self.version}: the engine's log-probabilities of a fixed sequence "
+                f"differ from the policy's by up to {gap}"
+                f"{f'; at the first sync {first}' if first else ''}; "
+                f"weight_sync.tolerance={tolerance:g}. It does not hold the policy's weights: do "
+                "engine and trainer know the same model, in the same format (engine.dtype, "
+                "engine.quantization)?"
+            )
+        if self.before is None:
+            return probe
+        # A step may change less than bfloat16 kernels differ, but it changes some bits.
+        policy_T, engine_T = (torch.tensor(values) for values in self.before)
+        moved_T = (probe.policy_T - policy_T).abs()
+        still = torch.equal(probe.engine_T, engine_T)
+        if moved_T.count_nonzero() > len(moved_T) / 2 and still:
+            raise StaleWeights(
+                f"weight sync {self.version}: the policy's log-probabilities of a fixed sequence "
+                f"moved by up to {moved_T.max().item():.3g} and the engine's not by a bit: the new "
+                f"weights did not reach it. resume=… {names_with(own_weights=False)} continues "
+                "without it"
+            )
+        return probe
 
 
 async def sync(
@@ -148,12 +234,28 @@ async def sync(
     same_bits = as_adapters or not (adapted or dtype != policy.model.dtype)
     quantized = isinstance(engine, Quantized) and engine.quantized
     moved_from = before if same_bits and not quantized else None
-
-    def check(probe: SyncProbe) -> None:
-        _check_probe(probe, moved_from, version, tolerance, exact=exact, growth=growth)
-
-    probe = await _score_probe(policy, engine, before, prompt_ids, check)
-    check(probe)
+    token_ids, start = await _probe_text(policy, engine, before, prompt_ids)
+    policy_T = (
+        policy.probe_logprobs(token_ids)
+        if is_sharded(policy.model)
+        else policy_logprobs(policy.model, token_ids)
+    )
+    check = ProbeCheck(
+        token_ids=tuple(token_ids),
+        start=start,
+        policy=tuple(policy_T),
+        first=before.first or before.gap if before else None,
+        warned=bool(before and before.warned),
+        before=None if moved_from is None else moved_from.scores,
+        version=version,
+        tolerance=tolerance,
+        exact=exact,
+        growth=growth,
+    )
+    if isinstance(engine, Replicated):
+        probe = check.scored(await engine.verify(token_ids, check))
+    else:
+        probe = check.scored(await engine.score(token_ids))
     if not exact and not probe.warned and probe.gap.max > FAR * tolerance:
         warnings.warn(
             f"weight sync {version}: the engine's log-probability of a token of the probe is "
@@ -166,102 +268,27 @@ async def sync(
     return probe
 
 
-async def _score_probe(
-    policy: Policy,
-    engine: Engine,
-    before: SyncProbe | None,
-    prompt_ids: Sequence[int],
-    check: Callable[[SyncProbe], None],
-) -> SyncProbe:
-    """Score the probe by the policy and by the engine; without `before`, choose its text first.
+async def _probe_text(
+    policy: Policy, engine: Engine, before: SyncProbe | None, prompt_ids: Sequence[int]
+) -> tuple[Sequence[int], int]:
+    """Return the probe's ids, and the index of the first one that the engine sampled.
 
-    `check` raises StaleWeights for a copy of the weights that is not to be sampled from.
+    They are those of `before`; without it they are chosen.
     """
-    token_ids: Sequence[int]
     if before:
-        token_ids, start = before.token_ids, before.start
-    elif not prompt_ids:
+        return before.token_ids, before.start
+    if not prompt_ids:
         # A fixed sequence of ids from the whole vocabulary.
         entries = policy.model.get_input_embeddings().weight.shape[0]
         last = min(PROBE_TOKENS, engine.max_context - 1)
-        token_ids, start = [index * STEP % entries for index in range(1, last)], 1
-    else:
-        # Short, because engines hold the probabilities of the whole vocabulary for each token.
-        room = min(2 * PROBE_TOKENS, engine.max_context - 1)
-        prompt = list(prompt_ids[-min(PROBE_TOKENS, room // 2) :])
-        sampling = Sampling(max_tokens=room - len(prompt), seed=0)
-        completion = await engine.generate(prompt, sampling, session="probe")
-        await engine.release("probe")
-        token_ids, start = [*prompt, *completion.token_ids], len(prompt)
-    policy_T = (
-        policy.probe_logprobs(token_ids)
-        if is_sharded(policy.model)
-        else policy_logprobs(policy.model, token_ids)
-    )
-
-    def probe_of(scores: Sequence[float]) -> SyncProbe:
-        return SyncProbe(
-            token_ids=tuple(token_ids),
-            start=start,
-            policy_T=torch.tensor(policy_T),
-            engine_T=torch.tensor(scores),
-            first=before.first or before.gap if before else None,
-            warned=bool(before and before.warned),
-        )
-
-    def problem(scores: Sequence[float]) -> str | None:
-        try:
-            check(probe_of(scores))
-        except StaleWeights as error:
-            return str(error)
-        return None
-
-    if isinstance(engine, Replicated):
-        return probe_of(await engine.verify(token_ids, problem))
-    assert isinstance(engine, Separate)
-    return probe_of(await engine.score(token_ids))
-
-
-def _check_probe(
-    probe: SyncProbe,
-    before: SyncProbe | None,
-    version: int,
-    tolerance: float,
-    *,
-    exact: bool,
-    growth: float,
-) -> None:
-    """Raise StaleWeights if the gap exceeds the tolerance and `growth` times the first sync's gap.
-
-    With `before`, also if the policy's log-probabilities changed and the engine's did not at all.
-    """
-    gap, first = probe.gap, probe.first
-    pairs = [(gap.max, tolerance)]
-    if not exact:
-        begun = first or Gap(mean=0.0, q90=0.0, max=0.0)
-        pairs = [
-            (gap.mean, max(tolerance, growth * begun.mean)),
-            (gap.q90, max(tolerance, growth * begun.q90)),
-        ]
-    # Not `value > limit`: NaN must not count as agreement.
-    if not any(value <= limit for value, limit in pairs):
-        raise StaleWeights(
-            f"weight sync {version}: the engine's log-probabilities of a fixed sequence differ "
-            f"from the policy's by up to {gap}{f'; at the first sync {first}' if first else ''}; "
-            f"weight_sync.tolerance={tolerance:g}. It does not hold the policy's weights: do "
-            "engine and trainer know the same model, in the same format (engine.dtype, "
-            "engine.quantization)?"
-        )
-    if before is None:
-        return
-    # A step may change less than bfloat16 kernels differ, but it changes some bits.
-    moved_T = (probe.policy_T - before.policy_T).abs()
-    if moved_T.count_nonzero() > len(moved_T) / 2 and torch.equal(probe.engine_T, before.engine_T):
-        raise StaleWeights(
-            f"weight sync {version}: the policy's log-probabilities of a fixed sequence moved by "
-            f"up to {moved_T.max().item():.3g} and the engine's not by a bit: the new weights did "
-            f"not reach it. resume=… {names_with(own_weights=False)} continues without it"
-        )
+        return [index * STEP % entries for index in range(1, last)], 1
+    # Short, because engines hold the probabilities of the whole vocabulary for each token.
+    room = min(2 * PROBE_TOKENS, engine.max_context - 1)
+    prompt = list(prompt_ids[-min(PROBE_TOKENS, room // 2) :])
+    sampling = Sampling(max_tokens=room - len(prompt), seed=0)
+    completion = await engine.generate(prompt, sampling, session="probe")
+    await engine.release("probe")
+    return [*prompt, *completion.token_ids], len(prompt)
 
 
 def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:

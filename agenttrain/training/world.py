@@ -222,6 +222,20 @@ class World:
         received: Value = box[0]
         return received
 
+    def scatter(self, values: Sequence[Value], what: str = "scatter") -> Value:
+        """Return the main process's value for this rank; the others pass none. Raises WorldTimeout.
+
+        Example, on rank 1 of 2: ``world.scatter([])`` is ``"b"`` when rank 0 called
+        ``world.scatter(["a", "b"])``.
+        """
+        if self.size == 1:
+            return values[0]
+        self.barrier(what)
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, list(values) if self.is_main else None, 0, group=self._group)
+        received: Value = box[0]
+        return received
+
     def sum(self, value: float, what: str = "sum") -> float:
         """Return the sum over processes, the same bits in each of them. Raises WorldTimeout."""
         return math.fsum(self.gather([value], what)) if self.size > 1 else value

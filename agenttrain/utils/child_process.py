@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Thread
 from typing import IO, Any
@@ -54,13 +54,14 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         tail_bytes: int = MAX_TAIL,
+        print_line: Callable[[str], object] | None = None,
     ) -> None:
         """Start the command; raises OSError.
 
         `requests`: `send` writes to its standard input, which is otherwise empty. `replies`:
         `receive` reads its standard output, which otherwise counts as printed. Without a session of
         its own it gets the signals of this process's group, and `kill` ends only it. Of its output
-        the last `tail_bytes` are kept.
+        the last `tail_bytes` are kept, and each line is given to `print_line`, in a thread.
         """
         self._process = subprocess.Popen(
             command,
@@ -78,6 +79,7 @@ class ChildProcess:
         self._tail = b""
         self._tail_bytes = tail_bytes
         self._unread = b""
+        self._print_line = print_line
         printed = self._process.stderr if replies else self._process.stdout
         self._reader = Thread(target=self._collect, args=(printed,), daemon=True)
         self._reader.start()
@@ -168,9 +170,16 @@ class ChildProcess:
                     pipe.close()
 
     def _collect(self, pipe: IO[bytes]) -> None:
+        unprinted = b""
         with pipe:
             while piece := os.read(pipe.fileno(), 65536):
                 self._tail = (self._tail + piece)[-self._tail_bytes :]
+                if self._print_line is not None:
+                    *lines, unprinted = (unprinted + piece).split(b"\n")
+                    for line in lines:
+                        self._print_line(line.decode("utf-8", "replace"))
+        if unprinted and self._print_line is not None:
+            self._print_line(unprinted.decode("utf-8", "replace"))
 
 
 def end_with_parent(message: str = "", *, after_s: float = 0.0) -> None:

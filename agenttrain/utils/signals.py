@@ -119,30 +119,37 @@ class StopRequest:
 
         `work` is this process's alone: it waits for no other process.
         """
-        results: list[Result] = []
-        if self.name is not None:
-            work.close()
-        else:
-            task = asyncio.create_task(work)
-            loop = asyncio.get_running_loop()
-            self._cancel = partial(loop.call_soon_threadsafe, task.cancel)
-            try:
-                results.append(await task)
-            except asyncio.CancelledError:
-                outer = asyncio.current_task()
-                if self.name is None or (outer is not None and outer.cancelling()):
-                    raise
-            except Exception:
-                # A signal to a process group ends the processes of tools and engines too: such an
-                # error is not the work's own.
-                if self.name is None:
-                    self.check()  # all processes call it here, however their work ended
-                    raise
-            finally:
-                self._cancel = None
+        try:
+            results = await self.until_stopped(work)
+        except Exception:
+            self.check()  # all processes call it here, however their work ended
+            raise
         self.check()
         assert results, "work without a result was cancelled by a signal"
         return results[0]
+
+    async def until_stopped(self, work: Coroutine[Any, Any, Result]) -> list[Result]:
+        """Return the result of `work` as a list, which is empty if a signal cancelled it."""
+        if self.name is not None:
+            work.close()
+            return []
+        task = asyncio.create_task(work)
+        loop = asyncio.get_running_loop()
+        self._cancel = partial(loop.call_soon_threadsafe, task.cancel)
+        try:
+            return [await task]
+        except asyncio.CancelledError:
+            outer = asyncio.current_task()
+            if self.name is None or (outer is not None and outer.cancelling()):
+                raise
+        except Exception:
+            # A signal to a process group ends the processes of tools and engines too: such an
+            # error is not the work's own.
+            if self.name is None:
+                raise
+        finally:
+            self._cancel = None
+        return []
 
     def check(self) -> None:
         """Raise Preempted if any process of the run is to stop."""

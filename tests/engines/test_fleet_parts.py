@@ -18,7 +18,7 @@ from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.placement import place, placement_problems
 from agenttrain.engines.vllm_server.client import ServerFailed, completion_of
 from agenttrain.engines.vllm_server.routing import choose, preferred
-from agenttrain.engines.vllm_server.weight_files import BadWeights, WeightWriter, read_verified
+from agenttrain.engines.weight_files import BadWeights, WeightWriter, read_verified
 from agenttrain.types import Finish
 
 SESSIONS = [f"step-1/task-{number}/0" for number in range(400)]
@@ -58,7 +58,7 @@ def weights(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def test_weights_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 24 bytes are too few for a file: embed and lm_head go to the first, the others to the second.
-    monkeypatch.setattr("agenttrain.engines.vllm_server.weight_files.FILE_BYTES", 25)
+    monkeypatch.setattr("agenttrain.engines.weight_files.FILE_BYTES", 25)
     writer = WeightWriter(tmp_path)
     files = writer.write(iter(weights().items()), 3)
     assert len(list(files.folder.glob("*.safetensors"))) == 2

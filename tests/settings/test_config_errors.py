@@ -207,6 +207,8 @@ UNUSABLE = {
     "weight_sync.folder=/tmp/x": "engine=transformers has no servers; set engine=vllm_server",
     "servers.restarts=-1": "servers.restarts=-1: must be 0 or more",
     "servers.count=0": "must be at least 1",
+    "rollout.process=own": "samples in the training process; leave it out, or set engine=vllm_s",
+    "rollout.process=mine": "rollout.process=mine: expected",
     "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
     # Outside agents.
@@ -343,8 +345,8 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             "model.lora.rank=4: engine=vllm_server takes no adapters so far; set engine=vllm",
         ),
         (
-            ("engine=vllm_server", "distributed=ddp"),
-            "distributed=ddp: with engine=vllm_server the policy is trained by one process so far",
+            ("engine=vllm_server", "distributed=ddp", "rollout.process=same"),
+            "rollout.process=same: with engine=vllm_server and distributed=ddp the servers belong",
         ),
         (
             ("engine=vllm_server", "servers.count=2", "servers.gpus=[4,5,6]"),

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.fleet import Fleet
 from agenttrain.engines.vllm_server.local import LocalServers
-from agenttrain.engines.vllm_server.weight_files import BadWeights, WeightWriter
+from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
 from agenttrain.types import Completion
 
 if TYPE_CHECKING:
@@ -90,6 +91,15 @@ class VllmServerEngine:
                 f"weight update {version}: {error}; the files of the weights are in "
                 f"{self._writer.folder} (weight_sync.folder)"
             ) from error
+        await self.load(files)
+
+    @property
+    def weights(self) -> Path:
+        """Folder of the weight files."""
+        return self._writer.folder
+
+    async def load(self, files: WeightFiles) -> None:
+        """Implement `ReadsFiles.load`."""
         await self.fleet.load(files)
 
     async def verify(

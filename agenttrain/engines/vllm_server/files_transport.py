@@ -47,7 +47,7 @@ def _engine_class() -> Any:
         WeightTransferUpdateInfo,
     )
 
-    from agenttrain.engines.vllm_server.weight_files import read_verified
+    from agenttrain.engines.weight_files import read_verified
 
     @dataclass
     class FilesUpdate(WeightTransferUpdateInfo):

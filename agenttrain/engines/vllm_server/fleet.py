@@ -17,7 +17,7 @@ from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
 from agenttrain.engines.vllm_server.records import ServerRecord, last_lines, log_path
 from agenttrain.engines.vllm_server.routing import choose
-from agenttrain.engines.vllm_server.weight_files import WeightFiles
+from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion
 

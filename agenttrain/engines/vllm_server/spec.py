@@ -45,7 +45,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     from agenttrain.engines.vllm_server.engine import VllmServerEngine
     from agenttrain.engines.vllm_server.fleet import Fleet
     from agenttrain.engines.vllm_server.local import LocalServers, weights_folder
-    from agenttrain.engines.vllm_server.weight_files import WeightWriter
+    from agenttrain.engines.weight_files import WeightWriter
 
     folder, servers = inputs.run_folder, inputs.servers
     assert folder is not None, "servers meet the run in its folder"
@@ -65,7 +65,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         engine=plain(settings),
         servers=plain(servers),
         weights=str(weights),
-        gpus=place(servers) if inputs.on_gpu else None,
+        gpus=place(servers, inputs.trainers) if inputs.on_gpu else None,
     )
     plural = "s start" if servers.count > 1 else " starts"
     print(f"engine: {servers.count} server{plural} (logs: {folder / FOLDER})", flush=True)
@@ -93,10 +93,10 @@ def run_server(folder: Path, number: int, parent: int | None) -> int:
 
 def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
     """Yield settings of this run for which servers cannot be used yet."""
-    if run.several:
+    if run.several and not run.rollout_process:
         yield (
-            f"distributed={run.distributed}: with engine=vllm_server the policy is trained by one "
-            "process so far; leave distributed out, or set engine=vllm"
+            f"rollout.process=same: with engine=vllm_server and distributed={run.distributed} the "
+            "servers belong to none of the training processes; leave it out"
         )
     if run.lora_rank:
         yield (
@@ -130,6 +130,7 @@ SPEC = EngineSpec(
     gpu_notes=lambda settings: flash_attention_notes(settings.dtype),
     package="vllm",
     own_weights=True,
+    standalone=True,
     run_server=run_server,
     too_cold=f"vLLM would sample at {LEAST_TEMPERATURE:g} instead",
 )

@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agenttrain.engines.vllm_server.guard import TokenGuard
-from agenttrain.engines.vllm_server.weight_files import BadWeights, read_verified
+from agenttrain.engines.weight_files import BadWeights, read_verified
 from agenttrain.utils.child_process import end_with_parent
 
 VOCABULARY = 500

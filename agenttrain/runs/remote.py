@@ -1,0 +1,329 @@
+"""Source, engine and evaluation of a run whose rollouts have a process of their own.
+
+They stand behind the interfaces that the trainer always uses, in each training process. The first
+one speaks with the rollout process, and shares what it gets with the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agenttrain.engines.base import Engine, EngineError
+from agenttrain.engines.config import Sampling
+from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
+from agenttrain.evaluation import Evaluation, Evaluator, HeldOutLoss, to_json
+from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.collector import Collected
+from agenttrain.rollout.sharing import Costs, assign_tasks
+from agenttrain.rollout.source import STATE, SampledBatch, StepBatch, merge_batches
+from agenttrain.runs.rollout_messages import (
+    Begin,
+    Complete,
+    EngineMetrics,
+    Evaluate,
+    Groups,
+    Ready,
+    SyncBegin,
+    SyncEnd,
+    Verify,
+    Want,
+)
+from agenttrain.runs.rollouts import RolloutProcess, Rollouts
+from agenttrain.runs.setup import Components
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.weight_sync import ProbeCheck
+from agenttrain.training.world import World
+from agenttrain.types import Completion, Rollout
+from agenttrain.utils.signals import StopRequest
+
+
+async def start_rollouts(
+    settings: Mapping[str, Any], verb: str, folder: Path, *, world: World, stop: StopRequest
+) -> Rollouts:
+    """Start the rollout process of the run in `folder`; `remote_engine` waits until it is ready."""
+    process = None
+    if world.is_main:
+        process = RolloutProcess(folder / "logs" / "rollouts.log")
+        begin = Begin(
+            settings=dict(settings),
+            verb=verb,
+            folder=str(folder.resolve()),
+            on_gpu=torch.cuda.is_available(),
+            trainers=int(os.environ.get("LOCAL_WORLD_SIZE", world.size)),
+        )
+        await process.send(begin)
+    return Rollouts(process=process, world=world, stop=stop)
+
+
+async def remote_engine(rollouts: Rollouts, dtype: str) -> Engine:
+    """Wait until the rollout process has built its engine; return that engine.
+
+    `dtype` is the number format of the policy's weights. Raises the error that the other process
+    had in building its components.
+    """
+    ready, failure = None, None
+    if rollouts.process is not None:
+        try:
+            ready = await rollouts.process.answer()
+        except Exception as error:
+            failure = error
+    rollouts.world.exchange((), "the rollout process", failure, patient=True)
+    ready = rollouts.world.broadcast(ready, "the rollout process")
+    assert isinstance(ready, Ready)
+    if not ready.own_weights:
+        return RemoteEngine(rollouts, ready)
+    return RemoteCopy(rollouts, ready, getattr(torch, ready.dtype or dtype))
+
+
+class RemoteEngine:
+    """The engine of the rollout process, for the training processes together.
+
+    They sync it. Only the rollout process samples from it, but for the text of the probe.
+    """
+
+    def __init__(self, rollouts: Rollouts, ready: Ready) -> None:
+        self.max_context = ready.max_context
+        self._rollouts = rollouts
+        self._metrics: dict[str, float] = {}
+        self._synced = False
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
+    ) -> Completion:
+        """Return a completion of the probe's prompt."""
+        request = Complete(token_ids=tuple(token_ids), sampling=sampling)
+        completion: Completion = await self._rollouts.call(request, "the text of the probe")
+        return completion
+
+    async def release(self, session: str) -> None:
+        """Do nothing: the rollout process releases its sessions."""
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Implement `Engine.update` for an engine that samples from no weights."""
+        await self._rollouts.call(SyncEnd(version=version, files=None), "the weight sync")
+        await self._end_sync()
+
+    async def _end_sync(self) -> None:
+        # As if they were read at the end of each step: the first one has those from the start on.
+        if self._synced:
+            self._metrics = await self._rollouts.call(EngineMetrics(), "the engine's metrics")
+        self._synced = True
+
+    def metrics(self) -> dict[str, float]:
+        """Implement `Metered.metrics`; an engine without metrics has none."""
+        return self._metrics
+
+    async def aclose(self) -> None:
+        """End the rollout process."""
+        if self._rollouts.process is not None:
+            await self._rollouts.process.aclose()
+
+
+class RemoteCopy(RemoteEngine):
+    """An engine of the rollout process with weights of its own, which are sent by files."""
+
+    def __init__(self, rollouts: Rollouts, ready: Ready, dtype: torch.dtype) -> None:
+        super().__init__(rollouts, ready)
+        self.takes_adapters = ready.takes_adapters
+        self.quantized = ready.quantized
+        self.dtype = dtype
+        self._writer: WeightWriter | None = None
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Write the weights to files and have the engine load them; `verify` comes next.
+
+        Raises EngineError for weights that differ in name or form from those before, or that cannot
+        be written.
+        """
+        files: WeightFiles | None = None
+        failure: Exception | None = None
+        iterator = iter(weights)
+        if self._rollouts.process is not None:
+            try:
+                files = await self._write(self._rollouts.process, iterator, version)
+            except Exception as error:
+                failure = error
+        # Sharded weights are gathered one by one, by all processes together.
+        for _ in iterator:
+            pass
+        await self._rollouts.call(
+            SyncEnd(version=version, files=files), "the weight sync", failure=failure
+        )
+
+    async def _write(
+        self, process: RolloutProcess, weights: Iterable[tuple[str, Tensor]], version: int
+    ) -> WeightFiles:
+        folder = Path(await process.ask(SyncBegin(version=version)))
+        if self._writer is None:
+            self._writer = WeightWriter(folder)
+            process.weights = folder
+        try:
+            return self._writer.write(weights, version)
+        except (BadWeights, OSError) as error:
+            raise EngineError(
+                f"weight update {version}: {error}; the files of the weights are in {folder} "
+                "(weight_sync.folder)"
+            ) from error
+
+    async def verify(
+        self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
+    ) -> list[float]:
+        """Implement `Replicated.verify`; `problem` is a ProbeCheck."""
+        assert isinstance(problem, ProbeCheck), "a function cannot be sent"
+        scores: list[float] = await self._rollouts.call(Verify(check=problem), "the probe")
+        await self._end_sync()
+        return scores
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Not used: `verify` scores."""
+        raise EngineError("the engine of the rollout process is scored by verify")
+
+    async def sleep(self) -> None:
+        """Do nothing: the engine is on no device of the trainer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredParts:
+    """Implements `Measured` in a process without a Collector."""
+
+    tool_names: Sequence[str]
+    rubric: Rubric
+    attempt: object
+
+
+@dataclass(slots=True, kw_only=True)
+class RemoteBatch(SampledBatch):
+    """One training process's share of the rollouts that another process has made."""
+
+    state: dict[str, Any]
+    """State of the source after this step; empty in all processes but the first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RemoteSource:
+    """Gets the groups of a step from the rollout process, and shares them by their tokens."""
+
+    phase = "rollout"
+    rollouts: Rollouts
+    measured: MeasuredParts
+    minibatches: int
+    """algorithm.minibatches."""
+    _state: dict[str, Any] = field(default_factory=dict)
+    _restored: dict[str, Any] | None = None
+    """State of a checkpoint that the rollout process has not been sent yet."""
+
+    async def batch(self, step: int) -> StepBatch:
+        """Return this process's share of the rollouts of a step.
+
+        Raises, in all processes, what the rollout process has raised, and Preempted.
+        """
+        want = Want(step=step, state=self._restored)
+        groups = await self.rollouts.ask(want, "the rollouts of a step")
+        self._restored = None
+        world = self.rollouts.world
+        shares = [] if groups is None else split_groups(groups, world.size, self.minibatches)
+        return world.scatter(shares, "the groups of a step")
+
+    def finish(self, batch: StepBatch) -> None:
+        """Record the state that the rollout process had after this step."""
+        assert isinstance(batch, RemoteBatch)
+        self._state = batch.state
+
+    def summarise(
+        self, batches: Sequence[StepBatch], training: dict[str, float], seconds: Mapping[str, float]
+    ) -> tuple[dict[str, float], list[Rollout]]:
+        """Merge the batches of all processes: return the metrics and the rollouts of the step."""
+        return merge_batches(self.measured, batches, training, seconds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON state of the source in the rollout process after the last step."""
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`, or from that of a source in the training process."""
+        self._state = self._restored = {name: state[name] for name in STATE}
+
+
+def split_groups(groups: Groups, processes: int, minibatches: int) -> list[RemoteBatch]:
+    """Return the share of each training process, whose groups have about as many tokens.
+
+    The first one also has the groups that are not trained on, and the counts.
+    """
+    collected = groups.collected
+    tokens = [float(sum(one.length for one in collected.groups[i])) for i in groups.trained]
+    owners = assign_tasks(tokens, processes, minibatches)
+    owner_of = dict(zip(groups.trained, owners, strict=True))
+    shares = []
+    for rank in range(processes):
+        own = [i for i in range(len(collected.groups)) if owner_of.get(i, 0) == rank]
+        share = replace(
+            collected if rank == 0 else Collected(),
+            groups=[collected.groups[i] for i in own],
+            places=[collected.places[i] for i in own],
+        )
+        batch = RemoteBatch(
+            groups=[collected.groups[i] if i in own else [] for i in groups.trained],
+            rollouts=share.rollouts,
+            collected=share,
+            tasks=groups.tasks,
+            costs=Costs(),
+            stuck=0 if rank else groups.stuck,
+            metrics=groups.metrics,
+            curriculum=groups.curriculum,
+            state={} if rank else groups.state,
+        )
+        shares.append(batch)
+    return shares
+
+
+@dataclass(slots=True, kw_only=True)
+class RemoteEvaluator(Evaluator):
+    """Has the rollout process evaluate."""
+
+    rollouts: Rollouts
+
+    async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
+        """Return the sampled evaluation and, if `eval.greedy`, a greedy one.
+
+        Only the first process has their rollouts.
+        """
+        evaluations = await self.rollouts.ask(Evaluate(), "an evaluation")
+        results = evaluations and [replace(one, rollouts=[]) for one in evaluations]
+        results = self.world.broadcast(results, "the results of an evaluation")
+        return evaluations or results or []
+
+    def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
+        """Return an evaluation for summary.json."""
+        return to_json([one for one in evaluations if isinstance(one, Evaluation)])
+
+
+def remote_source(
+    config: RunConfig, components: Components, rollouts: Rollouts
+) -> tuple[RemoteSource, RemoteEvaluator]:
+    """Return the source and the evaluation of a run whose rollouts have a process of their own."""
+    source = RemoteSource(
+        rollouts=rollouts,
+        measured=MeasuredParts(
+            tool_names=(*components.toolbox.names, *components.environments.tool_names),
+            rubric=components.rubric,
+            attempt=True if config.agent.outside else None,
+        ),
+        minibatches=config.algorithm.minibatches,
+    )
+    evaluator = RemoteEvaluator(
+        config=config, rollouts=rollouts, tasks=components.test_tasks, world=rollouts.world
+    )
+    return source, evaluator

@@ -1,0 +1,227 @@
+"""Messages between the trainer and the rollout process.
+
+The trainer asks, the rollout process answers in order: each request has one Answer or Failed. While
+it works on a request it also sends Status. One step of synchronous training::
+
+    trainer                      rollout process
+    Want(step=3)           -->   collect, score
+                           <--   Status …, Answer(Groups(…))
+    (update)
+    SyncBegin(version=3)   -->
+                           <--   Answer(folder of weight files)
+    SyncEnd(files)         -->   the engine loads them
+    Verify(check)          -->   every copy of the weights is scored
+                           <--   Answer(log-probabilities)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agenttrain.engines.config import Sampling
+from agenttrain.engines.weight_files import WeightFiles
+from agenttrain.evaluation import Evaluation
+from agenttrain.rollout.collector import Collected
+from agenttrain.rollout.monitoring import Waiting
+from agenttrain.rollout.source import SampledBatch
+from agenttrain.tracking.metrics import Estimate
+from agenttrain.training.weight_sync import Gap, ProbeCheck
+from agenttrain.types import (
+    AgenttrainError,
+    Completion,
+    Delegation,
+    Finish,
+    Origin,
+    Rollout,
+    RowTool,
+    Span,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolError,
+    ToolResult,
+    Trajectory,
+)
+from agenttrain.utils.codec import Codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """The first request: build the run's components and its engine. Its answer is Ready."""
+
+    settings: dict[str, Any]
+    """The resolved settings, as config.yaml has them."""
+    verb: str
+    folder: str
+    """The run folder."""
+    on_gpu: bool
+    trainers: int
+    """Training processes of this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The engine that the rollout process has built."""
+
+    max_context: int
+    own_weights: bool
+    """It is a `Separate` engine; the others are the fields of the further protocols."""
+    takes_adapters: bool = False
+    quantized: bool = False
+    dtype: str | None = None
+    """Number format of its weights; None: the policy's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """Request for the groups of a step."""
+
+    step: int
+    state: dict[str, Any] | None
+    """State of the source to continue from; None: that after the last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The rollouts of a step, scored; the source has moved on to the next step."""
+
+    collected: Collected
+    trained: tuple[int, ...]
+    """Positions in `collected.groups` of the groups to train on."""
+    tasks: int
+    stuck: int
+    metrics: dict[str, float]
+    curriculum: dict[str, float]
+    state: dict[str, Any]
+    """State of the source after this step, for the checkpoint."""
+
+    @classmethod
+    def of(cls, batch: SampledBatch, state: Mapping[str, Any]) -> Groups:
+        """Return the message with a finished batch."""
+        position = {id(group): i for i, group in enumerate(batch.collected.groups)}
+        return cls(
+            collected=batch.collected,
+            trained=tuple(position[id(group)] for group in batch.groups),
+            tasks=batch.tasks,
+            stuck=batch.stuck,
+            metrics=batch.metrics,
+            curriculum=batch.curriculum,
+            state=dict(state),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncBegin:
+    """Announces new weights. Its answer is the folder to write their files to."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncEnd:
+    """Request to load new weights."""
+
+    version: int
+    files: WeightFiles | None
+    """None: the engine samples from no weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Request to score the probe by every copy of the weights, and to sample from the good ones."""
+
+    check: ProbeCheck
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complete:
+    """Request for one completion, of the probe's text."""
+
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMetrics:
+    """Request for the engine's metrics since the last such request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Request for an evaluation. Its answer is a list of Evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Request to end, also in the middle of another one. It has no answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """State of the rollouts in flight."""
+
+    progress: int
+    """Counter that rises with every request to the engine and every finished rollout."""
+    finished: int
+    total: int
+    waiting: list[Waiting]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer to a request."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The error that a request has led to."""
+
+    name: str
+    """Its class: `raised` makes one of ours again."""
+    message: str
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """Return the message with an error."""
+        attributes = {}
+        for name, value in vars(error).items():
+            if name in CARRIED:
+                attributes[name] = value
+        return cls(name=type(error).__name__, message=str(error), attributes=attributes)
+
+    def raised(self) -> Exception:
+        """Return the error to raise in the trainer."""
+        kinds: list[type[Exception]] = [AgenttrainError, ValueError, OSError]
+        while kinds:
+            kind = kinds.pop()
+            if kind.__name__ == self.name:
+                error = kind.__new__(kind)  # not its __init__, whose arguments are its own
+                error.args = (self.message,)
+                for name, value in self.attributes.items():
+                    setattr(error, name, value)
+                return error
+            kinds += kind.__subclasses__()
+        return RolloutsFailed(f"{self.name}: {self.message}")
+
+
+class RolloutsFailed(AgenttrainError):
+    """An error of other code in the rollout process, whose traceback was printed there."""
+
+
+CARRIED = ("culprits", "rollouts")
+"""Attributes of errors that crash bundles need."""
+CODEC = Codec(
+    (
+        *(Begin, Ready, Want, Groups, SyncBegin, SyncEnd, Verify, Complete, EngineMetrics),
+        *(Evaluate, Stop, Status, Answer, Failed, Waiting, WeightFiles, ProbeCheck, Gap, Sampling),
+        *(Completion, Finish, Collected, Evaluation, Estimate, Rollout, Trajectory, Span, Origin),
+        *(StopReason, Task, RowTool, ToolCall, ToolError, ToolResult, Delegation),
+    ),
+    other=str,  # values of a row's columns, as in rollout files
+)
+"""The classes that may cross."""

@@ -1,0 +1,42 @@
+"""The rollout process: engine, event loop, tools, environments and rewards, without the trainer.
+
+The first training process starts it: `python -m agenttrain.runs.rollout_process SOCKET SYS_PATH`.
+It ends when it is asked to, and when the trainer's end of the socket is closed, whatever closed it.
+Signals are left to the trainer: a scheduler sends them to all processes of a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import signal
+import socket
+import sys
+
+from agenttrain.utils.child_process import end_with_parent
+from agenttrain.utils.output import protect
+
+ORPHANED_S = 60.0
+"""Seconds that it has to end in good order once the trainer has ended."""
+LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def main() -> None:
+    """Serve the trainer until the end."""
+    for number in LEFT_TO_THE_TRAINER:
+        # Not SIG_IGN, which the processes of tools and servers would inherit.
+        signal.signal(number, lambda *_: None)
+    protect()
+    faulthandler.enable()
+    end_with_parent(after_s=ORPHANED_S)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    # `python -m` has put the current folder first, where it can hide a package.
+    sys.path[:] = json.loads(sys.argv[2])
+    from agenttrain.runs.rollout_service import serve
+
+    asyncio.run(serve(connection))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""`RolloutService`: the trainer's requests, answered by a run's collector, engine and evaluation.
+
+The cursor, the curriculum and the costs of tasks live here, where tasks are drawn. The answer of
+each step has their state, which the trainer saves with its checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import sys
+import tempfile
+import traceback
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agenttrain.data.curriculum import Curriculum
+from agenttrain.engines.base import (
+    EngineError,
+    Metered,
+    OwnNumberFormat,
+    Quantized,
+    ReadsFiles,
+    Replicated,
+    Separate,
+)
+from agenttrain.engines.weight_files import WeightFiles, read_verified
+from agenttrain.evaluation import Evaluation, evaluate
+from agenttrain.rollout.monitoring import Waiting
+from agenttrain.rollout.sharing import Costs
+from agenttrain.rollout.source import RolloutSource, SampledBatch
+from agenttrain.runs.loading import make_standalone_engine
+from agenttrain.runs.rollout_messages import (
+    CODEC,
+    Answer,
+    Begin,
+    Complete,
+    EngineMetrics,
+    Evaluate,
+    Failed,
+    Groups,
+    Ready,
+    Status,
+    Stop,
+    SyncBegin,
+    SyncEnd,
+    Verify,
+    Want,
+)
+from agenttrain.runs.setup import Components
+from agenttrain.settings.compose import convert
+from agenttrain.settings.engine_checks import admit_engine
+from agenttrain.training.checkpoint import seed_random
+from agenttrain.types import AgenttrainError
+from agenttrain.utils.channel import Channel, ChannelClosed
+from agenttrain.utils.seeds import derive_seed
+
+STATUS_S = 0.5
+"""Seconds between two messages on the rollouts in flight."""
+READ_ATTEMPTS = 100
+"""Attempts to read the table of rollouts, which tools' threads may change meanwhile."""
+
+
+async def serve(connection: socket.socket) -> None:
+    """Answer the trainer's requests until it stops them, or has ended."""
+    channel = await Channel.over(connection, CODEC)
+    with suppress(ChannelClosed):
+        async with AsyncExitStack() as stack:
+            stack.callback(channel.close)
+            begin: Begin = await channel.receive()
+            try:
+                service = RolloutService(begin, stack)
+            except Exception as error:
+                await channel.send(_failed(error))
+                return
+            await channel.send(Answer(value=service.ready))
+            request = asyncio.create_task(channel.receive())
+            while not isinstance(message := await request, Stop):
+                request = asyncio.create_task(channel.receive())
+                work = asyncio.create_task(service.answer(message))
+                reporting = asyncio.create_task(_report(service, channel))
+                await asyncio.wait((work, request), return_when=asyncio.FIRST_COMPLETED)
+                for task in (reporting, *(() if work.done() else (work,))):
+                    task.cancel()  # work, too: only Stop, or the trainer's end, comes that early
+                    await asyncio.wait((task,))
+                if work.cancelled():
+                    continue
+                await channel.send(service.status())
+                await channel.send(_answer(work))
+
+
+def _answer(work: asyncio.Task[Any]) -> Answer | Failed:
+    """Return the message with a result, or an error; print the traceback of one that is a bug."""
+    try:
+        return Answer(value=work.result())
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Failed:
+    if not isinstance(error, AgenttrainError | ValueError | OSError):
+        traceback.print_exception(error, file=sys.stderr)
+    return Failed.of(error)
+
+
+async def _report(service: RolloutService, channel: Channel) -> None:
+    """Send the state of the rollouts in flight until it is cancelled."""
+    with suppress(ChannelClosed):
+        while True:
+            await asyncio.sleep(STATUS_S)
+            await channel.send(service.status())
+
+
+class RolloutService:
+    """Answers requests one after the other."""
+
+    def __init__(self, begin: Begin, stack: AsyncExitStack) -> None:
+        """Build what samples and scores; the stack closes it."""
+        composed = convert(begin.settings)
+        admit_engine(composed)
+        self._config = config = composed.config
+        self._folder = Path(begin.folder)
+        self._finished = self._total = 0
+        self._written: Path | None = None
+        """Folder of weight files for an engine that has none."""
+        self._components = components = Components(config, begin.verb)
+        stack.callback(self._remove_written)
+        stack.push_async_callback(components.aclose)
+        self._engine = make_standalone_engine(
+            config, self._folder, on_gpu=begin.on_gpu, trainers=begin.trainers
+        )
+        stack.push_async_callback(self._engine.aclose)
+        tasks, order = components.train_tasks, config.data.curriculum
+        collector = components.collector(self._engine, self._folder)
+        self._source = RolloutSource(
+            algorithm=config.algorithm,
+            tasks_per_step=config.tasks_per_step,
+            seed=config.seed,
+            collector=replace(collector, progress=self._count),
+            tasks=tasks,
+            curriculum=Curriculum(tasks, order, seed=config.seed) if order.enabled else None,
+            costs=Costs(config.eval.group_by),
+        )
+
+    @property
+    def ready(self) -> Ready:
+        """The engine, as the trainer has to know it."""
+        engine = self._engine
+        if not isinstance(engine, Separate):
+            return Ready(max_context=engine.max_context, own_weights=False)
+        dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else None
+        return Ready(
+            max_context=engine.max_context,
+            own_weights=True,
+            takes_adapters=engine.takes_adapters,
+            quantized=isinstance(engine, Quantized) and engine.quantized,
+            dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        )
+
+    async def answer(self, request: Any) -> Any:
+        """Return the answer to a request."""
+        match request:
+            case Want():
+                return await self._groups(request)
+            case Evaluate():
+                return await self._evaluate()
+            case SyncBegin():
+                return str(self._weights_folder())
+            case SyncEnd():
+                return await self._sync(request.version, request.files)
+            case Verify():
+                return await self._verify(request)
+            case Complete():
+                session = "probe"
+                completion = await self._engine.generate(
+                    request.token_ids, request.sampling, session=session
+                )
+                await self._engine.release(session)
+                return completion
+            case EngineMetrics():
+                return self._engine.metrics() if isinstance(self._engine, Metered) else {}
+        raise EngineError(f"{type(request).__name__}: is no request")
+
+    async def _groups(self, request: Want) -> Groups:
+        """Collect and score the rollouts of a step, and move on to the next one."""
+        if request.state is not None:
+            self._source.load_state_dict(request.state)
+        # Tools and rewards may draw from the process's generators: a resumed run draws the same.
+        seed_random(derive_seed(self._config.seed, "rollouts", request.step) % 2**32)
+        batch = await self._source.batch(request.step)
+        assert isinstance(batch, SampledBatch)
+        self._source.finish(batch)
+        return Groups.of(batch, self._source.state_dict())
+
+    async def _evaluate(self) -> list[Evaluation]:
+        config, tasks = self._config, self._components.test_tasks
+        seed_random(derive_seed(config.seed, "evaluation") % 2**32)
+        return await evaluate(
+            self._source.collector,
+            tasks.tasks(0, min(config.eval.questions, len(tasks))),
+            config.eval,
+            seed=config.seed,
+            costs=self._source.costs.copy(),
+        )
+
+    async def _sync(self, version: int, files: WeightFiles | None) -> None:
+        """Give the engine new weights."""
+        if files is None:
+            await self._engine.update((), version)
+        elif isinstance(self._engine, ReadsFiles):
+            await self._engine.load(files)
+        else:
+            weights = await asyncio.to_thread(read_verified, files.folder, files.digest)
+            await self._engine.update(weights, version)
+
+    async def _verify(self, request: Verify) -> list[float]:
+        """Score the probe by every copy of the weights; the good ones serve from now on."""
+        engine, token_ids = self._engine, request.check.token_ids
+        if isinstance(engine, Replicated):
+            return await engine.verify(token_ids, request.check)
+        assert isinstance(engine, Separate)
+        return await engine.score(token_ids)
+
+    def _weights_folder(self) -> Path:
+        if isinstance(self._engine, ReadsFiles):
+            return self._engine.weights
+        if self._written is None:
+            parent = self._config.weight_sync.folder or self._folder
+            self._written = Path(tempfile.mkdtemp(prefix="agenttrain-weights-", dir=parent))
+        return self._written
+
+    def _remove_written(self) -> None:
+        if self._written is not None:
+            shutil.rmtree(self._written, ignore_errors=True)
+
+    def _count(self, finished: int, total: int) -> None:
+        self._finished, self._total = finished, total
+
+    def status(self) -> Status:
+        """Return the state of the rollouts in flight."""
+        collector = self._source.collector
+        waiting: list[Waiting] = []
+        for _ in range(READ_ATTEMPTS):
+            with suppress(RuntimeError):  # a thread changed what was being read
+                waiting = collector.waiting()
+                break
+        return Status(
+            progress=collector.in_flight.progress,
+            finished=self._finished,
+            total=self._total,
+            waiting=waiting,
+        )

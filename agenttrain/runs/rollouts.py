@@ -1,0 +1,171 @@
+"""The rollout process as the training processes see it.
+
+The first training process starts it and has a `RolloutProcess`. All training processes have a
+`Rollouts`, whose methods they call together, as those of `World`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agenttrain.engines.base import EngineDead
+from agenttrain.rollout.monitoring import InFlight, Waiting
+from agenttrain.runs.rollout_messages import CODEC, Answer, Begin, Failed, Status, Stop
+from agenttrain.training.world import PeerFailed, World
+from agenttrain.utils.channel import Channel, ChannelClosed
+from agenttrain.utils.child_process import ChildProcess
+from agenttrain.utils.signals import StopRequest
+
+MODULE = "agenttrain.runs.rollout_process"
+END_S = 30.0
+"""Seconds that the rollout process has to close its engine and tools before it is killed."""
+
+
+class RolloutsDead(EngineDead):
+    """The rollout process has ended, and the run cannot go on."""
+
+
+class PeersRolloutsDead(RolloutsDead, PeerFailed):
+    """The first training process has raised EngineDead for a request of all."""
+
+
+class RolloutProcess:
+    """The process that makes the rollouts, as the process that starts it sees it."""
+
+    def __init__(self, log: Path) -> None:
+        """Start it; each line that it prints is printed here too, and appended to `log`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        self._connection, end = socket.socketpair()
+        command = [sys.executable, "-u", "-m", MODULE, str(end.fileno()), json.dumps(sys.path)]
+        with end:
+            self._child = ChildProcess(command, pass_fds=[end.fileno()], print_line=self._print)
+        self.pid = self._child.pid
+        self.in_flight = InFlight()
+        """Its `progress` is that of the rollouts there."""
+        self.progress: Callable[[int, int], None] | None = None
+        """That of a Collector."""
+        self.weights: Path | None = None
+        """Folder of weight files, which must not outlive it."""
+        self._channel: Channel | None = None
+        self._waiting: list[Waiting] = []
+        self._ready = False
+        """It has answered a request: it now notices Stop at any time."""
+
+    def waiting(self) -> list[Waiting]:
+        """Return the rollouts in flight and what each waited for some tenths of a second ago."""
+        return self._waiting
+
+    async def send(self, request: Begin | Stop | Any) -> None:
+        """Send a request; raises RolloutsDead."""
+        try:
+            if self._channel is None:
+                self._channel = await Channel.over(self._connection, CODEC)
+            await self._channel.send(request)
+        except ChannelClosed as error:
+            raise await self._gone() from error
+
+    async def answer(self) -> Any:
+        """Return the answer to the last request.
+
+        Raises RolloutsDead, and the error that the request has led to.
+        """
+        assert self._channel is not None, "a request was sent"
+        while True:
+            try:
+                message = await self._channel.receive()
+            except ChannelClosed as error:
+                raise await self._gone() from error
+            if isinstance(message, Answer):
+                self._ready = True
+                return message.value
+            if isinstance(message, Failed):
+                raise message.raised()
+            assert isinstance(message, Status)
+            self.in_flight.progress, self._waiting = message.progress, message.waiting
+            if self.progress is not None and message.total:
+                self.progress(message.finished, message.total)
+
+    async def ask(self, request: Any) -> Any:
+        """Send a request and return its answer; raises as these do."""
+        await self.send(request)
+        return await self.answer()
+
+    async def aclose(self) -> None:
+        """End it, also in the middle of a request, with its engine and its tools."""
+        if self._channel is None:
+            self._connection.close()
+        else:
+            with suppress(RolloutsDead):
+                await self.send(Stop())
+            self._channel.close()
+        await asyncio.to_thread(self._child.ended, END_S if self._ready else 0.0)
+        self._child.kill()
+        if self.weights is not None:
+            shutil.rmtree(self.weights, ignore_errors=True)
+
+    async def _gone(self) -> RolloutsDead:
+        end = await asyncio.to_thread(self._child.gone)
+        log = f" (log: {self._log})" if self._log.exists() else ""
+        return RolloutsDead(f"the rollout process{log} {end}")
+
+    def _print(self, line: str) -> None:
+        with suppress(OSError), self._log.open("a", encoding="utf-8") as log:
+            log.write(f"{line}\n")
+        print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """The rollout process of a run, for all training processes together."""
+
+    process: RolloutProcess | None
+    """None in all processes but the first."""
+    world: World
+    stop: StopRequest
+
+    async def ask(self, request: Any, what: str) -> Any:
+        """Return the answer in the first process, None in the others; a signal cuts it short.
+
+        `what` names the work in errors, which are raised in all processes; EngineDead everywhere.
+        Raises Preempted.
+        """
+        answers: list[Any] = []
+        failure: Exception | None = None
+        dead: list[str] = []
+        if self.process is not None:
+            try:
+                answers = await self.stop.until_stopped(self.process.ask(request))
+            except Exception as error:
+                failure = error
+                dead = [str(error)] if isinstance(error, EngineDead) else []
+        # The others raise it as an EngineDead too: all of them then save the last finished step.
+        if dead := self.world.exchange(dead, what, None if dead else failure, patient=True):
+            raised = failure if isinstance(failure, EngineDead) else PeersRolloutsDead(dead[0])
+            raised.everywhere = True
+            raise raised
+        self.stop.check()
+        return answers[0] if answers else None
+
+    async def call(self, request: Any, what: str, failure: Exception | None = None) -> Any:
+        """Return the answer in all processes; no signal cuts it short.
+
+        A `failure` of the first process is raised in all, and nothing is asked.
+        """
+        value = None
+        if self.process is not None and failure is None:
+            try:
+                value = await self.process.ask(request)
+            except Exception as error:
+                failure = error
+        self.world.exchange((), what, failure, patient=True)
+        return self.world.broadcast(value, what)

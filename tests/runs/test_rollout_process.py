@@ -1,0 +1,268 @@
+"""Whole runs whose rollouts have a process of their own: the same bytes, faults, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import scripted_engines
+import yaml
+from process_runs import agenttrain, same
+from same_run import assert_same, metrics
+from scripted_engines import KILLED_AT
+
+from agenttrain.cli import main
+
+COPY = "engine._target_=scripted_engines.COPY"
+SCRIPTED = "engine._target_=scripted_engines.SCRIPTED"
+OWN = "rollout.process=own"
+TINY = (
+    *("debug=tiny", "tasks_per_step=3", "tracker=none", "tracker.rollouts=all", "eval.questions=2"),
+    *("eval.greedy=false", "checkpoint.every=5", "optimizer.schedule=constant"),
+    # at most steps some group has rewards that differ, so that there is an update to compare
+    *("algorithm.group_size=4", "seed=3"),
+)
+pytestmark = pytest.mark.timeout(900)  # only a hang takes so long
+
+
+@pytest.fixture(autouse=True)
+def engines_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in processes of their own find `scripted_engines` too."""
+    paths = [str(Path(scripted_engines.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+def rollouts(folder: Path, step: int) -> list[dict]:
+    """The rollouts of a step, without the seconds that they took."""
+    lines = (folder / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        for call in record["tool_calls"]:
+            del call["seconds"]
+    return records
+
+
+def state(folder: Path) -> dict:
+    """The state of the newest checkpoint, the policy aside."""
+    return json.loads((folder / "checkpoints" / "latest" / "state.json").read_text())
+
+
+def assert_nothing_left(folder: Path) -> None:
+    """No rollout process of this test runs, and there are no weight files."""
+    deadline = time.monotonic() + 90
+    while [p for p in of_rollouts() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert not list(folder.glob("agenttrain-weights-*"))
+
+
+def of_rollouts(parent: int | None = None) -> list[psutil.Process]:
+    """The rollout processes below a process; None: below this one."""
+    found = []
+    for process in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.Error):
+            if "agenttrain.runs.rollout_process" in process.cmdline():
+                found.append(process)
+    return found
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own, with all that it prints in one pipe."""
+    run = subprocess.Popen(
+        [sys.executable, "-m", "agenttrain.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"},
+    )
+    try:
+        yield run
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+        assert run.stdout is not None
+        run.stdout.close()
+
+
+def await_steps(run: subprocess.Popen[str], folder: Path, count: int) -> None:
+    """Wait until a run has finished so many steps."""
+    deadline = time.monotonic() + 300
+    while len(metrics(folder)) < count:
+        assert time.monotonic() < deadline and run.poll() is None, run.communicate()
+        time.sleep(0.05)
+
+
+def test_a_process_more_changes_no_byte(tmp_path: Path) -> None:
+    """Ten steps that sample from weights which cross as files; metrics, rollouts and weights."""
+    one, two = tmp_path / "same", tmp_path / "own"
+    assert main([*TINY, COPY, "steps=10", f"hydra.run.dir={one}"]) == 0
+    assert main([*TINY, COPY, "steps=10", OWN, f"hydra.run.dir={two}"]) == 0
+    assert_same(two, one)
+    assert [list(row) for row in metrics(two)] == [list(row) for row in metrics(one)]
+    assert sum(row["grad_norm"] > 0 for row in metrics(one)) > 5
+    for step in range(1, 11):
+        assert rollouts(two, step) == rollouts(one, step)
+    assert state(two) == state(one)
+    assert (two / "evaluations.jsonl").read_text() == (one / "evaluations.jsonl").read_text()
+    assert_nothing_left(two)
+
+
+def test_a_killed_rollout_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One error and a checkpoint of the last finished step, from which the run goes on."""
+    monkeypatch.setenv(KILLED_AT, "2")
+    run = (*TINY, SCRIPTED, "checkpoint.every=null", "eval.questions=0", "steps=4")
+    folder = tmp_path / "run"
+    assert main([*run, OWN, f"hydra.run.dir={folder}"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.count("was ended by SIGKILL") == 1
+    assert "RolloutsDead: the rollout process" in printed
+    assert "checkpoints/step-000002 stands" in printed
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert len(metrics(folder)) == 2
+    assert_nothing_left(folder)
+    monkeypatch.delenv(KILLED_AT)
+    assert main([f"resume={folder}"]) == 0
+    whole = tmp_path / "whole"
+    assert main([*run, f"hydra.run.dir={whole}"]) == 0
+    assert_same(folder, whole)
+
+
+def test_an_error_of_a_reward_leaves_a_crash_bundle(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    reward = "reward.exact_match._target_=scripted_engines.broken_reward"
+    run = (*TINY, SCRIPTED, "steps=1", "eval.questions=0", OWN, f"hydra.run.dir={folder}")
+    assert main([*run, reward]) == 1
+    assert "RewardError: reward 'exact_match' on rollout" in capfd.readouterr().err
+    bundle = folder / "crash" / "step-000001"
+    crash = json.loads((bundle / "crash.json").read_text())
+    assert crash["stage"] == "reward" and "division by zero" in crash["error"]
+    assert len(rollouts(bundle, 1)) == 12
+    assert_nothing_left(folder)
+
+
+def test_what_it_prints_goes_to_the_terminal_and_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    reward = "reward.exact_match._target_=scripted_engines.loud_reward"
+    run = (*TINY, SCRIPTED, "steps=1", "eval.questions=0", OWN, f"hydra.run.dir={folder}")
+    assert main([*run, reward]) == 0
+    assert "12 to score" in capsys.readouterr().err
+    assert (folder / "logs" / "rollouts.log").read_text() == "12 to score\n"
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["rollout"]["process"] == "own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_two_training_processes_sample_as_one(way: str, tmp_path: Path) -> None:
+    run = (*TINY, COPY, "steps=6", OWN)
+    agenttrain(*run, f"hydra.run.dir={tmp_path / 'one'}")
+    two = (f"distributed={way}", "distributed.processes=2")
+    agenttrain(*run, *two, f"hydra.run.dir={tmp_path / 'two'}")
+    same(tmp_path / "two", tmp_path / "one", 6)
+    # Stopped and resumed, with a curriculum's and the costs' state from the rollout process.
+    agenttrain(*run, *two, "steps=3", f"hydra.run.dir={tmp_path / 'again'}")
+    agenttrain(f"resume={tmp_path / 'again'}", "steps=6")
+    assert_same(tmp_path / "again", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_two_training_processes_to_the_byte(tmp_path: Path) -> None:
+    """Prompts and answers of one length: both ways give each process the same groups."""
+    rows = [{"prompt": f"question {n}", "answer": str(n)} for n in range(10, 50)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = (
+        *(*TINY, SCRIPTED, "steps=10", "data=file", f"data.path={file}", "~reward.exact_match"),
+        *("+reward.mine._target_=scripted_engines.first_ids", "tools=[]", "stop_tools=[]"),
+        *("eval.questions=0", "eval.group_by=null", "tasks_per_step=4"),
+        *("distributed=ddp", "distributed.processes=2"),
+    )
+    agenttrain(*run, f"hydra.run.dir={tmp_path / 'same'}")
+    agenttrain(*run, OWN, f"hydra.run.dir={tmp_path / 'own'}")
+    assert_same(tmp_path / "own", tmp_path / "same")
+    assert sum(row["grad_norm"] > 0 for row in metrics(tmp_path / "own")) > 5
+    for step in range(1, 11):
+        assert rollouts(tmp_path / "own", step) == rollouts(tmp_path / "same", step)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path) -> None:
+    """Cursor, curriculum and costs are drawn from in the other process."""
+    run = (*TINY, COPY, "data.curriculum.enabled=true", "algorithm.dynamic_sampling=1")
+    agenttrain(*run, "steps=6", f"hydra.run.dir={tmp_path / 'whole'}")
+    agenttrain(*run, OWN, "steps=2", f"hydra.run.dir={tmp_path / 'run'}")
+    agenttrain(f"resume={tmp_path / 'run'}", "steps=6")
+    assert_same(tmp_path / "run", tmp_path / "whole")
+    for name in ("cursor", "curriculum", "costs"):
+        assert state(tmp_path / "run")[name] == state(tmp_path / "whole")[name]
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_a_killed_trainer_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with started(*TINY, COPY, OWN, "steps=400", f"hydra.run.dir={folder}") as run:
+        await_steps(run, folder, 3)
+        (process,) = of_rollouts(run.pid)
+        run.send_signal(signal.SIGTERM)
+        printed, _ = run.communicate()
+        assert run.returncode == 75, printed
+        assert not process.is_running()
+        assert "stopped by SIGTERM with checkpoints/step-" in printed
+    steps = len(metrics(folder))
+    with started(f"resume={folder}") as run:
+        await_steps(run, folder, steps + 2)
+        (process,) = of_rollouts(run.pid)
+        run.kill()
+        process.wait(90)
+    assert_nothing_left(folder)
+    last = state(folder)["step"] + 6
+    agenttrain(f"resume={folder}", f"steps={last}")
+    agenttrain(*TINY, COPY, OWN, f"steps={last}", f"hydra.run.dir={tmp_path / 'whole'}")
+    assert_same(folder, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_training_processes_survive_neither_each_other_nor_the_rollouts(
+    tmp_path: Path,
+) -> None:
+    two = (COPY, OWN, "distributed=ddp", "distributed.processes=2", "checkpoint.every=null")
+    folder = tmp_path / "run"
+    with started(*TINY, *two, "steps=400", f"hydra.run.dir={folder}") as run:
+        await_steps(run, folder, 3)
+        (process,) = of_rollouts(run.pid)
+        process.kill()
+        printed, _ = run.communicate()
+        assert run.returncode == 1, printed
+        assert printed.count("was ended by SIGKILL") == 1
+        # Killed in the update or the sync of a step, the run has only the steps before it.
+        steps = len(metrics(folder))
+        assert f"step-{steps:06d} stands" in printed or "step-000" not in printed
+    with started(*TINY, *two, "steps=400", f"hydra.run.dir={tmp_path / 'other'}") as run:
+        await_steps(run, tmp_path / "other", 3)
+        (process,) = of_rollouts(run.pid)
+        ranks = psutil.Process(process.ppid()).parent().children()
+        (other,) = [one for one in ranks if one.pid != process.ppid()]
+        other.kill()
+        printed, _ = run.communicate()
+        assert run.returncode == 1 and "rank 1 (process" in printed
+        process.wait(90)
+    assert_nothing_left(tmp_path / "other")

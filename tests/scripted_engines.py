@@ -1,0 +1,95 @@
+"""Engines from outside for whole runs: answers from a script, and a copy of the policy's weights.
+
+engine._target_=scripted_engines.SCRIPTED    no weights; answers follow from the request alone
+engine._target_=scripted_engines.COPY        samples from weights that each step sends to it
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Sequence
+
+from agenttrain import EngineInputs, EngineSpec
+from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.engines.transformers.config import TransformersSettings
+
+KILLED_AT = "AGENTTRAIN_TEST_KILLED_AT"
+"""Environment variable: the policy version under which the process of the engine kills itself."""
+
+
+def scripted(settings: TransformersSettings, inputs: EngineInputs) -> ScriptedEngine:
+    """Answer each request with ten ids that depend on what was sent and on the seed."""
+
+    class Seeded(ScriptedEngine):
+        async def generate(self, token_ids, sampling, *, session, **names):
+            if self.version == int(os.environ.get(KILLED_AT, "-1")):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.script.setdefault(session, []).append(answer(token_ids, sampling))
+            return await super().generate(token_ids, sampling, session=session, **names)
+
+    def answer(ids: Sequence[int], sampling) -> list[int]:
+        number = sampling.seed % 5 + len(ids)
+        return [*(7 + (number + n) % 60 for n in range(9)), sampling.stop_token_ids[0]]
+
+    return Seeded({}, keeps_sent=False, max_context=512)
+
+
+def copy(settings: TransformersSettings, inputs: EngineInputs):
+    """Sample from a model of its own, which starts with other weights than the policy."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from agenttrain.engines.transformers.engine import TransformersEngine
+    from agenttrain.training.weight_sync import policy_logprobs
+
+    class Copy(TransformersEngine):
+        takes_adapters = False
+
+        async def update(self, weights: Iterable, version: int) -> None:
+            model.load_state_dict(dict(weights))
+            await super().update((), version)
+
+        async def score(self, token_ids: Sequence[int]) -> list[float]:
+            return policy_logprobs(model, token_ids)
+
+        async def sleep(self) -> None:
+            pass
+
+        def metrics(self) -> dict[str, float]:
+            return {"fleet/servers": 1.0}
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        architecture = AutoConfig.from_pretrained(inputs.model)
+        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32).eval()
+    return Copy(model.requires_grad_(False), settings)
+
+
+SCRIPTED = EngineSpec(
+    settings=TransformersSettings, build=scripted, standalone=True, deterministic=True
+)
+COPY = EngineSpec(
+    settings=TransformersSettings,
+    build=copy,
+    own_weights=True,
+    standalone=True,
+    deterministic=True,
+)
+
+
+def broken_reward(rollout) -> float:
+    """A reward function with a mistake."""
+    return 1 / 0
+
+
+def loud_reward(completions) -> list[float]:
+    """A reward function that prints; all rollouts of a step come in one call."""
+    print(len(completions), "to score", flush=True)
+    return [float(n % 2) for n in range(len(completions))]
+
+
+def first_ids(rollout) -> float:
+    """1 for an answer that begins with an even id."""
+    trajectory = rollout.trajectories[0]
+    return float(trajectory.own_ids[trajectory.prompt_length] % 2 == 0)
