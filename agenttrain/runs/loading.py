@@ -121,6 +121,7 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
         tokenizer=folder_of_model if config.rollout.structured_calls else None,
         sync_mode=config.weight_sync.mode,
         sync_folder=config.weight_sync.folder,
+        transport=config.weight_sync.transport,
         servers=config.servers,
         seed=config.seed,
         on_gpu=policy.accelerator.device.type == "cuda",

@@ -279,15 +279,17 @@ VERBS: dict[str, Verb] = {
         page="guides/use.md",
     ),
     "engine-server": Verb(
-        does="one of the vLLM servers of a run, which starts them itself",
-        usage="<run folder> [number=N]",
+        does="a vLLM server: one of a run, or one for runs elsewhere",
+        usage="<run folder> [number=N] | <new folder> port=N [host=…] [key=value …]",
         options={
-            "number=N": "which of servers.count, from 0 (0)",
+            "number=N": "which of servers.count, from 0 (0): a run starts them itself",
+            "port=N": "a server for servers.admin_urls; the folder gets its log",
+            "host=ADDRESS": "the address that it listens on (127.0.0.1)",
             "parent=PID": "end with this process, as servers do that a run starts",
         },
         examples={
             "engine-server outputs/shop/<run> number=1": "replace one without restarts left",
-            "engine-server outputs/shop/<run>": "the same for server 0",
+            "engine-server /tmp/server port=8000 model=shop": "one for runs elsewhere",
         },
         settings=False,
         page="guides/fleet.md",

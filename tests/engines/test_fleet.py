@@ -83,7 +83,7 @@ def test_requests_weights_and_the_end(tmp_path: Path) -> None:
             assert weights.is_dir()
         assert gone(pids)
         assert not weights.exists()
-        assert sorted(os.listdir(tmp_path / "run/servers")) == ["0.log", "1.log"]
+        assert sorted(os.listdir(tmp_path / "run/servers")) == ["0.log", "1.log", "status.json"]
 
     asyncio.run(main())
 

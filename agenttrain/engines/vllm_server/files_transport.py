@@ -16,10 +16,12 @@ from agenttrain.engines.vllm_server.guard import TOKEN
 BACKEND = "files"
 PLUGIN = "agenttrain"
 """Name of the entry point."""
+OWN_GROUP = "AGENTTRAIN_SERVER_OWN_GROUP"
+"""Environment variable: the server has a process group of its own, which ends as a whole."""
 
 
 def register() -> None:
-    """Add the backend in a process of a server, which then ends with its parent.
+    """Add the backend in a process of a server; one in a group of its own ends with its parent.
 
     A killed API server would leave the process of its engine and that one's workers behind.
     """
@@ -31,7 +33,8 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
-        end_with_parent()
+        if OWN_GROUP in os.environ:
+            end_with_parent()
 
 
 @dataclass

@@ -41,6 +41,8 @@ class ServerPlan:
     """Module whose `main` is a server; it gets this plan, the number and the port as JSON."""
     model: str
     """Folder of the model."""
+    tokenizer: str | None
+    """Folder of the tokenizer, where requests come with a grammar."""
     dtype: str
     """Number format of the servers' weights."""
     max_context: int
@@ -49,6 +51,8 @@ class ServerPlan:
     """The section `engine`."""
     servers: Mapping[str, Any]
     """The section `servers`."""
+    rank: int
+    """Rank of the adapters that the servers are sent; 0: they are sent all weights."""
     weights: str
     """Folder of the weight files; it goes with the run."""
     gpus: tuple[tuple[int | str, ...], ...] | None = None

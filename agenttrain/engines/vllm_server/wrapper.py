@@ -22,7 +22,7 @@ from pathlib import Path
 
 import httpx
 
-from agenttrain.engines.vllm_server.guard import TOKEN
+from agenttrain.engines.vllm_server.guard import HOST, TOKEN
 from agenttrain.engines.vllm_server.records import (
     Condition,
     ServerPlan,
@@ -54,6 +54,12 @@ class Wrapper:
     folder: Path
     number: int
     parent: int | None = None
+    host: str = "127.0.0.1"
+    """Address that the server listens on."""
+    port: int | None = None
+    """None: a free one, another at each start."""
+    token: str | None = None
+    """None: a new one at each start."""
     _stopping: bool = False
     _record: ServerRecord = field(init=False)
 
@@ -91,10 +97,10 @@ class Wrapper:
 
     def _live(self, plan: ServerPlan) -> bool:
         """Run the server once, to its end; return True if it has answered."""
-        port, token = _free_port(), secrets.token_urlsafe(32)
+        port, token = self.port or _free_port(), self.token or secrets.token_urlsafe(32)
         # Of its own, as killed processes leave sockets behind.
         sockets = tempfile.mkdtemp(prefix="agenttrain-server-")
-        environment = {**os.environ, TOKEN: token, "TMPDIR": sockets}
+        environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
         if plan.gpus is not None:
             gpus = plan.gpus[self.number]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
@@ -109,7 +115,7 @@ class Wrapper:
                 env=environment,
             )
         started = False
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://{self.host}:{port}"
         http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
