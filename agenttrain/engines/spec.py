@@ -137,6 +137,10 @@ class EngineSpec(Generic[S]):
     """Run one server of the run in a folder, by its number, until it is stopped or the process of
     the third argument has ended; return the exit code. Raises ConfigError if that server runs
     already. None: the engine has no servers."""
+    read_servers: Callable[[Path, int], dict[str, Any] | None] | None = None
+    """Return the state of the servers of the run in a folder, with so many lines of each log:
+    ``{"time": …, "pid": …, "ended": …, "servers": [{"number": 0, "state": "live", …}, …]}``; None:
+    it has none. None in its place: the engine has no servers."""
     serve_alone: Callable[[S, EngineInputs, str, int], int] | None = None
     """Run a server for runs of others at a host and a port, until it is stopped; return the exit
     code. Raises ConfigError. None: the engine has no servers."""

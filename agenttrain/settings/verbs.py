@@ -294,6 +294,20 @@ VERBS: dict[str, Verb] = {
         settings=False,
         page="guides/fleet.md",
     ),
+    "servers": Verb(
+        does="the servers of a run: state, weights, load, and the ends of their logs",
+        usage="<run folder> [--lines N] [--json]",
+        options={
+            "--lines N": "last lines of each log (3)",
+            "--json": "print JSON",
+        },
+        examples={
+            "servers outputs/shop/<run>": "the table",
+            "servers outputs/shop/<run> --lines 40": "with more of the logs",
+        },
+        settings=False,
+        page="guides/fleet.md",
+    ),
     "export": Verb(
         does="a checkpoint as a model folder with a card, or on the hub",
         usage="run=<run or checkpoint folder> to=<new folder|hub:org/name> [format=…] [dtype=…]",

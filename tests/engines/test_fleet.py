@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -289,6 +290,50 @@ def test_a_server_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             assert gone([pid]) and engine._writer.folder.is_dir()
 
     asyncio.run(main())
+
+
+def test_the_servers_of_a_run_at_a_glance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+
+    def table(*words: str) -> str:
+        assert cli.main(["servers", run, *words]) == 0
+        return capsys.readouterr().out
+
+    def rows() -> list[list[str]]:
+        return [line.split() for line in table("--lines", "0").splitlines()[2:]]
+
+    assert cli.main(["servers", run]) == 2
+    assert "no servers of a run have been here" in capsys.readouterr().err
+
+    async def main() -> None:
+        async with running(tmp_path, restarts=0) as engine:
+            await sample(engine, 1)
+            await until(lambda: {row[1] for row in rows()} == {"live"})
+            await until(lambda: sum(int(row[4]) for row in rows()) == 1)
+            urls = [record(tmp_path, n).url for n in (0, 1)]
+            assert [(row[0], row[2], row[3], row[5], row[6]) for row in rows()] == [
+                ("0", "0", "0", "1", urls[0]),
+                ("1", "0", "0", "1", urls[1]),
+            ]
+            assert "as of" in table() and table().count("| stub on port") == 2
+            assert record(tmp_path, 0).token not in table("--json")
+            os.kill(record(tmp_path, 0).pid, signal.SIGKILL)
+            await until(lambda: rows()[0][1] == "gone")
+            assert "server 0 was ended by SIGKILL" in table()
+
+    asyncio.run(main())
+    assert "the run has ended" in table()
+    status = json.loads(table("--json"))
+    assert [(one["state"], one["version"]) for one in status["servers"]] == [
+        ("gone", 0),
+        ("live", 0),
+    ]
+    assert (status["ended"], status["running"]) == (True, False)
+    for words in (["--lines", "x"], ["step=3"], []):
+        target = words and [run, *words]
+        assert cli.main(["servers", *target]) == 2
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def log_path(folder: Path, number: int) -> Path:
     return folder / FOLDER / f"{number}.log"
 
 
-def last_lines(folder: Path, number: int) -> str:
+def last_lines(folder: Path, number: int, count: int = LOG_LINES) -> str:
     """Return the end of a server's log; empty if it has none."""
     try:
         with log_path(folder, number).open("rb") as file:
@@ -121,7 +121,7 @@ def last_lines(folder: Path, number: int) -> str:
             lines = file.read().decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
         return ""
-    return "\n".join(line for line in lines[-LOG_LINES:] if line.strip())
+    return "\n".join(line for line in lines[-count:] if line.strip())
 
 
 def write_private(path: Path, value: Any) -> None:

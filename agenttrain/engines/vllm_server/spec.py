@@ -20,6 +20,7 @@ from agenttrain.engines.vllm_server.files_transport import PLUGIN
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.outside import Outside
 from agenttrain.engines.vllm_server.records import FOLDER, ServerPlan, log_path
+from agenttrain.engines.vllm_server.status import read_status
 from agenttrain.training.config import Transport, WeightSyncMode
 from agenttrain.types import ConfigError
 from agenttrain.utils.sections import plain, shown
@@ -239,6 +240,7 @@ SPEC = EngineSpec(
     own_weights=True,
     grammars=True,
     run_server=run_server,
+    read_servers=read_status,
     serve_alone=serve_alone,
     too_cold=f"vLLM would sample at {LEAST_TEMPERATURE:g} instead",
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.engines.vllm_server.health import Member
-from agenttrain.engines.vllm_server.records import FOLDER, write_private
+from agenttrain.engines.vllm_server.records import FOLDER, last_lines, write_private
 
 STATUS = "status.json"
 EVERY_S = 1.0
@@ -55,10 +55,13 @@ class StatusFile:
             write_private(self._path, content)
 
 
-def read_status(folder: Path) -> dict[str, Any] | None:
-    """Read the state of a run's servers; None: it has had none."""
+def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
+    """Read the state of a run's servers and the last lines of their logs; None: it has had none."""
     try:
         status: dict[str, Any] = json.loads((folder / FOLDER / STATUS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    for row in status["servers"]:
+        log = last_lines(folder, row["number"], lines) if lines else ""
+        row["log"] = log.splitlines()
     return status
