@@ -31,6 +31,7 @@ from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
+from agenttrain.engines.vllm_server.scratch import remove
 from agenttrain.engines.vllm_server.stub import FAULTS, TOKEN_S
 from agenttrain.types import Finish
 
@@ -246,6 +247,38 @@ def test_no_server_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert text.count("stub on port") == 2, "the end of each log"
 
     asyncio.run(main())
+
+
+def test_a_killed_server_leaves_no_shared_memory(tmp_path: Path) -> None:
+    """Names that its processes had mapped go with them, however they end."""
+
+    async def main() -> None:
+        async with running(tmp_path, restarts=0) as engine:
+            shared = (await call(tmp_path, 0, "POST", "/stub/share"))["name"]
+            file, server = Path("/dev/shm", shared), record(tmp_path, 0)
+            assert file.exists() and Path(server.scratch[0]).is_dir()
+            await until(lambda: str(file) in record(tmp_path, 0).scratch)
+            os.kill(server.pid, signal.SIGKILL)
+            await until(lambda: states(engine)[0] is MemberState.gone)
+            assert not file.exists() and not Path(server.scratch[0]).exists()
+
+            # The wrapper is killed: at the end of the run, or at the next start.
+            shared = (await call(tmp_path, 1, "POST", "/stub/share"))["name"]
+            file, server = Path("/dev/shm", shared), record(tmp_path, 1)
+            await until(lambda: str(file) in record(tmp_path, 1).scratch)
+            os.kill(server.wrapper, signal.SIGKILL)
+            assert gone([server.pid]) and file.exists()
+        assert not file.exists() and not Path(server.scratch[0]).exists()
+
+    asyncio.run(main())
+
+
+def test_only_files_of_servers_are_removed(tmp_path: Path) -> None:
+    for name in ("agenttrain-server-x", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "psm_1").touch()
+    remove([str(tmp_path / name) for name in ("agenttrain-server-x", "other", "psm_1", "absent")])
+    assert sorted(os.listdir(tmp_path)) == ["other", "psm_1"]
 
 
 @pytest.mark.slow

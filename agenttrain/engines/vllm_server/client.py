@@ -7,6 +7,7 @@ the weights. Each call carries the token that the server's guard asks for.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -65,6 +66,10 @@ class ServerClient:
     """Calls one server; each method raises ServerFailed if the server is at fault."""
 
     def __init__(self, url: str, token: str, *, timeout_s: float) -> None:
+        self.prompt_tokens = self.cached_tokens = 0
+        """Tokens of the prompts so far, and those that the server had in its prefix cache."""
+        self.paused_s = 0.0
+        """Seconds for which the last update paused the server."""
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
@@ -112,7 +117,11 @@ class ServerClient:
             salt=salt,
             adapter=adapter,
         )
-        return completion_of(answer, adapter)
+        completion = completion_of(answer, adapter)
+        usage = answer.get("usage") or {}
+        self.prompt_tokens += len(token_ids)
+        self.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return completion
 
     async def score(
         self, token_ids: Sequence[int], *, salt: str, adapter: int | None = None
@@ -198,6 +207,7 @@ class ServerClient:
         After ServerFailed the server may hold a mixture, or be paused: it has to be killed.
         """
         pause, clear = PAUSES[mode]
+        begun = time.monotonic()
         await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
         if first:
             await self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
@@ -208,6 +218,7 @@ class ServerClient:
         if (label := await self.weight_version()) != str(version):
             raise ServerFailed(f"its weights are labelled {label!r} after an update to {version}")
         await self._call("POST", "/resume")
+        self.paused_s = time.monotonic() - begun
 
     async def load_adapter(self, version: int, folder: str) -> None:
         """Add the adapters of a folder under the name of their version; nothing is paused."""

@@ -388,11 +388,24 @@ class Fleet:
             "fleet/requests": float(sum(sent)),
             "fleet/resent": float(self.resent),
             "fleet/load": max(sent) / max(sum(sent), 1),
+            "fleet/cached": self._cached_share(members),
+            "fleet/pause_s": max(one.client.paused_s if one.client else 0.0 for one in members),
         }
         self.resent = 0
         for member in members:
             member.sent = member.deaths = 0
         return metrics
+
+    def _cached_share(self, members: Sequence[Member]) -> float:
+        """Return the share of the prompts' tokens that were cached since the last call."""
+        clients = [member.client for member in members if member.client is not None]
+        prompts, cached = (
+            sum(getattr(client, name) for client in clients)
+            for name in ("prompt_tokens", "cached_tokens")
+        )
+        for client in clients:
+            client.prompt_tokens = client.cached_tokens = 0
+        return cached / max(prompts, 1)
 
     async def aclose(self) -> None:
         """Stop watching; requests in flight fail."""

@@ -13,11 +13,13 @@ from pathlib import Path
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import ServersConfig
+from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.records import (
     FOLDER,
     PLAN,
     ServerPlan,
     log_path,
+    read_record,
     record_path,
 )
 from agenttrain.engines.vllm_server.wrapper import END_S, is_running
@@ -74,6 +76,13 @@ def remove_weights(folder: Path, run: Path) -> None:
     (run / FOLDER / WEIGHTS).unlink(missing_ok=True)
 
 
+def remove_record(folder: Path, number: int) -> None:
+    """Remove the record of a server that has ended, and what its killed processes left behind."""
+    if (record := read_record(folder, number)) is not None:
+        scratch.remove(record.scratch)
+    record_path(folder, number).unlink(missing_ok=True)
+
+
 class OutsideServers:
     """Servers that somebody else started: at the end only the weight files go."""
 
@@ -101,7 +110,7 @@ class LocalServers:
             raise
         plan.write(folder)
         for number in range(count):
-            record_path(folder, number).unlink(missing_ok=True)
+            remove_record(folder, number)
             log_path(folder, number).unlink(missing_ok=True)
         command = [sys.executable, "-m", WRAPPER, str(folder)]
         self._wrappers = [
@@ -128,5 +137,5 @@ class LocalServers:
             wrapper.kill()
         remove_weights(Path(self._plan.weights), self._folder)
         for number in range(self._count):
-            record_path(self._folder, number).unlink(missing_ok=True)
+            remove_record(self._folder, number)
         (self._folder / FOLDER / PLAN).unlink(missing_ok=True)

@@ -88,6 +88,8 @@ class ServerRecord:
     """Its workers."""
     end: str = ""
     """How it ended: ``ended with exit code 1``."""
+    scratch: tuple[str, ...] = ()
+    """Files outside the run's folder that its processes leave behind if they are killed."""
 
     def write(self, folder: Path) -> None:
         """Write the record of a server of the run in `folder`."""
@@ -100,7 +102,8 @@ def read_record(folder: Path, number: int) -> ServerRecord | None:
         record = json.loads(record_path(folder, number).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return ServerRecord(**{**record, "condition": Condition(record["condition"])})
+    scratch = tuple(record.pop("scratch", ()))
+    return ServerRecord(**{**record, "condition": Condition(record["condition"])}, scratch=scratch)
 
 
 def record_path(folder: Path, number: int) -> Path:

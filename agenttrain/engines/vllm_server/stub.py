@@ -8,6 +8,7 @@ in a second. Its model is one number, the weight `w` [1]: every token has the lo
     POST /stub/fault {"kind": "abort", "times": 1}      … end with finish_reason "abort"
     POST /stub/fault {"kind": "hang"}                   the engine's process answers nothing
     POST /stub/fault {"kind": "deaf", "times": 1}       an update answers 200 and loads nothing
+    POST /stub/share                                    maps shared memory
     GET  /stub/log                                      completions so far: version and ids
 """
 
@@ -19,6 +20,8 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +114,8 @@ class StubServer:
             "logprobs": {"content": [{"token_id": one, "logprob": -w} for one in sampled]},
             "weight_versions": [{"version": self.version, "start": 0, "end": len(sampled)}],
         }
-        return {"model": model, "choices": [choice], "prompt_logprobs": prompt}
+        cached = {"prompt_tokens_details": {"cached_tokens": count // 2}}
+        return {"model": model, "choices": [choice], "prompt_logprobs": prompt, "usage": cached}
 
     async def pause(self, body: Any) -> Any:
         """Stop sampling; requests wait in every mode, as new ones do in vLLM's."""
@@ -149,6 +153,13 @@ class StubServer:
     async def fault(self, body: Any) -> Any:
         """Take an order for faults."""
         self.faults[body["kind"]] = body.get("times", 1)
+
+    async def share(self, body: Any) -> Any:
+        """Map shared memory, which stays if the server is killed; return its name."""
+        self.shared = SharedMemory(create=True, size=4096)
+        # The process that Python starts to remove it would outlive the server for a moment.
+        resource_tracker.unregister(self.shared._name, "shared_memory")  # type: ignore[attr-defined]
+        return {"name": self.shared.name}
 
     async def log(self, body: Any) -> Any:
         """Return the completions so far."""
@@ -225,6 +236,7 @@ class StubServer:
             "POST /v1/unload_lora_adapter": self.unload_adapter,
             "POST /stub/fault": self.fault,
             "GET /stub/log": self.log,
+            "POST /stub/share": self.share,
         }
         for path in self.config.get("without", ()):
             routes = {name: answer for name, answer in routes.items() if path not in name}

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import httpx
 
+from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.guard import HOST, TOKEN
 from agenttrain.engines.vllm_server.records import (
     Condition,
@@ -37,6 +38,8 @@ LOOK_S = 0.1
 """Seconds between two looks at the server, at the parent and for signals."""
 ASK_S = 5.0
 """Seconds that a starting server has for an answer."""
+SCAN_S = 5.0
+"""Seconds between two looks for files that the server would leave behind."""
 END_S = 10.0
 """Seconds between SIGTERM to the server's processes and SIGKILL."""
 SUBREAPER = 36
@@ -72,6 +75,8 @@ class Wrapper:
             # Processes of the server that lose their parent become ours, and are collected.
             ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
         earlier = read_record(self.folder, self.number)
+        if earlier is not None:  # its wrapper may have been killed
+            scratch.remove(earlier.scratch)
         self._record = ServerRecord(
             number=self.number,
             condition=Condition.starting,
@@ -99,7 +104,7 @@ class Wrapper:
         """Run the server once, to its end; return True if it has answered."""
         port, token = self.port or _free_port(), self.token or secrets.token_urlsafe(32)
         # Of its own, as killed processes leave sockets behind.
-        sockets = tempfile.mkdtemp(prefix="agenttrain-server-")
+        sockets = tempfile.mkdtemp(prefix=scratch.SOCKETS)
         environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
         if plan.gpus is not None:
             gpus = plan.gpus[self.number]
@@ -131,8 +136,10 @@ class Wrapper:
                 url=url,
                 token=token,
                 end="",
+                scratch=(sockets,),
             )
-            deadline = time.monotonic() + plan.servers["start_s"]
+            now = time.monotonic()
+            deadline, next_scan = now + plan.servers["start_s"], now + SCAN_S
             while process.poll() is None and not self._is_stopping():
                 if not started:
                     started = self._register(http)
@@ -140,12 +147,22 @@ class Wrapper:
                         end = f"did not start within servers.start_s={plan.servers['start_s']:g} s"
                         self._record = replace(self._record, end=end)
                         break
+                if time.monotonic() > next_scan:
+                    self._note_scratch(process.pid)
+                    next_scan = time.monotonic() + SCAN_S
                 time.sleep(LOOK_S)
         finally:
             http.close()
+            self._note_scratch(process.pid)
             self._end(process)
-            shutil.rmtree(sockets, ignore_errors=True)
+            scratch.remove(self._record.scratch)
         return started
+
+    def _note_scratch(self, group: int) -> None:
+        """Add to the record what the server would leave behind if it were killed now."""
+        known = {*self._record.scratch, *scratch.shared_by(group)}
+        if len(known) > len(self._record.scratch):
+            self._write(scratch=tuple(sorted(known)))
 
     def _register(self, http: httpx.Client) -> bool:
         """Write the record of a server that answers; return False if it does not yet."""
