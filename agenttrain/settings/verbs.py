@@ -118,6 +118,8 @@ VERBS: dict[str, Verb] = {
             "--host-memory-gb N": "memory of the machine",
             "--devices N": "number of GPUs",
             "--prompt-tokens N": "length of a prompt",
+            "--server-tokens-per-s N": "measured speed of a server",
+            "--trainer-tokens-per-s N": "measured speed of a training GPU",
             "--cpu": "plan for the processor alone",
             "--json": "print JSON",
         },

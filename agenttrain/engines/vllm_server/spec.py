@@ -18,6 +18,7 @@ from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.files_transport import PLUGIN
 from agenttrain.engines.vllm_server.guard import TOKEN
+from agenttrain.engines.vllm_server.memory import memory, server_memory
 from agenttrain.engines.vllm_server.outside import Outside
 from agenttrain.engines.vllm_server.records import FOLDER, ServerPlan, log_path
 from agenttrain.engines.vllm_server.status import read_status
@@ -236,6 +237,8 @@ SPEC = EngineSpec(
     check=check,
     check_machine=check_machine,
     gpu_notes=lambda settings: flash_attention_notes(settings.dtype),
+    memory=memory,
+    server_memory=server_memory,
     package="vllm",
     own_weights=True,
     grammars=True,
