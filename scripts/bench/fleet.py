@@ -14,7 +14,8 @@ weights_checksums_equal      share of syncs after which /weight_checker gives bo
 prefix_hit_share             cached tokens of the later turns of rollouts of eight turns, over those
                              in whole blocks of earlier turns, which one server would have
 overhead_vs_raw              tokens/s through the fleet over those of a loop that posts the same
-                             requests and reads nothing but the ids; median of rounds by turns
+                             requests to the same servers and reads nothing but the ids; median of
+                             rounds by turns
 rollout_process_cores_64     CPU seconds of this process per second, 64 rollouts at once
 failover_detect_s            seconds from the kill of a server to the moment its requests go on
 failover_step_ratio          time of a step in which a server is killed over an undisturbed one's
@@ -52,6 +53,7 @@ from agenttrain.engines.vllm.engine import VllmEngine
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.engine import VllmServerEngine
 from agenttrain.engines.vllm_server.health import MemberState
+from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.spec import build
 from agenttrain.training.config import Transport, WeightSyncMode
 from agenttrain.training.weight_sync import named_weights, policy_logprobs
@@ -112,7 +114,7 @@ async def rollout(
 ) -> list[Turn]:
     """Return prompt and completion of each turn; replies have 20 ids."""
     noise = random.Random(number)
-    ids = [7 + (number // 4 + n) % 90 for n in range(60)] + [100 + number % 200]
+    ids = [100 + number % 200] + [7 + (number // 4 + n) % 90 for n in range(60)]
     done = []
     for turn in range(turns):
         sampling = Sampling(max_tokens=tokens, temperature=temperature, seed=100 * number + turn)
@@ -199,11 +201,16 @@ async def prefix_hits(fleet: Fleet) -> float:
 async def raw_round(fleet: Fleet, count: int, tokens: int) -> float:
     """Return tokens/s of a loop that posts the requests of `fleet_round` and reads only ids."""
     members = fleet.engine.fleet.members
+    loads = dict.fromkeys(range(len(members)), 0)
+    places = []  # those that the fleet chooses
+    for number in range(count):
+        places.append(choose(f"round-{number}", loads))
+        loads[places[-1]] += 1
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) as http:
 
         async def one(number: int) -> int:
-            client = members[number % len(members)].client
+            client = members[places[number]].client
             assert client is not None
             body = {
                 "request_id": f"raw-{time.monotonic()}-{number}",

@@ -22,7 +22,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerPlan:
+class ServerMemory:
     """One number of GPUs of a server."""
 
     gpus: int
@@ -38,9 +38,9 @@ class ServerPlan:
 class FleetPlan:
     """The servers of a run."""
 
-    chosen: ServerPlan
+    chosen: ServerMemory
     """With servers.tensor_parallel_size."""
-    tried: tuple[ServerPlan, ...]
+    tried: tuple[ServerMemory, ...]
     count: int
     trainers: int
     feeding: int | None
@@ -114,7 +114,7 @@ def plan_servers(
         adapters=config.model.lora.rank > 0,
     )
 
-    def tried(gpus: int) -> ServerPlan:
+    def tried(gpus: int) -> ServerMemory:
         assert spec.server_memory is not None
         found = spec.server_memory(config.engine, engine_load, sizes, gpus)
         parts = found.items
@@ -124,7 +124,7 @@ def plan_servers(
         short = found.room is not None and found.room.missing > 0
         fits = None if limit is None else size <= limit and not short
         holds = cache * gpus // max(load.sampled * sizes.token_cache, 1)
-        return ServerPlan(gpus=gpus, bytes=size, holds=holds, fits=fits)
+        return ServerMemory(gpus=gpus, bytes=size, holds=holds, fits=fits)
 
     feeding = None
     if speeds.server is not None and speeds.trainer is not None:

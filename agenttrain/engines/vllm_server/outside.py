@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -19,7 +19,7 @@ from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.vllm_server.client import ServerClient, ServerFacts, ServerFailed
 from agenttrain.engines.vllm_server.files_transport import BACKEND
 from agenttrain.engines.vllm_server.guard import TOKEN
-from agenttrain.engines.vllm_server.health import EXAMINED, FAULTS, Member, MemberState
+from agenttrain.engines.vllm_server.health import EXAMINED, FAULTS, Member, Members, MemberState
 from agenttrain.engines.vllm_server.records import Condition, ServerRecord
 
 WRITTEN_FOR = "0.32"
@@ -59,18 +59,6 @@ class Outside:
     """A text with the special tokens of the run's tokenizer."""
     token_ids: tuple[int, ...]
     """Its ids; empty: the run's tokenizer is not known."""
-
-
-class Members(Protocol):
-    """The fleet, as a watcher sees it."""
-
-    async def joined(self, member: Member, record: ServerRecord) -> None:
-        """Bring a server that has come up to date."""
-        ...
-
-    def changed(self) -> None:
-        """Wake what waits for a server, to look again."""
-        ...
 
 
 class Front:
