@@ -165,7 +165,7 @@ async def watch_outside(
     """Examine a server that somebody else started, for ever."""
     client = ServerClient(member.url, run.token, timeout_s=servers.request_s)
     begun = time.monotonic()
-    attempt_s, next_attempt = servers.health_s, begun
+    attempt_s, next_attempt, misses = servers.health_s, begun, 0
     while True:
         boot, version = member.boot, member.version
         label = await _label(client, run, servers.dead_s)
@@ -175,8 +175,9 @@ async def watch_outside(
         if member.state not in (MemberState.starting, *AWAY):
             begun = now
         if member.state in EXAMINED and member.boot == boot:
+            misses = 0 if failed is None else misses + 1
             if failed is not None:
-                _missed(member, str(failed))
+                _missed(member, str(failed), misses)
             elif member.version == version and label not in (None, str(version)):
                 member.leave(
                     MemberState.restarting,
@@ -224,11 +225,10 @@ async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | Ser
         return error
 
 
-def _missed(member: Member, reason: str) -> None:
-    """Count an examination without an answer; the server is lost after a few, or after one that
-    took `servers.dead_s`."""
-    member.failures += 1
-    if member.failures >= FAULTS or "did not answer for" in reason:
+def _missed(member: Member, reason: str, misses: int) -> None:
+    """Take an examination without an answer; the server is lost after a few in a row, or after one
+    that took `servers.dead_s`."""
+    if misses >= FAULTS or "did not answer for" in reason:
         member.leave(MemberState.restarting, f"does not answer: {reason}")
     else:
         member.state = MemberState.suspect
