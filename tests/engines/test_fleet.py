@@ -225,7 +225,7 @@ def test_weights_that_a_server_cannot_read(tmp_path: Path) -> None:
             engine._writer = type("Torn", (), {"write": staticmethod(torn), "folder": "x"})()
             with pytest.raises(FleetLost) as caught:
                 await send(engine, 2.0, 1)
-            assert "weight update 1: /update_weights: 500" in str(caught.value)
+            assert "weight update 1: the files of the weights: " in str(caught.value)
             assert "bytes of w are not those that were written" in str(caught.value)
 
     asyncio.run(main())

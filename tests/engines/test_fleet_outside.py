@@ -26,6 +26,7 @@ from fleet_kit import (
 from agenttrain import cli
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.client import ServerFacts
+from agenttrain.engines.vllm_server.files_transport import METHODS
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import MemberState
@@ -264,6 +265,7 @@ def test_properties_that_differ(model: dict, run: dict, message: str | None) -> 
             "model_config": {**MODEL, **model},
             "weight_transfer_config": {"backend": "files"},
             "lora_config": {"max_lora_rank": 8},
+            "parallel_config": {"worker_extension_cls": METHODS},
         },
         world_size=1,
     )

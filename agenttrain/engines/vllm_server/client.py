@@ -6,6 +6,7 @@ the weights. Each call carries the token that the server's guard asks for.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import httpx
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.vllm_server.files_transport import VERIFY
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion, Finish
 
@@ -33,6 +35,8 @@ PAUSES = {
 """`mode` and `clear_cache` of /pause. vLLM 0.32 heeds `clear_cache` in every mode."""
 NOT_FINITE = "not JSON compliant"
 """Part of vLLM 0.32's answer 400 to a request whose log-probabilities are not finite."""
+LOOK_S = 0.02
+"""Seconds between two questions whether files have been verified."""
 SHOWN = 400
 """Characters of a server's answer that a message shows."""
 
@@ -204,8 +208,10 @@ class ServerClient:
     ) -> None:
         """Replace the weights by those of a folder of files, and sample with them from now on.
 
-        After ServerFailed the server may hold a mixture, or be paused: it has to be killed.
+        The files are verified before the server is paused. After ServerFailed it may hold a
+        mixture, or be paused: it has to be killed.
         """
+        await self._verified(folder, digest)
         pause, clear = PAUSES[mode]
         begun = time.monotonic()
         await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
@@ -219,6 +225,17 @@ class ServerClient:
             raise ServerFailed(f"its weights are labelled {label!r} after an update to {version}")
         await self._call("POST", "/resume")
         self.paused_s = time.monotonic() - begun
+
+    async def _verified(self, folder: str, digest: str) -> None:
+        """Have every worker verify files; raises ServerFailed for damaged ones."""
+        question = {"method": VERIFY, "args": [folder, digest]}
+        while True:
+            results = (await self._call("POST", "/collective_rpc", question))["results"]
+            if errors := [one["error"] for one in results if one["error"]]:
+                raise ServerFailed(f"the files of the weights: {errors[0]}")
+            if all(one["done"] for one in results):
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def load_adapter(self, version: int, folder: str) -> None:
         """Add the adapters of a folder under the name of their version; nothing is paused."""

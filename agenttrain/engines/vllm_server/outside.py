@@ -17,7 +17,7 @@ import httpx
 
 from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.vllm_server.client import ServerClient, ServerFacts, ServerFailed
-from agenttrain.engines.vllm_server.files_transport import BACKEND
+from agenttrain.engines.vllm_server.files_transport import BACKEND, METHODS
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import EXAMINED, FAULTS, Member, Members, MemberState
 from agenttrain.engines.vllm_server.records import Condition, ServerRecord
@@ -127,6 +127,9 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
             f"{key}: it takes weights by {backend}; start it with "
             f'--weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
         )
+    methods = facts.config["parallel_config"]["worker_extension_cls"]
+    if not run.rank and methods != METHODS:
+        yield f"{key}: its workers verify no files; start it with --worker-extension-cls {METHODS}"
     largest = (facts.config["lora_config"] or {}).get("max_lora_rank", 0)
     if run.rank > largest:
         yield (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.files_transport import BACKEND, OWN_GROUP, PLUGIN
+from agenttrain.engines.vllm_server.files_transport import BACKEND, METHODS, OWN_GROUP, PLUGIN
 from agenttrain.engines.vllm_server.guard import HOST
 from agenttrain.engines.vllm_server.records import ServerPlan
 from agenttrain.engines.vllm_server.versions import ADAPTERS
@@ -92,6 +92,7 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         "served_model_name": NAME,
         "middleware": "agenttrain.engines.vllm_server.guard.TokenGuard",
         "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": METHODS,
         "enable_scale_out": True,  # token ids in, token ids out
         "enable_prompt_tokens_details": True,
         "shutdown_timeout": GRACE_S,

@@ -40,6 +40,7 @@ OWNED = {
     "tensor_parallel_size": "servers.tensor_parallel_size",
     **dict.fromkeys(("host", "model", "port", "served_model_name", "middleware"), ""),
     **dict.fromkeys(("weight_transfer_config", "enable_scale_out", "logprobs_mode"), ""),
+    "worker_extension_cls": "",
     **dict.fromkeys(("generation_config", "data_parallel_size", "api_server_count"), ""),
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "model.lora.rank"),
 }

@@ -30,8 +30,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from agenttrain.engines.vllm_server.files_transport import METHODS
 from agenttrain.engines.vllm_server.guard import TokenGuard
-from agenttrain.engines.vllm_server.weight_files import BadWeights, read_verified
+from agenttrain.engines.vllm_server.weight_files import BadWeights, read_verified, verify
 from agenttrain.utils.child_process import end_with_parent
 
 VOCABULARY = 500
@@ -141,6 +142,15 @@ class StubServer:
         if not self.takes_fault("deaf"):
             self.w = float(weights["w"])
 
+    async def call_workers(self, body: Any) -> Any:
+        """Verify files, as each worker does."""
+        folder, digest = body["args"]
+        try:
+            verify(Path(folder), digest)
+        except (BadWeights, OSError) as error:
+            return {"results": [{"done": True, "error": str(error)}]}
+        return {"results": [{"done": True, "error": ""}]}
+
     async def finish(self, body: Any) -> Any:
         """End an update."""
         self.updating, self.version = False, body["weight_version"]
@@ -208,6 +218,7 @@ class StubServer:
                 "model_config": {**model, **self.config.get("model_config", {})},
                 "weight_transfer_config": {"backend": self.config.get("backend", "files")},
                 "lora_config": {"max_lora_rank": 8},
+                "parallel_config": {"worker_extension_cls": METHODS},
             }
         }
 
@@ -223,6 +234,7 @@ class StubServer:
             "POST /resume": self.resume,
             "POST /init_weight_transfer_engine": self.health,
             "POST /start_weight_update": self.start,
+            "POST /collective_rpc": self.call_workers,
             "POST /update_weights": self.update,
             "POST /finish_weight_update": self.finish,
             "GET /weight_info": self.weight_info,

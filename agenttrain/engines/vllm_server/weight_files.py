@@ -134,15 +134,22 @@ class WeightWriter:
                 shutil.rmtree(self.folder / str(number), ignore_errors=True)
 
 
-def read_verified(folder: Path, manifest_digest: str) -> Iterator[tuple[str, Tensor]]:
+def read_verified(
+    folder: Path, manifest_digest: str, *, verified: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Verify a version, then return an iterator over its tensors.
 
-    Raises BadWeights or OSError before it returns if anything differs from the manifest.
+    `verified`: only its manifest is checked, as `verify` has passed before. Raises BadWeights or
+    OSError before it returns if anything differs from the manifest.
     """
-    text = (folder / MANIFEST).read_bytes()
-    if hashlib.sha256(text).hexdigest() != manifest_digest:
-        raise BadWeights(f"{folder / MANIFEST}: is not the manifest that was announced")
-    tensors: dict[str, dict[str, Any]] = json.loads(text)["tensors"]
+    if not verified:
+        verify(folder, manifest_digest)
+    return _read(folder, _manifest(folder, manifest_digest))
+
+
+def verify(folder: Path, manifest_digest: str) -> None:
+    """Read a version; raises BadWeights or OSError if anything differs from the manifest."""
+    tensors = _manifest(folder, manifest_digest)
     came = set()
     for name, tensor in _read(folder, tensors):
         expected = tensors.get(name)
@@ -156,7 +163,14 @@ def read_verified(folder: Path, manifest_digest: str) -> Iterator[tuple[str, Ten
         came.add(name)
     if missing := sorted(tensors.keys() - came):
         raise BadWeights(f"{folder}: {named(missing)}: in the manifest, and in no file")
-    return _read(folder, tensors)
+
+
+def _manifest(folder: Path, manifest_digest: str) -> dict[str, dict[str, Any]]:
+    text = (folder / MANIFEST).read_bytes()
+    if hashlib.sha256(text).hexdigest() != manifest_digest:
+        raise BadWeights(f"{folder / MANIFEST}: is not the manifest that was announced")
+    tensors: dict[str, dict[str, Any]] = json.loads(text)["tensors"]
+    return tensors
 
 
 def _read(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
