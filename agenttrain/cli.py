@@ -148,6 +148,10 @@ def _dispatch(arguments: list[str]) -> int:
             from agenttrain.commands.engine_server import engine_server
 
             return engine_server(words)
+        if verb == "servers":
+            from agenttrain.commands.servers import servers
+
+            return servers(words)
         if verb == "submit":
             from agenttrain.commands.slurm.submit import submit
 

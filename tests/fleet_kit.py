@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,11 @@ from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.engine import VllmServerEngine
+from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.records import ServerRecord, read_record
 from agenttrain.engines.vllm_server.spec import build
-from agenttrain.engines.vllm_server.stub import next_token
-from agenttrain.training.config import WeightSyncMode
+from agenttrain.engines.vllm_server.stub import CONFIG, next_token
+from agenttrain.training.config import Transport, WeightSyncMode
 
 STUB = "agenttrain.engines.vllm_server.stub"
 TEXT = [7, 8, 9, 10]
@@ -40,6 +45,7 @@ def inputs(run: Path, model: Path, **servers: Any) -> EngineInputs:
         tokenizer=None,
         sync_mode=WeightSyncMode.drain,
         sync_folder=None,
+        transport=Transport.auto,
         servers=ServersConfig(**{"count": 2, "health_s": 0.1, **servers}),
         seed=0,
         on_gpu=False,
@@ -150,3 +156,54 @@ def in_groups(groups: Sequence[int]) -> list[int]:
                 continue
             members += [int(entry.name)] if group in groups else []
     return members
+
+
+TOKEN_OF_OTHERS = "a-secret-of-others"
+
+
+class OutsideStub:
+    """A stub server that nobody but the test starts and ends."""
+
+    def __init__(self, port: int | None = None, **config: Any) -> None:
+        self.port = port or free_port()
+        self.config = config
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", STUB, "-", "0", str(self.port)],
+            env={**os.environ, TOKEN: TOKEN_OF_OTHERS, CONFIG: json.dumps(self.config)},
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        """Speak with it."""
+        headers = {"Authorization": f"Bearer {TOKEN_OF_OTHERS}"}
+        async with httpx.AsyncClient(base_url=self.url, headers=headers, trust_env=False) as http:
+            return (await http.request(method, path, json=body)).json()
+
+
+@contextmanager
+def outside_stubs(*ports: int | None, **config: Any) -> Iterator[list[OutsideStub]]:
+    """Servers of others, up to the end of the test."""
+    servers = [OutsideStub(port, **config) for port in ports]
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            server.end()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from socket import SO_REUSEADDR, SOL_SOCKET, socket
 
-from agenttrain.commands.arguments import parse_folder
-from agenttrain.engines.registry import names_with, specs
+from agenttrain.commands.arguments import FolderCommand, parse_folder
+from agenttrain.engines.registry import names_with, spec_of, specs
+from agenttrain.launch.processes import count_gpus
+from agenttrain.settings.checks import validate
+from agenttrain.settings.compose import Source, compose_new, hydra_session, open_keys
+from agenttrain.settings.pinning import fetch
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 
 USAGE = "engine-server: give the folder of a run with servers: engine-server <run folder> number=0"
-KEYS = ("number", "parent")
+ALONE = (
+    "engine-server: a server for runs elsewhere has a port and a new folder: engine-server "
+    "<folder> port=8000 [host=…] [key=value …]"
+)
+KEYS = ("number", "parent", "host", "port")
+HOST = "127.0.0.1"
 PLAN = "servers/plan.json"
 
 
 def engine_server(arguments: Sequence[str]) -> int:
     """Run `engine-server <run folder> number=N [parent=PID]`; raises ConfigError.
 
-    A run starts its servers by this command, with itself as their parent. Typed, it replaces one
-    that has used up its restarts.
+    It replaces a server of a run that has used up its restarts. With `port=` it is a server for
+    runs elsewhere, `engine-server <folder> port=N [host=ADDRESS] [key=value …]`.
     """
     typed = parse_folder(arguments, KEYS, USAGE)
+    if "port" in typed.words:
+        return _alone(typed)
+    if "host" in typed.words:
+        raise ConfigError(f"host={typed.words['host']}: has no effect without port=; {ALONE}")
     if typed.overrides:
         key = typed.overrides[0].partition("=")[0]
         hint = did_you_mean(key, KEYS)
@@ -45,3 +59,48 @@ def engine_server(arguments: Sequence[str]) -> int:
     run_server = specs()[plan["engine"]["name"]].run_server
     assert run_server is not None
     return run_server(typed.folder, number, None if parent is None else int(parent))
+
+
+def _alone(typed: FolderCommand) -> int:
+    """Run a server with the settings of the command line, as `servers.admin_urls` names it."""
+    from agenttrain.runs.sampling import server_inputs
+
+    words, folder = typed.words, typed.folder
+    for key in ("number", "parent"):
+        if key in words:
+            raise ConfigError(f"{key}={words[key]}: has no effect beside port=; {ALONE}")
+    port = words["port"]
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"port={port}: give a number from 1 to 65535; {ALONE}")
+    if (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder}: holds a run; {ALONE}")
+    host = words.get("host", HOST)
+    _check_free(host, int(port))
+    overrides = typed.overrides
+    if not any(text.startswith("engine=") for text in overrides):
+        overrides = [names_with(fleet=True), *overrides]
+    source = Source()
+    with hydra_session(source):
+        config = compose_new(open_keys(overrides), source, starts=False).config
+        validate(config)
+    spec = spec_of(config.engine)
+    if spec.serve_alone is None:
+        raise ConfigError(f"engine={config.engine.name}: has no servers; leave it out")
+    if config.servers.outside or config.servers.count > 1:
+        raise ConfigError("servers.count, servers.admin_urls: this is one server; leave them out")
+    if problems := list(spec.check_machine(config.engine, count_gpus)):
+        raise ConfigError("\n".join(problems))
+    fetch(config, "eval")
+    folder.mkdir(parents=True, exist_ok=True)
+    inputs = server_inputs(config, folder.resolve(), on_gpu=count_gpus() > 0)
+    return spec.serve_alone(config.engine, inputs, host, int(port))
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise ConfigError for an address that cannot be listened on."""
+    with socket() as probe:
+        probe.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"host={host} port={port}: {error.strerror}; take another") from error

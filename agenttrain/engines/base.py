@@ -127,6 +127,8 @@ class ReadsFiles(Protocol):
 
     weights: Path
     """Folder of the files; it goes when the engine does."""
+    alpha: float | None
+    """Scale of adapters, where they are all that is written; None: the weights of the model."""
 
     async def load(self, files: WeightFiles) -> None:
         """Have every copy load a version, as `update` does once it has written one."""

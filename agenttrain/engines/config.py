@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
@@ -50,10 +51,19 @@ def flash_attention_notes(dtype: EngineDtype) -> Iterator[str]:
 
 @dataclass(config=SETTINGS)
 class ServersConfig:
-    """Servers that sample for a run, on this machine, each in processes of its own."""
+    """Servers that sample for a run, each in processes of its own.
+
+    The run starts them on this machine, unless `admin_urls` names servers that others started.
+    """
 
     count: Whole = Field(default=1, ge=1)
-    """Number of servers."""
+    """Number of servers; of those of `admin_urls`, the least that have to answer at the start."""
+    admin_urls: list[str] = field(default_factory=list)
+    """Servers that somebody else started and ends, e.g. [http://10.0.0.5:8000]; each of them is
+    controlled under its own address. The token is in AGENTTRAIN_SERVER_TOKEN."""
+    url: str | None = None
+    """Address of a router in front of `admin_urls`, which then gets the requests; None: each
+    request goes to the server that the run chooses."""
     tensor_parallel_size: Whole = Field(default=1, ge=1)
     """GPUs that share the weights of one server."""
     gpus: list[Whole] | None = None
@@ -66,7 +76,7 @@ class ServersConfig:
     """Seconds between two examinations of a server."""
     dead_s: Number = Field(default=30.0, gt=0)
     """Seconds that a server's engine may take to answer an examination; it is then killed, and its
-    requests go to another server."""
+    requests go to another server. One of `admin_urls` has as long to come back."""
     request_s: Number = Field(default=3600.0, gt=0)
     """Seconds that one request may take, or a weight update: longer than the longest completion."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -78,8 +88,9 @@ class ServersConfig:
         return self
 
     def _problems(self) -> Iterator[str]:
+        yield from self._outside_problems()
         gpus = self.gpus
-        if gpus is None:
+        if gpus is None or self.outside:
             return
         if len(set(gpus)) < len(gpus):
             yield f"servers.gpus={shown(gpus)}: names a GPU twice; each serves one server"
@@ -91,7 +102,42 @@ class ServersConfig:
                 f"name as many"
             )
 
+    @property
+    def outside(self) -> bool:
+        """True: somebody else started the servers, and ends them."""
+        return bool(self.admin_urls)
 
+    def _outside_problems(self) -> Iterator[str]:
+        urls = self.admin_urls
+        if self.url is not None and not urls:
+            yield (
+                f"servers.url={self.url}: weights and health go past a router; name its servers: "
+                f"servers.admin_urls=[{self.url}] if it is a server itself"
+            )
+        for key, url in (("url", self.url), *(("admin_urls", url) for url in urls)):
+            if url is not None and not URL.fullmatch(url):
+                yield f"servers.{key}={shown(url)}: expected an address, e.g. http://10.0.0.5:8000"
+        if len(set(urls)) < len(urls):
+            yield f"servers.admin_urls={shown(urls)}: names a server twice; name each once"
+        if not self.outside:
+            return
+        if self.count > len(urls):
+            yield (
+                f"servers.count={self.count}: servers.admin_urls names {len(urls)}; lower it, or "
+                "name more"
+            )
+        started = ServersConfig()
+        for key in STARTED:
+            if (value := getattr(self, key)) != getattr(started, key):
+                yield (
+                    f"servers.{key}={shown(value)}: servers.admin_urls names servers that somebody "
+                    "else starts; leave it out"
+                )
+
+
+STARTED = ("tensor_parallel_size", "gpus", "restarts", "args")
+"""Keys of servers that the run itself starts."""
+URL = re.compile(r"https?://[^\s/?#@]+/?")
 LEAST_TEMPERATURE = 0.01
 """Least above 0. At lower ones rounding of the logits moves logprobs by whole nats, and vLLM 0.32
 samples at this one instead (sampling_params.py)."""

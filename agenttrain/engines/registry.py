@@ -63,7 +63,7 @@ def spec_of(settings: S) -> EngineSpec[S]:
 def names_with(**abilities: bool) -> str:
     """Return the bundled engines that have these abilities, as an override.
 
-    Example: ``names_with(grammars=True) == "engine=vllm"``.
+    Example: ``names_with(grammars=True) == "engine=vllm|vllm_server"``.
     """
     able = [
         name

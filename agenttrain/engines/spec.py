@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import LEAST_TEMPERATURE, EngineSettings, ServersConfig
 from agenttrain.engines.memory import EngineLoad, EngineMemory, ModelSizes
-from agenttrain.training.config import LoraSettings, WeightSyncMode
+from agenttrain.training.config import LoraSettings, Transport, WeightSyncMode
 
 S = TypeVar("S", bound=EngineSettings)
 
@@ -36,6 +36,8 @@ class EngineInputs:
     """Treatment of requests in flight at an update."""
     sync_folder: str | None
     """weight_sync.folder."""
+    transport: Transport
+    """weight_sync.transport."""
     servers: ServersConfig
     seed: int
     on_gpu: bool
@@ -80,6 +82,10 @@ class RunFacts:
 
     lora_rank: int
     """model.lora.rank; 0: no adapters."""
+    transport: Transport
+    """weight_sync.transport."""
+    mode: WeightSyncMode
+    """weight_sync.mode."""
     distributed: str
     """distributed.name."""
     several: bool
@@ -127,6 +133,8 @@ class EngineSpec(Generic[S]):
     """Yield settings that are slow on a GPU, with a remedy."""
     memory: Callable[[S, EngineLoad, ModelSizes], EngineMemory] = _no_memory
     """Estimate the memory that the engine takes in each process."""
+    server_memory: Callable[[S, EngineLoad, ModelSizes, int], EngineMemory] | None = None
+    """Estimate the memory that a server of so many GPUs takes of each; None: there are none."""
     package: str | None = None
     """Package of others that samples, beside agenttrain's own; `agenttrain doctor` imports it."""
     own_weights: bool = False
@@ -138,6 +146,13 @@ class EngineSpec(Generic[S]):
     """Run one server of the run in a folder, by its number, until it is stopped or the process of
     the third argument has ended; return the exit code. Raises ConfigError if that server runs
     already. None: the engine has no servers."""
+    read_servers: Callable[[Path, int], dict[str, Any] | None] | None = None
+    """Return the state of the servers of the run in a folder, with so many lines of each log:
+    ``{"time": …, "pid": …, "ended": …, "servers": [{"number": 0, "state": "live", …}, …]}``; None:
+    it has none. None in its place: the engine has no servers."""
+    serve_alone: Callable[[S, EngineInputs, str, int], int] | None = None
+    """Run a server for runs of others at a host and a port, until it is stopped; return the exit
+    code. Raises ConfigError. None: the engine has no servers."""
     server: Callable[[S, ServedModel], list[str]] | None = None
     """Return the command of the engine's own server of OpenAI's API, which answers `/health` once
     it is ready and completes its answers after a SIGTERM; None: it has none."""

@@ -18,10 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agenttrain.engines.adapters import adapter_config
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
+ADAPTERS = "adapter_model.safetensors"
 FILE_BYTES = 1 << 30
 """Bytes of tensors from which on the next one goes to a new file: the trainer holds copies of one
 file's tensors at a time."""
@@ -42,7 +45,9 @@ class WeightFiles:
     folder: Path
     version: int
     digest: str
-    """SHA-256 of the manifest."""
+    """SHA-256 of the manifest; of adapters, of their file."""
+    adapters: bool = False
+    """They are adapters, over weights that stay."""
 
 
 @dataclass(slots=True)
@@ -50,11 +55,15 @@ class WeightWriter:
     """Writes versions of the weights into a folder, and removes old ones."""
 
     folder: Path
+    alpha: float | None = None
+    """Scale of adapters, which are all that is written; None: the weights of the model."""
     _forms: dict[str, str] = field(default_factory=dict)
     """Format and shape of every weight of the first version."""
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightFiles:
         """Write a version. Raises BadWeights if it has other weights than the first, OSError."""
+        if self.alpha is not None:
+            return self._write_adapters(dict(weights), version)
         unfinished = self.folder / f"{version}.part"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -88,6 +97,22 @@ class WeightWriter:
         manifest_digest = hashlib.sha256(text.encode()).hexdigest()
         return WeightFiles(folder=complete, version=version, digest=manifest_digest)
 
+    def _write_adapters(self, weights: Mapping[str, Tensor], version: int) -> WeightFiles:
+        """Write adapters as vLLM reads them, in a folder that stays until it is removed."""
+        assert self.alpha is not None
+        tensors = {name: one.detach().cpu().contiguous() for name, one in weights.items()}
+        self._check_forms({name: described(one) for name, one in tensors.items()})
+        unfinished, complete = self.folder / f"{version}.part", self.folder / str(version)
+        for folder in (unfinished, complete):  # of a run that was stopped
+            shutil.rmtree(folder, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        _save(tensors, unfinished / ADAPTERS)
+        text = json.dumps(adapter_config(tensors, self.alpha))
+        (unfinished / "adapter_config.json").write_text(text, encoding="utf-8")
+        file_digest = hashlib.sha256((unfinished / ADAPTERS).read_bytes()).hexdigest()
+        unfinished.rename(complete)
+        return WeightFiles(folder=complete, version=version, digest=file_digest, adapters=True)
+
     def _check_forms(self, tensors: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise BadWeights for weights that differ from the first version's in name or form."""
         forms = {name: f"{one['dtype']} {one['shape']}" for name, one in tensors.items()}
@@ -109,15 +134,22 @@ class WeightWriter:
                 shutil.rmtree(self.folder / str(number), ignore_errors=True)
 
 
-def read_verified(folder: Path, manifest_digest: str) -> Iterator[tuple[str, Tensor]]:
+def read_verified(
+    folder: Path, manifest_digest: str, *, verified: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Verify a version, then return an iterator over its tensors.
 
-    Raises BadWeights or OSError before it returns if anything differs from the manifest.
+    `verified`: only its manifest is checked, as `verify` has passed before. Raises BadWeights or
+    OSError before it returns if anything differs from the manifest.
     """
-    text = (folder / MANIFEST).read_bytes()
-    if hashlib.sha256(text).hexdigest() != manifest_digest:
-        raise BadWeights(f"{folder / MANIFEST}: is not the manifest that was announced")
-    tensors: dict[str, dict[str, Any]] = json.loads(text)["tensors"]
+    if not verified:
+        verify(folder, manifest_digest)
+    return _read(folder, _manifest(folder, manifest_digest))
+
+
+def verify(folder: Path, manifest_digest: str) -> None:
+    """Read a version; raises BadWeights or OSError if anything differs from the manifest."""
+    tensors = _manifest(folder, manifest_digest)
     came = set()
     for name, tensor in _read(folder, tensors):
         expected = tensors.get(name)
@@ -131,7 +163,14 @@ def read_verified(folder: Path, manifest_digest: str) -> Iterator[tuple[str, Ten
         came.add(name)
     if missing := sorted(tensors.keys() - came):
         raise BadWeights(f"{folder}: {named(missing)}: in the manifest, and in no file")
-    return _read(folder, tensors)
+
+
+def _manifest(folder: Path, manifest_digest: str) -> dict[str, dict[str, Any]]:
+    text = (folder / MANIFEST).read_bytes()
+    if hashlib.sha256(text).hexdigest() != manifest_digest:
+        raise BadWeights(f"{folder / MANIFEST}: is not the manifest that was announced")
+    tensors: dict[str, dict[str, Any]] = json.loads(text)["tensors"]
+    return tensors
 
 
 def _read(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:

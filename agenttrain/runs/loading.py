@@ -151,6 +151,7 @@ def _engine_inputs(
         tokenizer=folder_of_model if config.rollout.structured_calls else None,
         sync_mode=config.weight_sync.mode,
         sync_folder=config.weight_sync.folder,
+        transport=config.weight_sync.transport,
         servers=config.servers,
         seed=config.seed,
         on_gpu=on_gpu,

@@ -140,6 +140,7 @@ class RemoteCopy(RemoteEngine):
         self.takes_adapters = ready.takes_adapters
         self.quantized = ready.quantized
         self.dtype = dtype
+        self._alpha = ready.alpha
         self._writer: WeightWriter | None = None
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -168,7 +169,7 @@ class RemoteCopy(RemoteEngine):
     ) -> WeightFiles:
         folder = Path(await process.ask(SyncBegin(version=version)))
         if self._writer is None:
-            self._writer = WeightWriter(folder)
+            self._writer = WeightWriter(folder, alpha=self._alpha)
             process.weights = folder
         try:
             return self._writer.write(weights, version)

@@ -69,6 +69,8 @@ class Ready:
     own_weights: bool
     """It is a `Separate` engine; the others are the fields of the further protocols."""
     takes_adapters: bool = False
+    alpha: float | None = None
+    """Scale of the adapters that it reads from files; None: it reads all weights."""
     quantized: bool = False
     dtype: str | None = None
     """Number format of its weights; None: the policy's."""

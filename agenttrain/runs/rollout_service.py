@@ -156,6 +156,7 @@ class RolloutService:
             max_context=engine.max_context,
             own_weights=True,
             takes_adapters=engine.takes_adapters,
+            alpha=engine.alpha if isinstance(engine, ReadsFiles) else None,
             quantized=isinstance(engine, Quantized) and engine.quantized,
             dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         )

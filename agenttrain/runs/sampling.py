@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from agenttrain.engines.base import Engine
@@ -109,6 +110,7 @@ def sampling_engine(config: RunConfig) -> Engine:
         tokenizer=None,
         sync_mode=config.weight_sync.mode,
         sync_folder=None,
+        transport=config.weight_sync.transport,
         servers=config.servers,
         seed=config.seed,
         on_gpu=on_gpu,
@@ -116,3 +118,24 @@ def sampling_engine(config: RunConfig) -> Engine:
         run_folder=None,
     )
     return spec.build(settings, inputs)
+
+
+def server_inputs(config: RunConfig, folder: Path, *, on_gpu: bool) -> EngineInputs:
+    """Return what a server for other runs is built from; its files go to `folder`."""
+    path, revision, lora = config.model.path, config.model.revision, config.model.lora
+    model = model_folder(path, revision=revision)
+    return EngineInputs(
+        policy=None,
+        model=base_folder(path, revision, config.model.base_revision) or model,
+        dtype=config.model.dtype,
+        adapters=lora if lora.rank else None,
+        tokenizer=model,
+        sync_mode=config.weight_sync.mode,
+        sync_folder=None,
+        transport=config.weight_sync.transport,
+        servers=config.servers,
+        seed=config.seed,
+        on_gpu=on_gpu,
+        rank=0,
+        run_folder=folder,
+    )

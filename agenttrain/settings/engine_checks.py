@@ -79,6 +79,8 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         yield from _servers_unused(config)
     facts = RunFacts(
         lora_rank=config.model.lora.rank,
+        transport=config.weight_sync.transport,
+        mode=config.weight_sync.mode,
         distributed=str(config.distributed.name),
         several=several_processes(config.distributed) if several is None else several,
         servers=config.servers,
@@ -91,7 +93,9 @@ def _servers_unused(config: RunConfig) -> Iterator[str]:
     """Yield settings of servers, for an engine that has none."""
     settings = {f"servers.{key}": getattr(config.servers, key) for key in SERVERS}
     settings["weight_sync.folder"] = config.weight_sync.folder
+    settings["weight_sync.transport"] = config.weight_sync.transport
     defaults = {f"servers.{key}": value for key, value in SERVERS.items()}
+    defaults["weight_sync.transport"] = WeightSyncConfig.transport
     for key, value in settings.items():
         if value != defaults.get(key):
             yield (

@@ -51,7 +51,7 @@ def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) 
                 "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
                 "training.mixed_precision=bf16 or no"
             )
-        if verb in SAMPLING_VERBS:
+        if verb in SAMPLING_VERBS and not config.servers.outside:
             spec = spec_of(config.engine)
             problems += spec.check_machine(config.engine, lambda: machine.gpus)
             if spec.fleet:

@@ -292,8 +292,11 @@ def _changed(
             o for o in parsed if o.key_or_group in groups and isinstance(o.value(), str | list)
         ]
         fresh = compose_raw([str(o.input_line) for o in chosen], source)
+        engine = node.engine.get("name")
         for override in chosen:
             node[override.key_or_group] = fresh[override.key_or_group]
+        if node.engine.get("name") != engine:
+            _forget_servers(node, fresh)
         for override in parsed:
             if override not in chosen:
                 OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
@@ -317,6 +320,14 @@ def _changed(
     ]
     check_trusted(argument, code, trust=trust or own)
     return composed
+
+
+def _forget_servers(node: DictConfig, fresh: DictConfig) -> None:
+    """Reset the settings of the servers of another engine, which would be refused with this one."""
+    node.servers = fresh.servers
+    for key in ("folder", "transport"):
+        if key in node.get("weight_sync", {}):
+            node.weight_sync[key] = fresh.weight_sync[key]
 
 
 def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:

@@ -140,6 +140,8 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("fleet/requests", "Requests that were sent to servers, those sent again included."),
         ("fleet/resent", "Requests that were sent again, as a server failed."),
         ("fleet/load", "Largest share of the requests that a server got: 0.5 of two is even."),
+        ("fleet/cached", "Share of the prompts' tokens that servers had in their prefix caches."),
+        ("fleet/pause_s", "Longest time that a server was paused for new weights."),
     ),
     "Time": (
         ("time/rollout_s", "Seconds of sampling, tools included."),

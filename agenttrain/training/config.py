@@ -326,10 +326,23 @@ class WeightSyncMode(StrEnum):
     """They continue with the keys and values that they have, of both weights."""
 
 
+class Transport(StrEnum):
+    """Way of weights to servers."""
+
+    auto = "auto"
+    """lora where the policy has adapters, else files."""
+    files = "files"
+    """All weights, with adapters merged into them, while a server is paused."""
+    lora = "lora"
+    """The adapters alone, each version under a name of its own; nothing is paused."""
+
+
 @dataclass(config=SETTINGS)
 class WeightSyncConfig:
     """How the engine gets new weights."""
 
+    transport: Transport = Transport.auto
+    """Way of weights to servers."""
     mode: WeightSyncMode = WeightSyncMode.drain
     """Treatment of rollouts in flight when weights change."""
     tolerance: Number | None = Field(default=None, gt=0)
@@ -338,7 +351,8 @@ class WeightSyncConfig:
     that the engine sampled; in float32 on a CPU 1e-3, for the largest."""
     folder: str | None = None
     """Folder of the files by which weights reach servers, two versions of all weights; None: one in
-    memory (/dev/shm) if they fit there, else in the run folder."""
+    memory (/dev/shm) if they fit there, else in the run folder; for servers.admin_urls the latter.
+    """
 
 
 @dataclass(config=SETTINGS)

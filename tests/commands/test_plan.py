@@ -419,3 +419,44 @@ def test_a_run_still_needs_weights(capsys, folder):
 def test_options_may_stand_anywhere():
     options, rest = parse(["seed=1", "--devices", "2", "--cpu", "engine=vllm"])
     assert (options.devices, options.machine.kind, rest) == (2, "cpu", ["seed=1", "engine=vllm"])
+
+
+def test_servers_on_gpus_of_their_own(capsys, folder: Path) -> None:
+    fleet = ("--devices", "4", "engine=vllm_server", "servers.count=3", "--gpu-memory-gb", "80")
+    speeds = ("--server-tokens-per-s", "4000", "--trainer-tokens-per-s", "9000")
+    _, record = plan(capsys, folder, *fleet, *speeds, "--host-memory-gb", "500")
+    servers, parts = record["servers"], {part["name"]: part for part in record["parts"]}
+    assert (servers["gpus"], servers["trainers"], record["devices"]) == (3, 1, 1)
+    assert servers["feeding"] == 3  # 9000 / 4000
+    assert servers["computed_only"] and servers["fits"] and servers["remedy"] is None
+    # 0.9 of 80 GiB, 1.5 GiB assumed, and at a sync the largest weight, the embedding in bfloat16,
+    # three times.
+    one = servers["by_gpus"][0]
+    assert one["gpu_bytes"] == int(80 * GIB * 0.9) + 3 * GIB // 2 + 3 * 151936 * 1024 * 2
+    assert one["rollouts"] < servers["by_gpus"][1]["rollouts"]
+    # The trainer has no engine on its GPU; three versions of the weights are in its memory.
+    assert "keys and values" not in parts
+    assert parts["weight files"]["bytes"] == 3 * WEIGHTS * 4 and parts["weight files"]["on_host"]
+
+
+def test_a_model_that_needs_several_gpus_per_server(capsys, folder: Path) -> None:
+    # 400,000 tokens of keys and values are 42.7 GiB; a GPU has 36 less weights, passes, graphs.
+    long = ("--devices", "3", "engine=vllm_server", "--gpu-memory-gb", "40")
+    code, record = plan(capsys, folder, *long, "engine.max_context=400000")
+    assert (code, record["servers"]["fits"]) == (1, False)
+    assert record["servers"]["remedy"] == "servers.tensor_parallel_size=2"
+    assert [one["fits"] for one in record["servers"]["by_gpus"]] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--devices", "2", "servers.count=2"), "take 2 GPUs and leave none to the trainer; lower"),
+        (("--server-tokens-per-s", "5"), "needs both; measure both, or leave both out"),
+        (("--server-tokens-per-s", "0"), "--server-tokens-per-s 0: must be more than 0"),
+    ],
+)
+def test_servers_that_cannot_be_planned(capsys, short: Path, words: tuple, message: str) -> None:
+    model = ("experiment=none", "model=folder", f"model.path={short}", "engine=vllm_server")
+    assert cli.main(["plan", *model, *words]) == 2
+    assert message in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_the_check_finds_comparisons_imports_and_messages() -> None:
 def test_the_bundled_engines() -> None:
     assert list(specs()) == ["transformers", "vllm", "vllm_server"]
     assert DEFAULT_ENGINE in specs()
-    assert names_with(grammars=True) == "engine=vllm"
+    assert names_with(grammars=True) == "engine=vllm|vllm_server"
     assert names_with(own_weights=True) == "engine=vllm|vllm_server"
     assert names_with(fleet=True) == "engine=vllm_server"
     assert names_with(deterministic=True) == "engine=transformers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
+from agenttrain.engines.vllm_server.scratch import remove
 from agenttrain.engines.vllm_server.stub import FAULTS, TOKEN_S
 from agenttrain.types import Finish
 
@@ -83,7 +85,7 @@ def test_requests_weights_and_the_end(tmp_path: Path) -> None:
             assert weights.is_dir()
         assert gone(pids)
         assert not weights.exists()
-        assert sorted(os.listdir(tmp_path / "run/servers")) == ["0.log", "1.log"]
+        assert sorted(os.listdir(tmp_path / "run/servers")) == ["0.log", "1.log", "status.json"]
 
     asyncio.run(main())
 
@@ -223,7 +225,7 @@ def test_weights_that_a_server_cannot_read(tmp_path: Path) -> None:
             engine._writer = type("Torn", (), {"write": staticmethod(torn), "folder": "x"})()
             with pytest.raises(FleetLost) as caught:
                 await send(engine, 2.0, 1)
-            assert "weight update 1: /update_weights: 500" in str(caught.value)
+            assert "weight update 1: the files of the weights: " in str(caught.value)
             assert "bytes of w are not those that were written" in str(caught.value)
 
     asyncio.run(main())
@@ -245,6 +247,38 @@ def test_no_server_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert text.count("stub on port") == 2, "the end of each log"
 
     asyncio.run(main())
+
+
+def test_a_killed_server_leaves_no_shared_memory(tmp_path: Path) -> None:
+    """Names that its processes had mapped go with them, however they end."""
+
+    async def main() -> None:
+        async with running(tmp_path, restarts=0) as engine:
+            shared = (await call(tmp_path, 0, "POST", "/stub/share"))["name"]
+            file, server = Path("/dev/shm", shared), record(tmp_path, 0)
+            assert file.exists() and Path(server.scratch[0]).is_dir()
+            await until(lambda: str(file) in record(tmp_path, 0).scratch)
+            os.kill(server.pid, signal.SIGKILL)
+            await until(lambda: states(engine)[0] is MemberState.gone)
+            assert not file.exists() and not Path(server.scratch[0]).exists()
+
+            # The wrapper is killed: at the end of the run, or at the next start.
+            shared = (await call(tmp_path, 1, "POST", "/stub/share"))["name"]
+            file, server = Path("/dev/shm", shared), record(tmp_path, 1)
+            await until(lambda: str(file) in record(tmp_path, 1).scratch)
+            os.kill(server.wrapper, signal.SIGKILL)
+            assert gone([server.pid]) and file.exists()
+        assert not file.exists() and not Path(server.scratch[0]).exists()
+
+    asyncio.run(main())
+
+
+def test_only_files_of_servers_are_removed(tmp_path: Path) -> None:
+    for name in ("agenttrain-server-x", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "psm_1").touch()
+    remove([str(tmp_path / name) for name in ("agenttrain-server-x", "other", "psm_1", "absent")])
+    assert sorted(os.listdir(tmp_path)) == ["other", "psm_1"]
 
 
 @pytest.mark.slow
@@ -289,6 +323,50 @@ def test_a_server_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             assert gone([pid]) and engine._writer.folder.is_dir()
 
     asyncio.run(main())
+
+
+def test_the_servers_of_a_run_at_a_glance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+
+    def table(*words: str) -> str:
+        assert cli.main(["servers", run, *words]) == 0
+        return capsys.readouterr().out
+
+    def rows() -> list[list[str]]:
+        return [line.split() for line in table("--lines", "0").splitlines()[2:]]
+
+    assert cli.main(["servers", run]) == 2
+    assert "no servers of a run have been here" in capsys.readouterr().err
+
+    async def main() -> None:
+        async with running(tmp_path, restarts=0) as engine:
+            await sample(engine, 1)
+            await until(lambda: {row[1] for row in rows()} == {"live"})
+            await until(lambda: sum(int(row[4]) for row in rows()) == 1)
+            urls = [record(tmp_path, n).url for n in (0, 1)]
+            assert [(row[0], row[2], row[3], row[5], row[6]) for row in rows()] == [
+                ("0", "0", "0", "1", urls[0]),
+                ("1", "0", "0", "1", urls[1]),
+            ]
+            assert "as of" in table() and table().count("| stub on port") == 2
+            assert record(tmp_path, 0).token not in table("--json")
+            os.kill(record(tmp_path, 0).pid, signal.SIGKILL)
+            await until(lambda: rows()[0][1] == "gone")
+            assert "server 0 was ended by SIGKILL" in table()
+
+    asyncio.run(main())
+    assert "the run has ended" in table()
+    status = json.loads(table("--json"))
+    assert [(one["state"], one["version"]) for one in status["servers"]] == [
+        ("gone", 0),
+        ("live", 0),
+    ]
+    assert (status["ended"], status["running"]) == (True, False)
+    for words in (["--lines", "x"], ["step=3"], []):
+        target = words and [run, *words]
+        assert cli.main(["servers", *target]) == 2
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:

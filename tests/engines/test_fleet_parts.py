@@ -17,6 +17,7 @@ from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.placement import place, placement_problems
 from agenttrain.engines.vllm_server.client import ServerFailed, completion_of
+from agenttrain.engines.vllm_server.local import OutsideServers, weights_folder
 from agenttrain.engines.vllm_server.routing import choose, preferred
 from agenttrain.engines.weight_files import BadWeights, WeightWriter, read_verified
 from agenttrain.types import Finish
@@ -210,3 +211,20 @@ def test_servers_that_do_not_fit_the_machine(
     problems = list(placement_problems(servers, gpus))
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
+
+
+def test_weight_files_of_a_killed_run_go_at_its_next_start(tmp_path: Path) -> None:
+    run, chosen = tmp_path / "run", tmp_path / "chosen"
+    first = weights_folder(run, str(chosen), 10, ServersConfig())
+    assert first.parent == chosen
+    outside = ServersConfig(admin_urls=["http://a:1"])
+    second = weights_folder(run, None, 10, outside)
+    assert second.parent == run / "servers" and second.is_dir() and not first.exists()
+    # Whatever else a copied folder names stays.
+    (run / "servers/weights.txt").write_text(str(chosen))
+    third = weights_folder(run, None, 10, outside)
+    assert chosen.is_dir()
+    OutsideServers(third, run).end()
+    assert not third.exists() and sorted(path.name for path in (run / "servers").iterdir()) == [
+        second.name
+    ]

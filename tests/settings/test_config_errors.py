@@ -209,6 +209,10 @@ UNUSABLE = {
     "servers.count=0": "must be at least 1",
     "rollout.process=own": "samples in the training process; leave it out, or set engine=vllm_s",
     "rollout.process=mine": "rollout.process=mine: expected",
+    "servers.url=http://a:1": "name its servers: servers.admin_urls=[http://a:1] if it is a server",
+    "servers.admin_urls=[a:1]": "servers.admin_urls=a:1: expected an address, e.g. http://10.0.0.5",
+    "servers.admin_urls=[http://a,http://a]": "names a server twice",
+    "weight_sync.transport=lora": "engine=transformers has no servers; set engine=vllm_server",
     "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
     # Outside agents.
@@ -341,8 +345,28 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             "tools.sql.max_result_tokens=9999: has no effect",
         ),
         (
-            ("engine=vllm_server", "model.lora.rank=4"),
-            "model.lora.rank=4: engine=vllm_server takes no adapters so far; set engine=vllm",
+            ("engine=vllm_server", "model.lora.rank=513"),
+            "model.lora.rank=513: vLLM takes adapters of a rank up to 512; lower it, or set",
+        ),
+        (
+            ("engine=vllm_server", "model.lora.rank=4", "weight_sync.mode=in_flight"),
+            "weight_sync.mode=in_flight: has no effect with adapters",
+        ),
+        (
+            ("engine=vllm_server", "weight_sync.transport=lora"),
+            "weight_sync.transport=lora: has no effect without model.lora.rank",
+        ),
+        (
+            ("engine=vllm_server", "servers.admin_urls=[http://a:1]", "servers.count=2"),
+            "servers.count=2: servers.admin_urls names 1; lower it, or name more",
+        ),
+        (
+            ("engine=vllm_server", "servers.admin_urls=[http://a:1]", "servers.restarts=1"),
+            "servers.restarts=1: servers.admin_urls names servers that somebody else starts; leave",
+        ),
+        (
+            ("engine=vllm_server", "servers.admin_urls=[http://a:1]", "engine.kv_cache_mb=64"),
+            "engine.kv_cache_mb=64: servers.admin_urls names servers that somebody else starts",
         ),
         (
             ("engine=vllm_server", "distributed=ddp", "rollout.process=same"),
@@ -361,7 +385,6 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             ("engine=vllm_server", "servers.args.max-num-seqs=80"),
             "servers.args.max-num-seqs: is set by agenttrain; leave it out, set engine.max_rows",
         ),
-        (("engine=vllm_server", "rollout.structured_calls=true"), "has no grammars; set engine=vl"),
         (("engine=vllm", "engine.rejoin_steps=3"), "it belongs to engine=transformers"),
         (("engine=vllm", "engine.memory_share=1"), "engine.memory_share=1: must be below 1"),
         (("engine=vllm", "rollout.deterministic=true"), "or set engine=transformers"),

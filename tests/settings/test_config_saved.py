@@ -9,6 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session
 from agenttrain.settings.saved import done_steps, evaluated, finished_steps, resumed, run_of, viewed
 from agenttrain.types import ConfigError
@@ -55,6 +56,22 @@ def test_a_resumed_run_may_change_some_settings(run: Path) -> None:
     # Choosing a group anew takes its option as it is: rollouts=5 was the other option's.
     assert (config.tracker.sections(), config.tracker.rollouts) == ([], "all")
     assert composed.plain["steps"] == 20
+
+
+def test_another_engine_has_no_use_for_the_servers_of_the_one_before(run: Path) -> None:
+    servers = ("engine=vllm_server", "servers.count=2", "servers.dead_s=60.0")
+    with hydra_session(SOURCE):
+        folder = ["weight_sync.folder=/shared", "weight_sync.transport=files"]
+        plain = compose_run([*servers, *folder], SOURCE).plain
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
+    kept, other = resume(run, "engine=vllm_server"), resume(run, "engine=transformers")
+    assert (kept.config.servers.count, kept.config.servers.dead_s) == (2, 60)
+    assert (other.config.servers.count, other.config.servers.dead_s) == (1, 30)
+    assert (kept.config.weight_sync.folder, other.config.weight_sync.folder) == ("/shared", None)
+    validate(other.config)
+    # What is typed stands, and is refused where it has no effect.
+    with pytest.raises(ConfigError, match=r"servers\.count=3: engine=transformers has no servers"):
+        validate(resume(run, "engine=transformers", "servers.count=3").config)
 
 
 def test_a_value_stands_on_top_of_a_group_chosen_anew(run: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware
 from agenttrain.commands.plan.remedies import Planner, Remedy
+from agenttrain.commands.plan.servers import Speeds, lines, plan_servers, trainers_of
+from agenttrain.commands.plan.servers import record as record_servers
 from agenttrain.engines.memory import MemoryItem, When
+from agenttrain.engines.registry import names_with
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
@@ -30,6 +33,7 @@ class PlanOptions:
     """`--devices`."""
     prompt_tokens: int
     as_json: bool
+    speeds: Speeds
 
 
 def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
@@ -39,13 +43,16 @@ def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     parser.add_argument("--host-memory-gb", type=float)
     parser.add_argument("--devices", type=int)
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
+    parser.add_argument("--server-tokens-per-s", type=float)
+    parser.add_argument("--trainer-tokens-per-s", type=float)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--json", action="store_true")
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(
             f"plan: {message}; its options are --gpu-memory-gb 80, --host-memory-gb 512, "
-            "--devices 8, --prompt-tokens 1024, --cpu, --json"
+            "--devices 8, --prompt-tokens 1024, --server-tokens-per-s 5000, "
+            "--trainer-tokens-per-s 9000, --cpu, --json"
         )
 
     parser.error = refuse  # type: ignore[method-assign]
@@ -55,6 +62,8 @@ def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
         ("--prompt-tokens", parsed.prompt_tokens),
         ("--gpu-memory-gb", parsed.gpu_memory_gb),
         ("--host-memory-gb", parsed.host_memory_gb),
+        ("--server-tokens-per-s", parsed.server_tokens_per_s),
+        ("--trainer-tokens-per-s", parsed.trainer_tokens_per_s),
     ):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{name} {value:g}: must be more than 0")
@@ -85,6 +94,7 @@ def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
         devices=parsed.devices,
         prompt_tokens=parsed.prompt_tokens,
         as_json=parsed.json,
+        speeds=Speeds(server=parsed.server_tokens_per_s, trainer=parsed.trainer_tokens_per_s),
     ), overrides
 
 
@@ -102,7 +112,10 @@ def _own_memory() -> int:
 
 def show(config: RunConfig, options: PlanOptions) -> int:
     """Print the plan; return exit code 1 if the run does not fit. Raises ConfigError."""
-    section, devices = config.distributed, options.devices
+    section, devices = config.distributed, trainers_of(config, options.devices)
+    machine = options.machine
+    if devices is not None:
+        machine = replace(machine, devices=devices)
     if section.name is DistributedName.single and (devices or 1) > 1:
         raise ConfigError(
             f"--devices {devices}: distributed=single is one process; add distributed=ddp or "
@@ -114,14 +127,22 @@ def show(config: RunConfig, options: PlanOptions) -> int:
             f"--devices {devices}: distributed.processes={section.processes} and "
             f"distributed.nodes={section.nodes} are {count} of them; leave one out"
         )
-    planner = Planner(config, options.machine, options.prompt_tokens)
+    planner = Planner(config, machine, options.prompt_tokens)
     memory = planner.estimate()
-    fits = None if options.machine.memory is None else True
-    if memory.excess:
+    fleet = plan_servers(config, planner.sizes(config.model), memory, options.speeds)
+    if fleet is None and options.speeds.server is not None:
+        raise ConfigError(
+            "--server-tokens-per-s: has no effect without servers that have GPUs; set "
+            f"{names_with(fleet=True)}, or leave it out"
+        )
+    fits = None if machine.memory is None else True
+    remedies = planner.remedies() if memory.excess else []
+    if memory.excess or (fleet is not None and fleet.chosen.fits is False):
         fits = False
-    remedies = planner.remedies() if fits is False else []
     if not options.as_json:
         print("\n".join(_lines(config, planner, memory, remedies)))
+        if fleet is not None:
+            print("\n".join(lines(fleet, options.speeds)))
         return 1 if fits is False else 0
     load, room = memory.load, memory.engine.room
     record = {
@@ -136,6 +157,7 @@ def show(config: RunConfig, options: PlanOptions) -> int:
             when: {"gpu": memory.at(when), "host_node": memory.host(when)} for when in When
         },
         "engine": None if room is None else {**asdict(room), "missing": room.missing},
+        "servers": record_servers(fleet),
         "fits": fits,
         "remedies": [
             {"overrides": r.overrides, "peak_bytes": r.peak, "fits": r.fits} for r in remedies

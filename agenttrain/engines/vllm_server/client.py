@@ -6,15 +6,20 @@ the weights. Each call carries the token that the server's guard asks for.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import nan
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.vllm_server.files_transport import VERIFY
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion, Finish
 
@@ -30,18 +35,45 @@ PAUSES = {
 """`mode` and `clear_cache` of /pause. vLLM 0.32 heeds `clear_cache` in every mode."""
 NOT_FINITE = "not JSON compliant"
 """Part of vLLM 0.32's answer 400 to a request whose log-probabilities are not finite."""
+LOOK_S = 0.02
+"""Seconds between two questions whether files have been verified."""
 SHOWN = 400
 """Characters of a server's answer that a message shows."""
 
 
+INFO, WORLD_SIZE = "/server_info", "/get_world_size"
+
+
 class ServerFailed(Exception):
-    """A server did not answer, or cannot; another one may."""
+    """A server did not answer, or cannot; another one may. `status`: that of its answer, if any."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """A server's description of itself."""
+
+    version: str
+    """Version of vLLM."""
+    paths: frozenset[str]
+    """Its routes."""
+    config: Mapping[str, Any]
+    """vLLM's configuration; empty if the server does not show it."""
+    world_size: int
+    """Its workers."""
 
 
 class ServerClient:
     """Calls one server; each method raises ServerFailed if the server is at fault."""
 
     def __init__(self, url: str, token: str, *, timeout_s: float) -> None:
+        self.prompt_tokens = self.cached_tokens = 0
+        """Tokens of the prompts so far, and those that the server had in its prefix cache."""
+        self.paused_s = 0.0
+        """Seconds for which the last update paused the server."""
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
@@ -52,11 +84,20 @@ class ServerClient:
         )
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, salt: str
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session: str,
+        salt: str,
+        adapter: int | None = None,
     ) -> Completion:
         """Continue `token_ids`; raises EngineError for a request that the server refuses.
 
-        `salt` separates the prefix cache's entries of one policy version from another's.
+        `salt` separates the prefix cache's entries of one policy version from another's. `session`
+        lets a router send a rollout's turns to one server. `adapter`: the version of the adapters
+        to sample with; None: the weights of the model.
         """
         parameters = {
             "max_tokens": sampling.max_tokens,
@@ -70,18 +111,44 @@ class ServerClient:
             "logprobs": 0,
             "detokenize": False,
         }
-        answer = await self._generate(token_ids, parameters, request_id=request_id, salt=salt)
-        return completion_of(answer)
+        if sampling.grammar is not None:
+            parameters["structured_outputs"] = {"structural_tag": sampling.grammar}
+        answer = await self._generate(
+            token_ids,
+            parameters,
+            request_id=request_id,
+            session=session,
+            salt=salt,
+            adapter=adapter,
+        )
+        completion = completion_of(answer, adapter)
+        usage = answer.get("usage") or {}
+        self.prompt_tokens += len(token_ids)
+        self.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return completion
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(
+        self, token_ids: Sequence[int], *, salt: str, adapter: int | None = None
+    ) -> list[float]:
         """Return the log-probability of every id after the first, at temperature 1; NaN for all of
-        them if the server's weights make any of them NaN."""
+        them if the server's weights make any of them NaN.
+
+        With an `adapter` no other request may be in flight: vLLM 0.32 looks up the head's adapters
+        for other rows than it has logits of, and dies.
+        """
         parameters = {
             **{"max_tokens": 1, "temperature": 1.0, "detokenize": False},
             "prompt_logprobs": 0,
         }
         try:
-            answer = await self._generate(token_ids, parameters, request_id="probe", salt="probe")
+            answer = await self._generate(
+                token_ids,
+                parameters,
+                request_id="probe",
+                session="probe",
+                salt=salt,
+                adapter=adapter,
+            )
         except EngineError as error:
             if NOT_FINITE not in str(error):
                 raise
@@ -91,7 +158,14 @@ class ServerClient:
         return [float(row[str(token)]["logprob"]) for token, row in pairs]
 
     async def _generate(
-        self, token_ids: Sequence[int], parameters: Mapping[str, Any], *, request_id: str, salt: str
+        self,
+        token_ids: Sequence[int],
+        parameters: Mapping[str, Any],
+        *,
+        request_id: str,
+        session: str,
+        salt: str,
+        adapter: int | None,
     ) -> Any:
         body = {
             "request_id": request_id,
@@ -99,21 +173,47 @@ class ServerClient:
             "sampling_params": parameters,
             "cache_salt": salt,
         }
-        return await self._call("POST", "/inference/v1/generate", body)
+        if adapter is not None:
+            body["model"] = adapter_name(adapter)
+        # Of ASCII without line breaks, as a header has to be.
+        headers = {"X-Session-ID": quote(session, safe="/")}
+        return await self._call("POST", "/inference/v1/generate", body, headers=headers)
 
     async def weight_version(self) -> str:
         """Return the label of the weights. The answer comes from the engine's process, which
         `/health` does not ask: it says 200 while that process is stopped."""
         return str((await self._call("GET", "/weight_info"))["weight_version"])
 
+    async def facts(self) -> ServerFacts:
+        """Return the server's own description of itself."""
+        paths = (await self._call("GET", "/openapi.json"))["paths"]
+        version = (await self._call("GET", "/version"))["version"]
+        config: Mapping[str, Any] = {}
+        world_size = 1
+        if INFO in paths:
+            config = (await self._call("GET", f"{INFO}?config_format=json"))["vllm_config"]
+        if WORLD_SIZE in paths:
+            world_size = int((await self._call("GET", WORLD_SIZE))["world_size"])
+        return ServerFacts(
+            version=str(version), paths=frozenset(paths), config=config, world_size=world_size
+        )
+
+    async def token_ids(self, text: str) -> list[int]:
+        """Return the ids of a text by the server's tokenizer."""
+        body = {"prompt": text, "add_special_tokens": False}
+        return list((await self._call("POST", "/tokenize", body))["tokens"])
+
     async def load(
         self, folder: str, digest: str, version: int, mode: WeightSyncMode, *, first: bool
     ) -> None:
         """Replace the weights by those of a folder of files, and sample with them from now on.
 
-        After ServerFailed the server may hold a mixture, or be paused: it has to be killed.
+        The files are verified before the server is paused. After ServerFailed it may hold a
+        mixture, or be paused: it has to be killed.
         """
+        await self._verified(folder, digest)
         pause, clear = PAUSES[mode]
+        begun = time.monotonic()
         await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
         if first:
             await self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
@@ -124,37 +224,79 @@ class ServerClient:
         if (label := await self.weight_version()) != str(version):
             raise ServerFailed(f"its weights are labelled {label!r} after an update to {version}")
         await self._call("POST", "/resume")
+        self.paused_s = time.monotonic() - begun
 
-    async def _call(self, method: str, path: str, body: Any = None) -> Any:
+    async def _verified(self, folder: str, digest: str) -> None:
+        """Have every worker verify files; raises ServerFailed for damaged ones."""
+        question = {"method": VERIFY, "args": [folder, digest]}
+        while True:
+            results = (await self._call("POST", "/collective_rpc", question))["results"]
+            if errors := [one["error"] for one in results if one["error"]]:
+                raise ServerFailed(f"the files of the weights: {errors[0]}")
+            if all(one["done"] for one in results):
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def load_adapter(self, version: int, folder: str) -> None:
+        """Add the adapters of a folder under the name of their version; nothing is paused."""
+        body = {"lora_name": adapter_name(version), "lora_path": folder, "load_inplace": True}
+        await self._call("POST", "/v1/load_lora_adapter", body, is_json=False)
+
+    async def unload_adapter(self, version: int) -> None:
+        """Remove adapters; requests that name them fail from now on."""
+        body = {"lora_name": adapter_name(version)}
+        await self._call("POST", "/v1/unload_lora_adapter", body, is_json=False)
+
+    async def adapters(self) -> set[str]:
+        """Return the names of the adapters that the server has."""
+        models = (await self._call("GET", "/v1/models"))["data"]
+        return {str(one["id"]) for one in models if one.get("parent") is not None}
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        is_json: bool = True,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         content = None if body is None else json.dumps(body)
         try:
-            answer = await self._http.request(method, path, content=content)
+            answer = await self._http.request(method, path, content=content, headers=headers)
         except httpx.HTTPError as error:
             detail = str(error) or type(error).__name__
             raise ServerFailed(f"{path.partition('?')[0]}: {detail}") from error
         if answer.status_code == httpx.codes.OK:
             try:
-                return answer.json() if answer.content else None
+                return answer.json() if answer.content and is_json else None
             except ValueError as error:
                 raise ServerFailed(f"{path}: the answer is no JSON") from error
         message = f"{path.partition('?')[0]}: {answer.status_code} {answer.text[:SHOWN]}"
-        if path.startswith("/inference") and answer.status_code in (400, 404, 422):
+        if path.startswith("/inference") and answer.status_code in (400, 422):
             raise EngineError(f"vLLM refuses a request: {message}")
-        raise ServerFailed(message)
+        raise ServerFailed(message, status=answer.status_code)
 
     async def aclose(self) -> None:
         """Close the connections; requests in flight fail, and the server aborts them."""
         await self._http.aclose()
 
 
-def completion_of(answer: Mapping[str, Any]) -> Completion:
+def adapter_name(version: int) -> str:
+    """Return a server's name for the adapters of a version: ``policy-v7``."""
+    return f"policy-v{version}"
+
+
+def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Completion:
     """Return the completion of an answer, e.g. of::
 
         {"choices": [{"token_ids": [41, 2], "finish_reason": "stop",
                       "logprobs": {"content": [{"token_id": 41, "logprob": -0.25}, …]},
                       "weight_versions": [{"version": "7", "start": 0, "end": 2}]}]}
 
-    Raises ServerFailed for an aborted one, EngineError for one without usable numbers.
+    With an `adapter` its version is the label, and the answer has to name it: the model's weights
+    keep theirs. Raises ServerFailed for an aborted one and for weights that are not the run's,
+    EngineError for one without usable numbers.
     """
     (choice,) = answer["choices"]
     reason = choice["finish_reason"]
@@ -172,10 +314,22 @@ def completion_of(answer: Mapping[str, Any]) -> Completion:
             "vLLM sampled a token whose log-probability is NaN or minus infinity; check the "
             "weights, and engine.dtype"
         )
-    spans = choice["weight_versions"] or []
+    if adapter is not None:
+        if answer["model"] != adapter_name(adapter):
+            raise ServerFailed(f"it sampled with {answer['model']}, not {adapter_name(adapter)}")
+        spans = [{"version": adapter, "start": 0, "end": len(token_ids)}]
+    else:
+        spans = choice["weight_versions"] or []
+    labels = [str(one["version"]) for one in spans]
+    if foreign := [label for label in labels if not label.isdecimal()]:
+        # "default" of one that was started again: it has not been sent the run's weights.
+        raise ServerFailed(f"it sampled with weights that are labelled {foreign[0]!r}")
     return Completion(
         token_ids=token_ids,
         logprobs=logprobs,
         finish=FINISHES[reason],
-        versions=tuple((int(one["version"]), one["end"] - one["start"]) for one in spans),
+        versions=tuple(
+            (int(label), one["end"] - one["start"])
+            for label, one in zip(labels, spans, strict=True)
+        ),
     )

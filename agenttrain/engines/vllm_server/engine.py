@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.fleet import Fleet
-from agenttrain.engines.vllm_server.local import LocalServers
+from agenttrain.engines.vllm_server.local import LocalServers, OutsideServers
 from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
 from agenttrain.types import Completion
 
@@ -27,23 +27,24 @@ if TYPE_CHECKING:
 class VllmServerEngine:
     """An `Engine` over a `Fleet`, with weights of its own that `update` replaces on all servers."""
 
-    takes_adapters = False
-
     def __init__(
         self,
         fleet: Fleet,
-        servers: LocalServers,
+        servers: LocalServers | OutsideServers,
         writer: WeightWriter,
         *,
         max_context: int,
         dtype: torch.dtype,
         quantized: bool = False,
+        grammars: bool = False,
     ) -> None:
         self.fleet = fleet
         self.max_context = max_context
         self.dtype = dtype
         self.quantized = quantized
-        self._servers: LocalServers | None = servers
+        self.takes_adapters = writer.alpha is not None
+        self._grammars = grammars
+        self._servers: LocalServers | OutsideServers | None = servers
         self._writer = writer
 
     async def generate(
@@ -67,15 +68,22 @@ class VllmServerEngine:
                 f"token_ids: {len(token_ids)} ids leave no room in max_context={self.max_context}, "
                 "or are none. Shorten the prompt, or raise engine.max_context."
             )
-        if sampling.grammar is not None:
-            raise EngineError("sampling.grammar: servers take no grammars yet.")
+        if sampling.grammar is not None and not self._grammars:
+            raise EngineError(
+                "sampling.grammar: the servers were started without a tokenizer, which grammars "
+                "need."
+            )
         budget = min(sampling.max_tokens, room)
         return await self.fleet.generate(
             token_ids, replace(sampling, max_tokens=budget), session=session
         )
 
     async def release(self, session: str) -> None:
-        """Do nothing: a server's prefix cache evicts what was not used for the longest."""
+        """End a session; adapters that no session uses go at the next update.
+
+        A server's prefix cache evicts what was not used for the longest.
+        """
+        self.fleet.release(session)
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Write the weights to files and have every server load them.
@@ -97,6 +105,11 @@ class VllmServerEngine:
     def weights(self) -> Path:
         """Folder of the weight files."""
         return self._writer.folder
+
+    @property
+    def alpha(self) -> float | None:
+        """Scale of the adapters that are sent; None: weights of the model are."""
+        return self._writer.alpha
 
     async def load(self, files: WeightFiles) -> None:
         """Implement `ReadsFiles.load`."""

@@ -9,17 +9,62 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from agenttrain.engines.vllm_server.guard import TOKEN
+from agenttrain.engines.weight_files import read_verified, verify
 
 BACKEND = "files"
 PLUGIN = "agenttrain"
 """Name of the entry point."""
+OWN_GROUP = "AGENTTRAIN_SERVER_OWN_GROUP"
+"""Environment variable: the server has a process group of its own, which ends as a whole."""
+
+
+METHODS = "agenttrain.engines.vllm_server.files_transport.WorkerMethods"
+VERIFY = "agenttrain_verify"
+"""Name of its method."""
+
+
+class Verification(Thread):
+    """Verifies a version of the weights while the worker goes on sampling."""
+
+    latest: Verification | None = None
+
+    def __init__(self, folder: str, digest: str) -> None:
+        super().__init__(daemon=True)
+        self.version = (folder, digest)
+        self.error = ""
+
+    def run(self) -> None:
+        """Read all files; hashing large tensors lets the worker's thread run."""
+        folder, digest = self.version
+        try:
+            verify(Path(folder), digest)
+        except Exception as error:
+            self.error = f"{error}"
+
+    @property
+    def passed(self) -> bool:
+        """True once it has ended well."""
+        return not self.is_alive() and not self.error
+
+
+class WorkerMethods:
+    """Method that vLLM adds to its workers (--worker-extension-cls)."""
+
+    def agenttrain_verify(self, folder: str, digest: str) -> dict[str, Any]:
+        """Return the state of a version's verification, which the first call begins."""
+        check = Verification.latest
+        if check is None or check.version != (folder, digest):
+            check = Verification.latest = Verification(folder, digest)
+            check.start()
+        return {"done": not check.is_alive(), "error": check.error}
 
 
 def register() -> None:
-    """Add the backend in a process of a server, which then ends with its parent.
+    """Add the backend in a process of a server; one in a group of its own ends with its parent.
 
     A killed API server would leave the process of its engine and that one's workers behind.
     """
@@ -31,7 +76,8 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
-        end_with_parent()
+        if OWN_GROUP in os.environ:
+            end_with_parent()
 
 
 @dataclass
@@ -46,8 +92,6 @@ def _engine_class() -> Any:
         WeightTransferEngine,
         WeightTransferUpdateInfo,
     )
-
-    from agenttrain.engines.weight_files import read_verified
 
     @dataclass
     class FilesUpdate(WeightTransferUpdateInfo):
@@ -69,7 +113,7 @@ def _engine_class() -> Any:
             """Do nothing: the model is opened once the files have been verified."""
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
-            """Verify all files, then load them.
+            """Load files that were verified, or are now.
 
             After an error in loading, the model stays open: the server dies at its next forward
             pass instead of sampling from a mixture of weights.
@@ -77,7 +121,9 @@ def _engine_class() -> Any:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             info = self.parse_update_info(update_info)
-            weights = read_verified(Path(info.folder), info.digest)
+            check, version = Verification.latest, (info.folder, info.digest)
+            verified = check is not None and check.version == version and check.passed
+            weights = read_verified(Path(info.folder), info.digest, verified=verified)
             initialize_layerwise_reload(self.model)
             self.model.load_weights(weights)
             self._loaded = True

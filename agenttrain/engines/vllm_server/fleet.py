@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
+import shutil
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
+from agenttrain.engines.vllm_server.outside import Front, Outside, watch_outside
 from agenttrain.engines.vllm_server.records import ServerRecord, last_lines, log_path
 from agenttrain.engines.vllm_server.routing import choose
+from agenttrain.engines.vllm_server.status import StatusFile
+from agenttrain.engines.vllm_server.versions import Versions
 from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion
@@ -33,15 +40,27 @@ class FleetLost(EngineDead):
 
 
 class Fleet:
-    """Servers `0` to `servers.count - 1` of the run in `folder`, which their wrappers start."""
+    """The servers of the run in `folder`: those that their wrappers start, or outside ones."""
 
-    def __init__(self, folder: Path, servers: ServersConfig, mode: WeightSyncMode) -> None:
-        self.members = [Member(number) for number in range(servers.count)]
+    def __init__(
+        self,
+        folder: Path,
+        servers: ServersConfig,
+        mode: WeightSyncMode,
+        outside: Outside | None = None,
+    ) -> None:
+        urls = outside.urls if outside is not None else ("",) * servers.count
+        self.members = [
+            Member(number, outside=outside is not None, url=url) for number, url in enumerate(urls)
+        ]
         self.resent = 0
         """Requests that were sent again since the metrics were last read."""
         self._folder, self._servers, self._mode = folder, servers, mode
-        self._files: WeightFiles | None = None
-        """The current weights."""
+        self._outside = outside
+        self._front: Front | None = None
+        if outside is not None and outside.router is not None:
+            self._front = Front(outside.router, outside.token, servers)
+        self._versions = Versions()
         self._probe: tuple[Sequence[int], Problem] | None = None
         """Check of the current weights; None until `verify` has passed."""
         self._verified = False
@@ -50,6 +69,9 @@ class Fleet:
         self._syncing = asyncio.Lock()
         self._change = asyncio.Event()
         self._numbers = itertools.count()
+        self._salt = secrets.token_hex(4)
+        """Keeps this run's entries of an outside server's prefix cache apart from another run's."""
+        self._status = StatusFile(folder)
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, session: str
@@ -59,48 +81,83 @@ class Fleet:
         Raises EngineError for a request that servers refuse or die of, FleetLost.
         """
         error: ServerFailed | None = None
-        for _ in range(SENDS):
+        sends = 0
+        first_failure = 0.0
+        while sends < SENDS or self._front_may_recover(first_failure):
             member = await self._pick(session)
             boot = member.boot
             member.sent += 1
             self.resent += error is not None
+            sends += 1
             try:
-                completion = await self._ask(member, token_ids, sampling)
+                completion = await self._ask(member, token_ids, sampling, session)
             except ServerFailed as failed:
                 error = failed
+                first_failure = first_failure or time.monotonic()
                 # Requests that fail together are one fault: only the first meets a live server.
                 if member.boot == boot and member.state is MemberState.live:
                     member.fault(str(failed))
+                elif self._front is not None:
+                    await asyncio.sleep(self._servers.health_s)
             else:
                 member.failures = 0
+                member.served += 1
                 return completion
         raise EngineError(
-            f"session={session!r}: {SENDS} servers one after the other failed at this request of "
+            f"session={session!r}: {sends} servers one after the other failed at this request of "
             f"{len(token_ids)} ids; the last: {error}"
         )
+
+    def _front_may_recover(self, first_failure: float) -> bool:
+        """Return True while a router may not have noticed yet that a server of it is gone."""
+        waited = time.monotonic() - first_failure
+        return self._front is not None and waited < 2 * self._servers.dead_s
+
+    def release(self, session: str) -> None:
+        """End a session: the adapters that it began with may go."""
+        self._versions.release(session)
 
     async def _pick(self, session: str) -> Member:
         """Return the server for a request; wait until there is one."""
         while True:
             # Before the first verification nothing is trained on: the probe's text is sampled.
             state = MemberState.live if self._verified else MemberState.loaded
-            able = self._files is not None and (self._probe is not None or not self._verified)
+            able = self._versions.newest is not None
+            able = able and (self._probe is not None or not self._verified)
             loads = {m.number: m.requests for m in self.members if m.state is state and able}
-            if loads:
+            if loads and self._front is None:
                 return self.members[choose(session, loads)]
+            if loads and self._front is not None and not self._others(state):
+                return self._front.member
             await self._wait()
 
+    def _others(self, state: MemberState) -> list[Member]:
+        """Return servers that a router may send requests to, and that are not in `state`.
+
+        Raises FleetLost for one that answers, and has been given up.
+        """
+        others = [member for member in self.members if member.answers and member.state is not state]
+        if bad := [member for member in others if member.state is MemberState.gone]:
+            raise FleetLost(
+                f"servers.url={self._servers.url}: the router may send requests to "
+                f"{bad[0].name}, which {bad[0].reason}; end it, or leave it out of the router"
+            )
+        return others
+
     async def _ask(
-        self, member: Member, token_ids: Sequence[int], sampling: Sampling
+        self, member: Member, token_ids: Sequence[int], sampling: Sampling, session: str
     ) -> Completion:
         """Send a request; ServerFailed as soon as its server is lost."""
-        assert member.client is not None and self._files is not None
+        assert member.client is not None
+        files = self._versions.of(session)
         answer = asyncio.create_task(
             member.client.generate(
                 token_ids,
                 sampling,
-                request_id=f"{member.boot}-{next(self._numbers)}",
-                salt=str(self._files.version),
+                request_id=f"{self._salt}-{member.boot}-{next(self._numbers)}",
+                session=session,
+                salt=f"{self._salt}-{files.version}",
+                adapter=files.version if files.adapters else None,
             )
         )
         lost = asyncio.create_task(member.lost.wait())
@@ -108,12 +165,17 @@ class Fleet:
         try:
             await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise ServerFailed(f"server {member.number} died: {member.reason}")
-            return answer.result()
+                raise ServerFailed(f"{member.name} died: {member.reason}")
+            completion = answer.result()
+            if any(version < files.version for version, _ in completion.versions):
+                raise ServerFailed(f"it sampled with older weights than those of {files.version}")
+            return completion
         finally:
             member.requests -= 1
             for task in (answer, lost):  # a cancelled call aborts its request at the server
                 task.cancel()
+            if not member.requests:
+                self.changed()
 
     async def load(self, files: WeightFiles) -> None:
         """Send new weights to every server; nothing is sampled until `verify` has passed.
@@ -123,11 +185,27 @@ class Fleet:
         await self._started()
         self._probe = None
         async with self._syncing:
-            self._files = files
+            unused = self._versions.add(files)
             able = [member for member in self.members if member.state in ANSWERING]
-            await asyncio.gather(*map(self._bring, able))
+            await asyncio.gather(*(self._bring(member, [files]) for member in able))
+            for one in unused:
+                await asyncio.gather(*(self._unload(member, one) for member in able))
+                await asyncio.to_thread(shutil.rmtree, one.folder, ignore_errors=True)
+        if self._outside is not None and not self._verified:
+            self._check_count(MemberState.loaded)
         while not any(member.state is MemberState.loaded for member in self.members):
             await self._wait()
+
+    def _check_count(self, *states: MemberState) -> None:
+        """Raise FleetLost if fewer outside servers than `servers.count` are in these states."""
+        count = sum(member.state in states for member in self.members)
+        if count < self._servers.count:
+            texts = [f"{one.name} {one.reason}" for one in self.members if one.state not in states]
+            raise FleetLost(
+                f"servers.count={self._servers.count}: {count} of the servers of "
+                f"servers.admin_urls can be used; start the others, or lower it\n"
+                + "\n".join(texts)
+            )
 
     async def verify(self, token_ids: Sequence[int], problem: Problem) -> list[float]:
         """Score a text on every server with the new weights, and let those without a problem serve.
@@ -175,8 +253,8 @@ class Fleet:
             await member.client.aclose()
         member.join(record, self._servers.request_s)
         async with self._syncing:
-            if self._files is not None:
-                await self._bring(member)
+            if self._versions.newest is not None:
+                await self._bring(member, self._versions.held())
             if self._probe is not None and member.state is MemberState.loaded:
                 token_ids, problem = self._probe
                 values = await self._score(member, token_ids)
@@ -186,31 +264,56 @@ class Fleet:
                 elif values is not None:
                     member.state = MemberState.live
 
-    async def _bring(self, member: Member) -> None:
-        """Send the current weights to one server; kill it if that fails."""
-        assert member.client is not None and self._files is not None
-        files, boot = self._files, member.boot
+    async def _bring(self, member: Member, versions: Sequence[WeightFiles]) -> None:
+        """Send weights to one server, the newest last; kill it if that fails."""
+        client, boot, files = member.client, member.boot, versions[-1]
+        assert client is not None
         member.state = MemberState.syncing  # it need not answer examinations while it loads
         try:
             async with asyncio.timeout(self._servers.request_s):
-                await member.client.load(
-                    str(files.folder),
-                    files.digest,
-                    files.version,
-                    self._mode,
-                    first=not member.initialised,
-                )
+                for one in versions if files.adapters else ():
+                    await client.load_adapter(one.version, str(one.folder))
+                if not files.adapters:
+                    await client.load(
+                        str(files.folder),
+                        files.digest,
+                        files.version,
+                        self._mode,
+                        first=not member.initialised,
+                    )
         except (ServerFailed, TimeoutError) as error:
-            member.kill(f"weight update {files.version}: {error or 'took too long'}")
+            reason = f"weight update {files.version}: {error or 'took too long'}"
+            if self._outside is not None and not files.folder.is_relative_to(self._folder):
+                reason += f"; it has to see {files.folder.parent} (weight_sync.folder)"
+            elif self._outside is not None:
+                reason += f"; it has to see {files.folder.parent}: set weight_sync.folder"
+            member.kill(reason)
             return
         if member.boot == boot and member.state in ANSWERING:
             member.initialised, member.state = True, MemberState.loaded
+            member.version = files.version
+
+    async def _unload(self, member: Member, files: WeightFiles) -> None:
+        """Have a server forget adapters that no rollout uses."""
+        assert member.client is not None
+        # It may have been started again since, or be dying.
+        with suppress(ServerFailed):
+            await member.client.unload_adapter(files.version)
 
     async def _score(self, member: Member, token_ids: Sequence[int]) -> list[float] | None:
         """Return a server's log-probabilities; None: it failed, and was killed."""
-        assert member.client is not None
+        files, boot = self._versions.newest, member.boot
+        assert member.client is not None and files is not None
+        while files.adapters and member.requests and member.boot == boot:
+            await self._wait()
+        if member.boot != boot or member.state not in ANSWERING:
+            return None
         try:
-            return await member.client.score(token_ids)
+            return await member.client.score(
+                token_ids,
+                salt=f"{self._salt}-probe",
+                adapter=files.version if files.adapters else None,
+            )
         except ServerFailed as error:
             member.kill(f"the probe of its weights: {error}")
             return None
@@ -219,21 +322,39 @@ class Fleet:
         """Begin to watch the servers, the first time; wait until all of them have started."""
         if self._watchers:
             return
+        outside = self._outside
         self._watchers = [
-            asyncio.create_task(watch(member, self, self._folder, self._servers))
+            asyncio.create_task(
+                watch(member, self, self._folder, self._servers)
+                if outside is None
+                else watch_outside(member, self, outside, self._servers)
+            )
             for member in self.members
         ]
         for watcher in self._watchers:
             watcher.add_done_callback(lambda _: self.changed())
-        while any(member.state is MemberState.starting for member in self.members):
+        begun = time.monotonic()
+        while waiting := [one for one in self.members if one.state is MemberState.starting]:
             await self._wait()
-            if any(member.state is MemberState.gone for member in self.members):
+            if outside is None and any(one.state is MemberState.gone for one in self.members):
                 raise FleetLost(f"a server did not start: {self._ends(MemberState.gone)}")
+            if unfit := [member.reason for member in self.members if member.unfit]:
+                raise FleetLost("\n".join(unfit))
+            enough = sum(one.state in ANSWERING for one in self.members) >= self._servers.count
+            if outside and enough and time.monotonic() > begun + self._servers.dead_s:
+                names = ", ".join(one.name for one in waiting)
+                print(f"engine: goes on without {names}, until it answers", flush=True)
+                break
+        if outside is not None:
+            self._check_count(*ANSWERING)
 
     def changed(self) -> None:
         """Wake all that wait for a server."""
         self._change.set()
         self._change = asyncio.Event()
+        if self._front is not None:
+            self._front.follow(self.members)
+        self._status.write(self.members)
 
     async def _wait(self) -> None:
         """Wait for a change of a server's state; raises FleetLost if none is left."""
@@ -249,33 +370,52 @@ class Fleet:
         texts = []
         for member in self.members:
             if member.state is state:
-                lines = last_lines(self._folder, member.number)
-                log = log_path(self._folder, member.number)
-                texts.append(f"server {member.number} {member.reason}; the end of {log}:\n{lines}")
+                text = f"{member.name} {member.reason}"
+                if self._outside is None:
+                    lines = last_lines(self._folder, member.number)
+                    log = log_path(self._folder, member.number)
+                    text += f"; the end of {log}:\n{lines}"
+                texts.append(text)
         return "\n".join(texts)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call."""
-        sent = [member.sent for member in self.members]
+        members = self.members if self._front is None else [*self.members, self._front.member]
+        sent = [member.sent for member in members]
         metrics = {
             "fleet/servers": float(sum(member.state in ANSWERING for member in self.members)),
             "fleet/deaths": float(sum(member.deaths for member in self.members)),
             "fleet/requests": float(sum(sent)),
             "fleet/resent": float(self.resent),
             "fleet/load": max(sent) / max(sum(sent), 1),
+            "fleet/cached": self._cached_share(members),
+            "fleet/pause_s": max(one.client.paused_s if one.client else 0.0 for one in members),
         }
         self.resent = 0
-        for member in self.members:
+        for member in members:
             member.sent = member.deaths = 0
         return metrics
+
+    def _cached_share(self, members: Sequence[Member]) -> float:
+        """Return the share of the prompts' tokens that were cached since the last call."""
+        clients = [member.client for member in members if member.client is not None]
+        prompts, cached = (
+            sum(getattr(client, name) for client in clients)
+            for name in ("prompt_tokens", "cached_tokens")
+        )
+        for client in clients:
+            client.prompt_tokens = client.cached_tokens = 0
+        return cached / max(prompts, 1)
 
     async def aclose(self) -> None:
         """Stop watching; requests in flight fail."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        for member in self.members:
+        self._status.write(self.members, ended=True)
+        members = self.members if self._front is None else [*self.members, self._front.member]
+        for member in members:
             member.close("the engine was closed")
             if member.client is not None:
                 await member.client.aclose()
-        self.changed()
+        self._change.set()

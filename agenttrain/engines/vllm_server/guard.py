@@ -12,6 +12,8 @@ from typing import Any
 
 TOKEN = "AGENTTRAIN_SERVER_TOKEN"
 """Environment variable with the token of a server."""
+HOST = "AGENTTRAIN_SERVER_HOST"
+"""Environment variable with the address that a server listens on."""
 OPEN = ("/health",)
 """Paths that need no token."""
 

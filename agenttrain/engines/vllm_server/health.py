@@ -45,6 +45,7 @@ class MemberState(StrEnum):
     """It has died, and is not started again."""
 
 
+EXAMINED = (MemberState.loaded, MemberState.live, MemberState.suspect)
 ANSWERING = (MemberState.syncing, MemberState.loaded, MemberState.live, MemberState.suspect)
 
 
@@ -53,6 +54,13 @@ class Member:
     """One server of the fleet."""
 
     number: int
+    outside: bool = False
+    """Somebody else started it: it is neither killed nor started again by the run."""
+    unfit: bool = False
+    """Another one than the run needs: `reason` says why."""
+    answers: bool = False
+    """An outside server answered when it was last asked."""
+    url: str = ""
     state: MemberState = MemberState.starting
     boot: int = 0
     """The start that the fleet knows; answers of an earlier one are dropped."""
@@ -64,6 +72,10 @@ class Member:
     """In flight."""
     sent: int = 0
     """Requests since the metrics were last read."""
+    served: int = 0
+    """Completions of this run."""
+    version: int | None = None
+    """Newest weights that were sent to it since its start."""
     deaths: int = 0
     failures: int = 0
     """Calls that failed since the last completion."""
@@ -75,8 +87,14 @@ class Member:
     def join(self, record: ServerRecord, timeout_s: float) -> None:
         """Take a server that has started."""
         self.state, self.boot, self.pid = MemberState.syncing, record.boot, record.pid
+        self.url, self.version = record.url, None
         self.client = ServerClient(record.url, record.token, timeout_s=timeout_s)
         self.initialised, self.failures, self.lost = False, 0, asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        """Name in messages: ``server 1``, with the address of an outside one."""
+        return f"server {self.number}{f' ({self.url})' if self.outside else ''}"
 
     def fault(self, reason: str) -> None:
         """Count a failed call; the server gets no request before it has been examined."""
@@ -86,8 +104,13 @@ class Member:
             self.kill(f"{FAULTS} calls failed one after the other; the last: {reason}")
 
     def kill(self, reason: str) -> None:
-        """Kill all processes of the server, which its wrapper starts again."""
-        if self.state in ANSWERING:
+        """Kill all processes of the server, which its wrapper starts again.
+
+        An outside server is only left alone, until it has been sent the weights anew.
+        """
+        if self.state in ANSWERING and self.outside:
+            self.leave(MemberState.restarting, f"is not used: {reason}")
+        elif self.state in ANSWERING:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.leave(MemberState.restarting, f"was killed: {reason}")
@@ -97,7 +120,9 @@ class Member:
         if self.state is not MemberState.restarting:
             self.deaths += 1
         what = "it is started again" if state is MemberState.restarting else "it is gone for good"
-        print(f"server {self.number} {reason}; {what}", file=sys.stderr, flush=True)
+        if self.outside:
+            what = "it is asked again" if state is MemberState.restarting else "it is given up"
+        print(f"{self.name} {reason}; {what}", file=sys.stderr, flush=True)
         self.state, self.reason = state, reason
         self.lost.set()
 
@@ -128,7 +153,7 @@ async def watch(member: Member, fleet: Members, folder: Path, servers: ServersCo
             record = read_record(folder, member.number)
         if record is not None:
             await _follow(member, record, fleet, wrapped=wrapped)
-            if member.state in (MemberState.live, MemberState.suspect):
+            if member.state in EXAMINED:
                 await _examine(member, servers.dead_s)
         # Each time: its state may have gone and come back while this task waited for an answer.
         fleet.changed()
@@ -163,15 +188,17 @@ async def _examine(member: Member, dead_s: float) -> None:
             await asyncio.wait((question,), timeout=limit)
     finally:
         question.cancel()
-    if member.boot != boot or member.state not in (MemberState.live, MemberState.suspect):
+    if member.boot != boot or member.state not in EXAMINED:
         return
     if not question.done():
         member.kill(f"its engine did not answer for servers.dead_s={dead_s:g} s")
     elif isinstance(question.exception(), ServerFailed):
-        member.fault(f"it does not answer: {question.exception()}")
+        if member.state is not MemberState.loaded:  # the check of its weights will show it
+            member.fault(f"it does not answer: {question.exception()}")
     else:
         question.result()
-        member.state = MemberState.live
+        if member.state is MemberState.suspect:
+            member.state = MemberState.live
 
 
 def _exists(pid: int) -> bool:

@@ -8,14 +8,18 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import ServersConfig
+from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.records import (
     FOLDER,
     PLAN,
     ServerPlan,
     log_path,
+    read_record,
     record_path,
 )
 from agenttrain.engines.vllm_server.wrapper import END_S, is_running
@@ -23,6 +27,9 @@ from agenttrain.utils.child_process import ChildProcess
 
 MEMORY = Path("/dev/shm")
 """A file system in memory, where there is one."""
+PREFIX = "agenttrain-weights-"
+WEIGHTS = "weights.txt"
+"""File in the run's folder with the place of the weight files."""
 VERSIONS = 3
 """Versions of the weights that may be on disk at once: two, and one that is being written."""
 LOOK_S = 0.1
@@ -30,20 +37,61 @@ WRAPPER = "agenttrain.engines.vllm_server.wrapper"
 """Run as a module: in a third of the time that the command line takes to import."""
 
 
-def weights_folder(run: Path, chosen: str | None, size: int) -> Path:
+def weights_folder(run: Path, chosen: str | None, size: int, servers: ServersConfig) -> Path:
     """Return a new folder for the weight files of a run: in `chosen`, in memory, or in the run.
 
-    `size`: bytes of one version.
+    `size`: bytes of one version. Outside servers see no other machine's memory. The folder of an
+    earlier start of the run goes, which stays if all of its processes were killed.
     """
+    note = run / FOLDER / WEIGHTS
+    with suppress(OSError):
+        earlier = Path(note.read_text(encoding="utf-8"))
+        if earlier.name.startswith(PREFIX):  # whatever a copied folder says
+            shutil.rmtree(earlier, ignore_errors=True)
+    folder = _new_weights_folder(run, chosen, size, servers)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(str(folder), encoding="utf-8")
+    return folder
+
+
+def _new_weights_folder(run: Path, chosen: str | None, size: int, servers: ServersConfig) -> Path:
     if chosen is not None:
         parent = Path(chosen).expanduser()
         parent.mkdir(parents=True, exist_ok=True)
-    elif MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > VERSIONS * size:
+    elif not servers.outside and _fits(VERSIONS * size):
         parent = MEMORY
     else:
-        parent = run / FOLDER
+        parent = run.resolve() / FOLDER
         parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="agenttrain-weights-", dir=parent))
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+
+
+def _fits(size: int) -> bool:
+    return MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > size
+
+
+def remove_weights(folder: Path, run: Path) -> None:
+    """Remove the weight files of a run, and the note of their place."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (run / FOLDER / WEIGHTS).unlink(missing_ok=True)
+
+
+def remove_record(folder: Path, number: int) -> None:
+    """Remove the record of a server that has ended, and what its killed processes left behind."""
+    if (record := read_record(folder, number)) is not None:
+        scratch.remove(record.scratch)
+    record_path(folder, number).unlink(missing_ok=True)
+
+
+class OutsideServers:
+    """Servers that somebody else started: at the end only the weight files go."""
+
+    def __init__(self, weights: Path, run: Path) -> None:
+        self._weights, self._run = weights, run
+
+    def end(self) -> None:
+        """Remove the weight files."""
+        remove_weights(self._weights, self._run)
 
 
 class LocalServers:
@@ -58,11 +106,11 @@ class LocalServers:
         try:
             self._await_end_of_earlier()
         except EngineError:
-            shutil.rmtree(plan.weights, ignore_errors=True)
+            remove_weights(Path(plan.weights), folder)
             raise
         plan.write(folder)
         for number in range(count):
-            record_path(folder, number).unlink(missing_ok=True)
+            remove_record(folder, number)
             log_path(folder, number).unlink(missing_ok=True)
         command = [sys.executable, "-m", WRAPPER, str(folder)]
         self._wrappers = [
@@ -87,7 +135,7 @@ class LocalServers:
         for wrapper in self._wrappers:
             wrapper.ended(2 * END_S)
             wrapper.kill()
-        shutil.rmtree(self._plan.weights, ignore_errors=True)
+        remove_weights(Path(self._plan.weights), self._folder)
         for number in range(self._count):
-            record_path(self._folder, number).unlink(missing_ok=True)
+            remove_record(self._folder, number)
         (self._folder / FOLDER / PLAN).unlink(missing_ok=True)

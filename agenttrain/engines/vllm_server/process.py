@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.files_transport import BACKEND, PLUGIN
+from agenttrain.engines.vllm_server.files_transport import BACKEND, METHODS, OWN_GROUP, PLUGIN
+from agenttrain.engines.vllm_server.guard import HOST
 from agenttrain.engines.vllm_server.records import ServerPlan
+from agenttrain.engines.vllm_server.versions import ADAPTERS
 from agenttrain.utils.child_process import end_with_parent
 
 GRACE_S = 5
@@ -26,6 +28,7 @@ NAME = "policy"
 def main() -> None:
     """Serve until SIGTERM, or until the wrapper has ended."""
     end_with_parent()
+    os.environ[OWN_GROUP] = "1"
     folder, number, port = sys.argv[1:]
     plan = ServerPlan.read(Path(folder))
     if plan.gpus is None:
@@ -63,7 +66,7 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
     os.environ |= {
         "VLLM_SERVER_DEV_MODE": "1",  # routes that pause a server and replace its weights
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
-        "VLLM_HOST_IP": "127.0.0.1",  # also for the sockets of its workers
+        "VLLM_HOST_IP": "127.0.0.1",  # for the sockets of its workers
     }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     if plugins := os.environ.get("VLLM_PLUGINS"):  # the only ones that vLLM would load
@@ -73,16 +76,23 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         # The engine's process works itself, and none is started below it: seconds less.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     model = Path(plan.model)
-    arguments: dict[str, Any] = engine_arguments(model, settings, plan.dtype, 0, None, plan.seed)
+    tokenizer = None if plan.tokenizer is None else Path(plan.tokenizer)
+    arguments: dict[str, Any] = engine_arguments(
+        model, settings, plan.dtype, plan.rank, tokenizer, plan.seed
+    )
     for unused in IN_PROCESS_ONLY:
         arguments.pop(unused, None)
+    if plan.rank:
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        arguments["max_loras"] = ADAPTERS
     arguments |= {
         "dtype": plan.dtype,
-        "host": "127.0.0.1",
+        "host": os.environ.get(HOST, "127.0.0.1"),
         "port": port,
         "served_model_name": NAME,
         "middleware": "agenttrain.engines.vllm_server.guard.TokenGuard",
         "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": METHODS,
         "enable_scale_out": True,  # token ids in, token ids out
         "enable_prompt_tokens_details": True,
         "shutdown_timeout": GRACE_S,

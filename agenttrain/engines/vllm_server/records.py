@@ -41,6 +41,8 @@ class ServerPlan:
     """Module whose `main` is a server; it gets this plan, the number and the port as JSON."""
     model: str
     """Folder of the model."""
+    tokenizer: str | None
+    """Folder of the tokenizer, where requests come with a grammar."""
     dtype: str
     """Number format of the servers' weights."""
     max_context: int
@@ -49,6 +51,8 @@ class ServerPlan:
     """The section `engine`."""
     servers: Mapping[str, Any]
     """The section `servers`."""
+    rank: int
+    """Rank of the adapters that the servers are sent; 0: they are sent all weights."""
     weights: str
     """Folder of the weight files; it goes with the run."""
     gpus: tuple[tuple[int | str, ...], ...] | None = None
@@ -84,6 +88,8 @@ class ServerRecord:
     """Its workers."""
     end: str = ""
     """How it ended: ``ended with exit code 1``."""
+    scratch: tuple[str, ...] = ()
+    """Files outside the run's folder that its processes leave behind if they are killed."""
 
     def write(self, folder: Path) -> None:
         """Write the record of a server of the run in `folder`."""
@@ -96,7 +102,8 @@ def read_record(folder: Path, number: int) -> ServerRecord | None:
         record = json.loads(record_path(folder, number).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return ServerRecord(**{**record, "condition": Condition(record["condition"])})
+    scratch = tuple(record.pop("scratch", ()))
+    return ServerRecord(**{**record, "condition": Condition(record["condition"])}, scratch=scratch)
 
 
 def record_path(folder: Path, number: int) -> Path:
@@ -109,7 +116,7 @@ def log_path(folder: Path, number: int) -> Path:
     return folder / FOLDER / f"{number}.log"
 
 
-def last_lines(folder: Path, number: int) -> str:
+def last_lines(folder: Path, number: int, count: int = LOG_LINES) -> str:
     """Return the end of a server's log; empty if it has none."""
     try:
         with log_path(folder, number).open("rb") as file:
@@ -117,7 +124,7 @@ def last_lines(folder: Path, number: int) -> str:
             lines = file.read().decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
         return ""
-    return "\n".join(line for line in lines[-LOG_LINES:] if line.strip())
+    return "\n".join(line for line in lines[-count:] if line.strip())
 
 
 def write_private(path: Path, value: Any) -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+from agenttrain.engines.adapters import LARGEST_RANK
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import LEAST_TEMPERATURE, EngineDtype, flash_attention_notes
 from agenttrain.engines.placement import place
 from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.files_transport import PLUGIN
-from agenttrain.engines.vllm_server.records import FOLDER, ServerPlan
+from agenttrain.engines.vllm_server.guard import TOKEN
+from agenttrain.engines.vllm_server.memory import memory, server_memory
+from agenttrain.engines.vllm_server.outside import Outside
+from agenttrain.engines.vllm_server.records import FOLDER, ServerPlan, log_path
+from agenttrain.engines.vllm_server.status import read_status
+from agenttrain.training.config import Transport, WeightSyncMode
 from agenttrain.types import ConfigError
-from agenttrain.utils.sections import plain
+from agenttrain.utils.sections import plain, shown
 
 SERVER = "agenttrain.engines.vllm_server.process"
 """The module that is a server."""
@@ -31,52 +40,113 @@ OWNED = {
     "tensor_parallel_size": "servers.tensor_parallel_size",
     **dict.fromkeys(("host", "model", "port", "served_model_name", "middleware"), ""),
     **dict.fromkeys(("weight_transfer_config", "enable_scale_out", "logprobs_mode"), ""),
+    "worker_extension_cls": "",
     **dict.fromkeys(("generation_config", "data_parallel_size", "api_server_count"), ""),
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "model.lora.rank"),
 }
 """Flags of the server that `servers.args` must not have, mapped to their settings if there are
 any."""
 
 
 def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = SERVER) -> Engine:
-    """Start the servers; the first update waits until they answer."""
+    """Start the servers, or look for those of others; the first update waits until they answer."""
     import torch
-    from transformers import AutoConfig
 
     from agenttrain.engines.vllm_server.engine import VllmServerEngine
     from agenttrain.engines.vllm_server.fleet import Fleet
-    from agenttrain.engines.vllm_server.local import LocalServers, weights_folder
+    from agenttrain.engines.vllm_server.local import LocalServers, OutsideServers, weights_folder
     from agenttrain.engines.weight_files import WeightWriter
 
     folder, servers = inputs.run_folder, inputs.servers
     assert folder is not None, "servers meet the run in its folder"
+    plan = server_plan(settings, inputs, module)
+    size = sum(file.stat().st_size for file in inputs.model.glob("*.safetensors"))
+    plan = replace(plan, weights=str(weights_folder(folder, inputs.sync_folder, size, servers)))
+    alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
+    if servers.outside:
+        outside = outside_of(plan, inputs)
+        print(f"engine: {len(outside.urls)} servers of servers.admin_urls", flush=True)
+        ending: LocalServers | OutsideServers = OutsideServers(Path(plan.weights), folder)
+    else:
+        outside = None
+        starting = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
+        print(f"engine: {starting} (logs: {folder / FOLDER})", flush=True)
+        ending = LocalServers(folder.resolve(), plan, servers.count)
+    return VllmServerEngine(
+        Fleet(folder.resolve(), servers, inputs.sync_mode, outside),
+        ending,
+        WeightWriter(Path(plan.weights), alpha=alpha),
+        max_context=plan.max_context,
+        dtype=getattr(torch, plan.dtype),
+        quantized=settings.quantization is not None,
+        grammars=inputs.tokenizer is not None,
+    )
+
+
+def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str) -> ServerPlan:
+    """Return how servers are started, but for the folder of the weight files."""
+    import torch
+    from transformers import AutoConfig
+
     dtype = inputs.dtype if settings.dtype is EngineDtype.auto else str(settings.dtype)
     if settings.dtype is EngineDtype.auto and inputs.on_gpu and torch.cuda.is_bf16_supported():
         dtype = "bfloat16"
     limit = AutoConfig.from_pretrained(inputs.model).get_text_config().max_position_embeddings
-    context = settings.max_context or limit
-    size = sum(file.stat().st_size for file in inputs.model.glob("*.safetensors"))
-    weights = weights_folder(folder, inputs.sync_folder, size)
-    plan = ServerPlan(
+    lora = inputs.transport is not Transport.files and inputs.adapters is not None
+    return ServerPlan(
         module=module,
         model=str(inputs.model),
+        tokenizer=None if inputs.tokenizer is None else str(inputs.tokenizer),
         dtype=dtype,
-        max_context=context,
+        max_context=settings.max_context or limit,
         seed=inputs.seed,
         engine=plain(settings),
-        servers=plain(servers),
-        weights=str(weights),
-        gpus=place(servers, inputs.trainers) if inputs.on_gpu else None,
+        servers=plain(inputs.servers),
+        rank=inputs.adapters.rank if lora and inputs.adapters is not None else 0,
+        weights="",
+        gpus=place(inputs.servers, inputs.trainers)
+        if inputs.on_gpu and not inputs.servers.outside
+        else None,
     )
-    plural = "s start" if servers.count > 1 else " starts"
-    print(f"engine: {servers.count} server{plural} (logs: {folder / FOLDER})", flush=True)
-    return VllmServerEngine(
-        Fleet(folder, servers, inputs.sync_mode),
-        LocalServers(folder.resolve(), plan, servers.count),
-        WeightWriter(weights),
-        max_context=context,
-        dtype=getattr(torch, dtype),
-        quantized=settings.quantization is not None,
+
+
+def outside_of(plan: ServerPlan, inputs: EngineInputs) -> Outside:
+    """Return the servers of others, and the properties that they must have.
+
+    Raises ConfigError without a token.
+    """
+    servers, token = inputs.servers, os.environ.get(TOKEN)
+    if not token:
+        raise ConfigError(
+            f"servers.admin_urls={shown(servers.admin_urls)}: {TOKEN} is not set; export the token "
+            "that the servers were started with"
+        )
+    text = ""
+    ids: tuple[int, ...] = ()
+    with suppress(OSError, ValueError):  # a folder without a tokenizer
+        text, ids = _sample_text(inputs.tokenizer or inputs.model)
+    return Outside(
+        urls=tuple(url.rstrip("/") for url in servers.admin_urls),
+        router=servers.url and servers.url.rstrip("/"),
+        token=token,
+        model=inputs.model,
+        dtype=plan.dtype,
+        max_context=plan.max_context,
+        quantization=plan.engine["quantization"],
+        rank=plan.rank,
+        grammars=inputs.tokenizer is not None,
+        text=text,
+        token_ids=ids,
     )
+
+
+def _sample_text(folder: Path) -> tuple[str, tuple[int, ...]]:
+    """Return a text with the tokenizer's special tokens, and its ids."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = f"{''.join(tokenizer.all_special_tokens)}The 2nd of 31 naïve cats: [x, y]\n"
+    return text, tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def run_server(folder: Path, number: int, parent: int | None) -> int:
@@ -91,6 +161,31 @@ def run_server(folder: Path, number: int, parent: int | None) -> int:
     return Wrapper(folder, number, parent).run()
 
 
+def serve_alone(
+    settings: VllmServerSettings,
+    inputs: EngineInputs,
+    host: str,
+    port: int,
+    *,
+    module: str = SERVER,
+) -> int:
+    """Run a server that no run starts or ends, with the token of the environment."""
+    from agenttrain.engines.vllm_server.wrapper import Wrapper, is_running
+
+    token, folder = os.environ.get(TOKEN), inputs.run_folder
+    assert folder is not None
+    if not token:
+        raise ConfigError(
+            f"port={port}: {TOKEN} is not set; export a secret of your own, the same for the "
+            "servers and for the run"
+        )
+    if is_running(folder, 0):
+        raise ConfigError(f"{folder}: has a server that runs; name another folder")
+    server_plan(settings, inputs, module).write(folder)
+    print(f"server: http://{host}:{port} (log: {log_path(folder, 0)})", flush=True)
+    return Wrapper(folder, 0, host=host, port=port, token=token).run()
+
+
 def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
     """Yield settings of this run for which servers cannot be used yet."""
     if run.several and not run.rollout_process:
@@ -98,14 +193,31 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
             f"rollout.process=same: with engine=vllm_server and distributed={run.distributed} the "
             "servers belong to none of the training processes; leave it out"
         )
-    if run.lora_rank:
+    if run.transport is Transport.lora and not run.lora_rank:
+        yield "weight_sync.transport=lora: has no effect without model.lora.rank; leave it out"
+    adapters = run.lora_rank and run.transport is not Transport.files
+    if adapters and run.lora_rank > LARGEST_RANK:
         yield (
-            f"model.lora.rank={run.lora_rank}: engine=vllm_server takes no adapters so far; set "
-            "engine=vllm, or leave it out"
+            f"model.lora.rank={run.lora_rank}: vLLM takes adapters of a rank up to {LARGEST_RANK}; "
+            "lower it, or set weight_sync.transport=files, which merges them"
         )
+    if adapters and run.mode != WeightSyncMode.drain:
+        yield (
+            f"weight_sync.mode={run.mode}: has no effect with adapters, each version of which has "
+            "a name of its own; leave it out, or set weight_sync.transport=files"
+        )
+    if run.servers.outside:
+        started = VllmServerSettings()
+        for key in ("max_rows", "memory_share", "kv_cache_mb", "enforce_eager"):
+            if (value := getattr(settings, key)) != getattr(started, key):
+                yield (
+                    f"engine.{key}={shown(value)}: servers.admin_urls names servers that somebody "
+                    "else starts; leave it out"
+                )
     for name in run.servers.args:
-        if (key := OWNED.get(name.strip("-").replace("-", "_"))) is not None:
-            yield f"servers.args.{name}: is set by agenttrain; leave it out{key and f', set {key}'}"
+        if (owner := OWNED.get(name.strip("-").replace("-", "_"))) is not None:
+            instead = owner and f", set {owner}"
+            yield f"servers.args.{name}: is set by agenttrain; leave it out{instead}"
 
 
 def check_machine(settings: VllmServerSettings, count_gpus: Callable[[], int]) -> Iterator[str]:
@@ -128,9 +240,14 @@ SPEC = EngineSpec(
     check=check,
     check_machine=check_machine,
     gpu_notes=lambda settings: flash_attention_notes(settings.dtype),
+    memory=memory,
+    server_memory=server_memory,
     package="vllm",
     own_weights=True,
     standalone=True,
+    grammars=True,
     run_server=run_server,
+    read_servers=read_status,
+    serve_alone=serve_alone,
     too_cold=f"vLLM would sample at {LEAST_TEMPERATURE:g} instead",
 )

@@ -8,6 +8,7 @@ in a second. Its model is one number, the weight `w` [1]: every token has the lo
     POST /stub/fault {"kind": "abort", "times": 1}      … end with finish_reason "abort"
     POST /stub/fault {"kind": "hang"}                   the engine's process answers nothing
     POST /stub/fault {"kind": "deaf", "times": 1}       an update answers 200 and loads nothing
+    POST /stub/share                                    maps shared memory
     GET  /stub/log                                      completions so far: version and ids
 """
 
@@ -19,6 +20,8 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +30,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from agenttrain.engines.vllm_server.files_transport import METHODS
 from agenttrain.engines.vllm_server.guard import TokenGuard
-from agenttrain.engines.weight_files import BadWeights, read_verified
+from agenttrain.engines.weight_files import BadWeights, read_verified, verify
 from agenttrain.utils.child_process import end_with_parent
 
 VOCABULARY = 500
 FAULTS = "AGENTTRAIN_STUB_FAULTS"
 """Environment variable: faults of every stub from its start, ``{"abort": 20}``."""
+CONFIG = "AGENTTRAIN_STUB_CONFIG"
+"""Environment variable: what differs from the server that a run expects, e.g. ``{"version":
+"0.31.0", "model_config": {"dtype": "torch.bfloat16"}, "backend": null, "without": ["/pause"]}``."""
 TOKEN_S = "AGENTTRAIN_STUB_TOKEN_S"
 """Environment variable: seconds that a token takes (0)."""
 
@@ -50,6 +57,9 @@ class StubServer:
     def __init__(self) -> None:
         self.w = 0.0
         self.version = "default"
+        self.adapters: dict[str, float] = {}
+        """Adapters by name: each of them is the weight `w`."""
+        self.config: dict[str, Any] = json.loads(os.environ.get(CONFIG, "{}"))
         self.updating = False
         self.faults: dict[str, int] = json.loads(os.environ.get(FAULTS, "{}"))
         """Kind of fault, mapped to the times that it will still happen."""
@@ -74,6 +84,10 @@ class StubServer:
         await self.running.wait()
         await self.engine_answers()
         sampling, ids = body["sampling_params"], list(body["token_ids"])
+        model = body.get("model", "policy")
+        if model != "policy" and model not in self.adapters:
+            return Response(f"the model {model} does not exist", status_code=404)
+        w = self.adapters.get(model, self.w)
         if max(ids) >= VOCABULARY:
             return Response("id out of vocabulary", status_code=400)
         if self.takes_fault("error"):
@@ -90,16 +104,19 @@ class StubServer:
         stopped = sampled[-1] in sampling.get("stop_token_ids", ())
         prompt = None
         if "prompt_logprobs" in sampling:
-            prompt = [None, *({str(one): {"logprob": -self.w}} for one in ids[1:count])]
+            prompt = [None, *({str(one): {"logprob": -w}} for one in ids[1:count])]
         else:
-            self.served.append({"version": self.version, "ids": sampled})
+            self.served.append(
+                {"version": self.version, "model": model, "ids": sampled, "sampling": sampling}
+            )
         choice = {
             "token_ids": sampled,
             "finish_reason": "abort" if abort else "stop" if stopped else "length",
-            "logprobs": {"content": [{"token_id": one, "logprob": -self.w} for one in sampled]},
+            "logprobs": {"content": [{"token_id": one, "logprob": -w} for one in sampled]},
             "weight_versions": [{"version": self.version, "start": 0, "end": len(sampled)}],
         }
-        return {"choices": [choice], "prompt_logprobs": prompt}
+        cached = {"prompt_tokens_details": {"cached_tokens": count // 2}}
+        return {"model": model, "choices": [choice], "prompt_logprobs": prompt, "usage": cached}
 
     async def pause(self, body: Any) -> Any:
         """Stop sampling; requests wait in every mode, as new ones do in vLLM's."""
@@ -125,6 +142,15 @@ class StubServer:
         if not self.takes_fault("deaf"):
             self.w = float(weights["w"])
 
+    async def call_workers(self, body: Any) -> Any:
+        """Verify files, as each worker does."""
+        folder, digest = body["args"]
+        try:
+            verify(Path(folder), digest)
+        except (BadWeights, OSError) as error:
+            return {"results": [{"done": True, "error": str(error)}]}
+        return {"results": [{"done": True, "error": ""}]}
+
     async def finish(self, body: Any) -> Any:
         """End an update."""
         self.updating, self.version = False, body["weight_version"]
@@ -138,6 +164,13 @@ class StubServer:
         """Take an order for faults."""
         self.faults[body["kind"]] = body.get("times", 1)
 
+    async def share(self, body: Any) -> Any:
+        """Map shared memory, which stays if the server is killed; return its name."""
+        self.shared = SharedMemory(create=True, size=4096)
+        # The process that Python starts to remove it would outlive the server for a moment.
+        resource_tracker.unregister(self.shared._name, "shared_memory")  # type: ignore[attr-defined]
+        return {"name": self.shared.name}
+
     async def log(self, body: Any) -> Any:
         """Return the completions so far."""
         return self.served
@@ -147,25 +180,84 @@ class StubServer:
 
     async def about(self, body: Any) -> Any:
         """Return version and workers."""
-        return {"version": "stub", "world_size": 1}
+        return {"version": self.config.get("version", "0.32.0"), "world_size": 1}
+
+    async def load_adapter(self, body: Any) -> Any:
+        """Add adapters; their file has the weight as their only tensor."""
+        from safetensors.torch import load_file
+
+        tensors = load_file(Path(body["lora_path"], "adapter_model.safetensors"))
+        (w,) = tensors.values()
+        if not self.takes_fault("deaf"):
+            self.adapters[body["lora_name"]] = float(w.flatten()[0])
+        return Response("Success: added")
+
+    async def unload_adapter(self, body: Any) -> Any:
+        """Remove adapters."""
+        if self.adapters.pop(body["lora_name"], None) is None:
+            return Response("cannot be found", status_code=404)
+        return Response("Success: removed")
+
+    async def models(self, body: Any) -> Any:
+        """Return the model and the adapters."""
+        names = [{"id": name, "parent": "policy"} for name in self.adapters]
+        return {"data": [{"id": "policy", "parent": None}, *names]}
+
+    async def info(self, body: Any) -> Any:
+        """Return the part of vLLM's configuration that a run reads."""
+        model = {
+            "dtype": "torch.float32",
+            "max_model_len": 256,
+            "logprobs_mode": "processed_logprobs",
+            "quantization": None,
+            "skip_tokenizer_init": True,
+            "tokenizer": "stub",
+        }
+        return {
+            "vllm_config": {
+                "model_config": {**model, **self.config.get("model_config", {})},
+                "weight_transfer_config": {"backend": self.config.get("backend", "files")},
+                "lora_config": {"max_lora_rank": 8},
+                "parallel_config": {"worker_extension_cls": METHODS},
+            }
+        }
+
+    async def tokenize(self, body: Any) -> Any:
+        """Return ids that no tokenizer has."""
+        return {"tokens": [1, 2, 3]}
 
     def app(self) -> TokenGuard:
         """Return the application, behind the guard of real servers."""
-        routes = {
+        routes: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "POST /inference/v1/generate": self.generate,
             "POST /pause": self.pause,
             "POST /resume": self.resume,
             "POST /init_weight_transfer_engine": self.health,
             "POST /start_weight_update": self.start,
+            "POST /collective_rpc": self.call_workers,
             "POST /update_weights": self.update,
             "POST /finish_weight_update": self.finish,
             "GET /weight_info": self.weight_info,
             "GET /health": self.health,
             "GET /version": self.about,
             "GET /get_world_size": self.about,
+            "GET /server_info": self.info,
+            "GET /v1/models": self.models,
+            "POST /tokenize": self.tokenize,
+            "POST /v1/load_lora_adapter": self.load_adapter,
+            "POST /v1/unload_lora_adapter": self.unload_adapter,
             "POST /stub/fault": self.fault,
             "GET /stub/log": self.log,
+            "POST /stub/share": self.share,
         }
+        for path in self.config.get("without", ()):
+            routes = {name: answer for name, answer in routes.items() if path not in name}
+        paths: dict[str, Any] = {name.partition(" ")[2]: {} for name in routes}
+
+        async def openapi(body: Any) -> Any:
+            return {"paths": paths}
+
+        routes["GET /openapi.json"] = openapi
         return TokenGuard(
             Starlette(routes=[_route(name, answer) for name, answer in routes.items()])
         )

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import httpx
 
-from agenttrain.engines.vllm_server.guard import TOKEN
+from agenttrain.engines.vllm_server import scratch
+from agenttrain.engines.vllm_server.guard import HOST, TOKEN
 from agenttrain.engines.vllm_server.records import (
     Condition,
     ServerPlan,
@@ -37,6 +38,8 @@ LOOK_S = 0.1
 """Seconds between two looks at the server, at the parent and for signals."""
 ASK_S = 5.0
 """Seconds that a starting server has for an answer."""
+SCAN_S = 5.0
+"""Seconds between two looks for files that the server would leave behind."""
 END_S = 10.0
 """Seconds between SIGTERM to the server's processes and SIGKILL."""
 HEALTH_S = 1.0
@@ -56,6 +59,12 @@ class Wrapper:
     folder: Path
     number: int
     parent: int | None = None
+    host: str = "127.0.0.1"
+    """Address that the server listens on."""
+    port: int | None = None
+    """None: a free one, another at each start."""
+    token: str | None = None
+    """None: a new one at each start."""
     _stopping: bool = False
     _record: ServerRecord = field(init=False)
 
@@ -68,6 +77,8 @@ class Wrapper:
             # Processes of the server that lose their parent become ours, and are collected.
             ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
         earlier = read_record(self.folder, self.number)
+        if earlier is not None:  # its wrapper may have been killed
+            scratch.remove(earlier.scratch)
         self._record = ServerRecord(
             number=self.number,
             condition=Condition.starting,
@@ -93,10 +104,10 @@ class Wrapper:
 
     def _live(self, plan: ServerPlan) -> bool:
         """Run the server once, to its end; return True if it has answered."""
-        port, token = _free_port(), secrets.token_urlsafe(32)
+        port, token = self.port or _free_port(), self.token or secrets.token_urlsafe(32)
         # Of its own, as killed processes leave sockets behind.
-        sockets = tempfile.mkdtemp(prefix="agenttrain-server-")
-        environment = {**os.environ, TOKEN: token, "TMPDIR": sockets}
+        sockets = tempfile.mkdtemp(prefix=scratch.SOCKETS)
+        environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
         if plan.gpus is not None:
             gpus = plan.gpus[self.number]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
@@ -111,7 +122,7 @@ class Wrapper:
                 env=environment,
             )
         started = False
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://{self.host}:{port}"
         http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
@@ -127,8 +138,10 @@ class Wrapper:
                 url=url,
                 token=token,
                 end="",
+                scratch=(sockets,),
             )
-            deadline = time.monotonic() + plan.servers["start_s"]
+            now = time.monotonic()
+            deadline, next_scan = now + plan.servers["start_s"], now + SCAN_S
             asked = 0.0
             while process.poll() is None and not self._is_stopping():
                 if not started:
@@ -145,12 +158,22 @@ class Wrapper:
                         self._record = replace(self._record, end=end)
                         break
                     asked = time.monotonic()
+                if time.monotonic() > next_scan:
+                    self._note_scratch(process.pid)
+                    next_scan = time.monotonic() + SCAN_S
                 time.sleep(LOOK_S)
         finally:
             http.close()
+            self._note_scratch(process.pid)
             self._end(process)
-            shutil.rmtree(sockets, ignore_errors=True)
+            scratch.remove(self._record.scratch)
         return started
+
+    def _note_scratch(self, group: int) -> None:
+        """Add to the record what the server would leave behind if it were killed now."""
+        known = {*self._record.scratch, *scratch.shared_by(group)}
+        if len(known) > len(self._record.scratch):
+            self._write(scratch=tuple(sorted(known)))
 
     def _register(self, http: httpx.Client) -> bool:
         """Write the record of a server that answers; return False if it does not yet."""

@@ -1,0 +1,110 @@
+"""`agenttrain servers`: the servers of a run, as it sees them, while it goes on and afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agenttrain.commands.arguments import parse_folder
+from agenttrain.engines.registry import names_with, specs
+from agenttrain.types import ConfigError
+
+USAGE = "servers: give the folder of a run with servers: servers <run folder> [--lines N] [--json]"
+LINES = 3
+"""Last lines of each log, unless typed."""
+COLUMNS = ("server", "state", "version", "in flight", "completions", "boot", "address")
+
+
+def servers(arguments: Sequence[str]) -> int:
+    """Run `servers <run folder> [--lines N] [--json]`; raises ConfigError."""
+    as_json, lines, words = _options(arguments)
+    typed = parse_folder(words, (), USAGE)
+    if typed.overrides:
+        raise ConfigError(f"{typed.overrides[0]}: is not an option of servers; {USAGE}")
+    status = next(
+        (
+            found
+            for spec in specs().values()
+            if spec.read_servers is not None
+            and (found := spec.read_servers(typed.folder, lines)) is not None
+        ),
+        None,
+    )
+    if status is None:
+        raise ConfigError(
+            f"{typed.folder}: no servers of a run have been here; a run with "
+            f"{names_with(fleet=True)} has some"
+        )
+    status["running"] = not status["ended"] and _exists(status["pid"])
+    if as_json:
+        print(json.dumps(status, indent=2))
+    else:
+        _print(typed.folder, status)
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> tuple[bool, int, list[str]]:
+    """Return whether to print JSON, the lines of each log, and the other words."""
+    words = list(arguments)
+    as_json = "--json" in words
+    words = [word for word in words if word != "--json"]
+    lines = LINES
+    if "--lines" in words:
+        place = words.index("--lines")
+        text = "".join(words[place + 1 : place + 2])
+        if not text.isdecimal():
+            raise ConfigError(f"--lines {text}: give a number; {USAGE}")
+        lines = int(text)
+        del words[place : place + 2]
+    return as_json, lines, words
+
+
+def _print(folder: Path, status: dict[str, Any]) -> None:
+    """Print a table, how those ended that do not serve, and the ends of the logs."""
+    console = Console(highlight=False)
+    age = max(time.time() - status["time"], 0)
+    if status["ended"]:
+        note = f"the run has ended, {_ago(age)} ago; its servers were then"
+    elif status["running"]:
+        note = f"as of {_ago(age)} ago"
+    else:
+        note = f"the run was killed; as of {_ago(age)} ago"
+    console.print(f"{folder}: {note}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        right = column in ("version", "in flight", "completions", "boot")
+        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    for row in status["servers"]:
+        version = "-" if row["version"] is None else str(row["version"])
+        numbers = [version, *(str(row[key]) for key in ("requests", "completions", "boot"))]
+        table.add_row(str(row["number"]), row["state"], *numbers, row["url"] or "-")
+    console.print(table)
+    for row in status["servers"]:
+        if row["reason"] and row["state"] != "live":
+            console.print(f"server {row['number']} {row['reason']}", soft_wrap=True)
+        for line in row["log"]:
+            console.print(f"  {row['number']}| {line}", soft_wrap=True, markup=False)
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,49 @@
+"""Memory of the servers' GPUs, and of the trainer's machine, for `agenttrain plan`.
+
+A server is vLLM with the GPU to itself; its parts are those of vLLM in the trainer's process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agenttrain.engines.memory import EngineLoad, EngineMemory, MemoryItem, ModelSizes, When
+from agenttrain.engines.vllm.config import VllmSettings
+from agenttrain.engines.vllm.memory import memory as vllm_memory
+from agenttrain.engines.vllm_server.config import VllmServerSettings
+from agenttrain.engines.vllm_server.local import VERSIONS
+
+
+def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
+    """Estimate what the servers take of the trainer's process: the files of the weights."""
+    if load.adapters:
+        return EngineMemory()
+    why = f"files of {VERSIONS - 1} versions and one being written, for the servers (/dev/shm)"
+    files = MemoryItem(
+        name="weight files",
+        bytes=VERSIONS * sizes.weights,
+        why=why,
+        on_host=load.on_gpu,
+        once=True,
+        when=(When.rollouts, When.update, When.sync, When.checkpoint),
+    )
+    return EngineMemory(items=(files,))
+
+
+def server_memory(
+    settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes, gpus: int
+) -> EngineMemory:
+    """Estimate what a server takes of each of its `gpus`."""
+    vllm = VllmSettings(
+        max_context=settings.max_context,
+        max_rows=settings.max_rows,
+        dtype=settings.dtype,
+        memory_share=settings.memory_share,
+        kv_cache_mb=settings.kv_cache_mb,
+        tensor_parallel_size=gpus,
+        quantization=settings.quantization,
+        enforce_eager=settings.enforce_eager,
+    )
+    found = vllm_memory(vllm, load, sizes)
+    # Weights reach a server's workers through the files, which are counted with the trainer.
+    return replace(found, items=tuple(one for one in found.items if not one.on_host), savings=())

@@ -1,0 +1,260 @@
+"""Servers that somebody else started (`servers.admin_urls`): their fitness, and their watch.
+
+They are neither killed nor started again. One that goes away has `servers.dead_s` to come back, and
+one that comes back is checked and sent the weights before it samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from agenttrain.engines.config import ServersConfig
+from agenttrain.engines.vllm_server.client import ServerClient, ServerFacts, ServerFailed
+from agenttrain.engines.vllm_server.files_transport import BACKEND, METHODS
+from agenttrain.engines.vllm_server.guard import TOKEN
+from agenttrain.engines.vllm_server.health import EXAMINED, FAULTS, Member, Members, MemberState
+from agenttrain.engines.vllm_server.records import Condition, ServerRecord
+
+WRITTEN_FOR = "0.32"
+"""vLLM whose routes the client calls."""
+ROUTER = -1
+"""Number of a router."""
+AWAY = (MemberState.restarting, MemberState.gone)
+REFUSALS = (httpx.codes.UNAUTHORIZED, httpx.codes.NOT_FOUND)
+LONGEST_S = 60.0
+"""Longest time between two attempts to use a server that is not as it should be."""
+NEEDS = {
+    "/inference/v1/generate": "--enable-scale-out",
+    "/server_info": "VLLM_SERVER_DEV_MODE=1 in its environment",
+    "/pause": "VLLM_SERVER_DEV_MODE=1 in its environment",
+    "/weight_info": "VLLM_SERVER_DEV_MODE=1 in its environment",
+}
+"""Routes that every server must have, mapped to what adds them."""
+ADAPTERS = {"/v1/load_lora_adapter": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """The servers, and the properties that each of them must have."""
+
+    urls: tuple[str, ...]
+    router: str | None
+    token: str
+    model: Path
+    dtype: str
+    max_context: int
+    quantization: str | None
+    rank: int
+    """Rank of the adapters that they are sent; 0: they are sent all weights."""
+    grammars: bool
+    """Requests come with grammars."""
+    text: str
+    """A text with the special tokens of the run's tokenizer."""
+    token_ids: tuple[int, ...]
+    """Its ids; empty: the run's tokenizer is not known."""
+
+
+class Front:
+    """A router in front of the servers: it chooses who samples, the run who may be asked."""
+
+    def __init__(self, url: str, token: str, servers: ServersConfig) -> None:
+        client = ServerClient(url, token, timeout_s=servers.request_s)
+        self.member = Member(ROUTER, outside=True, url=url, client=client)
+        self._away: set[int] = set()
+
+    def follow(self, members: Sequence[Member]) -> None:
+        """Send all requests in flight again once a server is lost: any of them may be its own."""
+        away = {one.number for one in members if one.state in AWAY}
+        if away - self._away:
+            self.member.reason = "a server behind it was lost"
+            self.member.lost.set()
+            self.member.lost = asyncio.Event()
+        self._away = away
+
+
+def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
+    """Yield why a server cannot sample for the run: ``key=value: problem; remedy``."""
+    key = f"servers.admin_urls={url}"
+    if not facts.version.startswith(f"{WRITTEN_FOR}."):
+        yield (
+            f"{key}: vLLM {facts.version} runs there, and this agenttrain calls the routes of "
+            f"{WRITTEN_FOR}; install vllm=={WRITTEN_FOR}.*"
+        )
+    needs = {**NEEDS, **(ADAPTERS if run.rank else {})}
+    for remedy in dict.fromkeys(needs.values()):
+        missing = [path for path, way in needs.items() if way == remedy and path not in facts.paths]
+        if missing:
+            yield f"{key}: it lacks {', '.join(missing)}; start it with {remedy}"
+    if not facts.config:
+        return
+    model: Mapping[str, Any] = facts.config["model_config"]
+    dtype = str(model["dtype"]).removeprefix("torch.")
+    if dtype != run.dtype:
+        yield (
+            f"engine.dtype={run.dtype}: {url} has {dtype}; set engine.dtype={dtype}, or start it "
+            f"with --dtype {run.dtype}"
+        )
+    if model["max_model_len"] < run.max_context:
+        yield (
+            f"engine.max_context={run.max_context}: {url} takes {model['max_model_len']} tokens; "
+            f"lower it, or start it with --max-model-len {run.max_context}"
+        )
+    if model["logprobs_mode"] != "processed_logprobs":
+        yield (
+            f"{key}: its log-probabilities are {model['logprobs_mode']}, before the temperature; "
+            "start it with --logprobs-mode processed_logprobs"
+        )
+    if model["quantization"] != run.quantization:
+        yield (
+            f"engine.quantization={run.quantization}: {url} has {model['quantization']}; set "
+            "engine.quantization to it"
+        )
+    if run.grammars and model["skip_tokenizer_init"]:
+        yield (
+            f"rollout.structured_calls=true: {url} has no tokenizer, which grammars need; start it "
+            "without --skip-tokenizer-init and --tokens-only"
+        )
+    backend = (facts.config["weight_transfer_config"] or {}).get("backend")
+    if not run.rank and backend != BACKEND:
+        yield (
+            f"{key}: it takes weights by {backend}; start it with "
+            f'--weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
+        )
+    methods = facts.config["parallel_config"]["worker_extension_cls"]
+    if not run.rank and methods != METHODS:
+        yield f"{key}: its workers verify no files; start it with --worker-extension-cls {METHODS}"
+    largest = (facts.config["lora_config"] or {}).get("max_lora_rank", 0)
+    if run.rank > largest:
+        yield (
+            f"model.lora.rank={run.rank}: {url} takes adapters of rank {largest}; start it with "
+            f"--enable-lora --max-lora-rank {run.rank} --max-loras 2"
+        )
+
+
+async def fitness(client: ServerClient, url: str, run: Outside) -> tuple[ServerFacts, list[str]]:
+    """Return a server's facts and the problems with it; raises ServerFailed."""
+    try:
+        facts = await client.facts()
+    except ServerFailed as error:
+        if error.status != httpx.codes.UNAUTHORIZED:
+            raise
+        facts = ServerFacts(version="", paths=frozenset(), config={}, world_size=1)
+        return facts, [f"{TOKEN}: {url} refuses it; give this process and the server the same one"]
+    found = list(problems(url, facts, run))
+    has_tokenizer = "/tokenize" in facts.paths and not (
+        facts.config and facts.config["model_config"]["skip_tokenizer_init"]
+    )
+    if run.token_ids and has_tokenizer:
+        ids = await client.token_ids(run.text)
+        if ids != list(run.token_ids):
+            name = facts.config["model_config"]["tokenizer"] if facts.config else "its own"
+            found.append(
+                f"servers.admin_urls={url}: its tokenizer, {name}, has other ids than that of "
+                f"{run.model} for {run.text!r}; start it with the run's model"
+            )
+    return facts, found
+
+
+async def watch_outside(
+    member: Member, fleet: Members, run: Outside, servers: ServersConfig
+) -> None:
+    """Examine a server that somebody else started, for ever."""
+    client = ServerClient(member.url, run.token, timeout_s=servers.request_s)
+    begun = time.monotonic()
+    attempt_s, next_attempt, misses = servers.health_s, begun, 0
+    while True:
+        boot, version = member.boot, member.version
+        label = await _label(client, run, servers.dead_s)
+        failed = label if isinstance(label, ServerFailed) else None
+        member.answers = failed is None
+        now = time.monotonic()
+        if member.state not in (MemberState.starting, *AWAY):
+            begun = now
+        if member.state in EXAMINED and member.boot == boot:
+            misses = 0 if failed is None else misses + 1
+            if failed is not None:
+                _missed(member, str(failed), misses)
+            elif member.version == version and label not in (None, str(version)):
+                member.leave(
+                    MemberState.restarting,
+                    f"has weights labelled {label!r}, not {version}: it was started again",
+                )
+            elif member.state is MemberState.suspect:
+                member.state = MemberState.live
+        if member.state in (MemberState.starting, *AWAY):
+            # One that refuses the question may do so because it is not what the run needs.
+            if (failed is None or failed.status in REFUSALS) and now >= next_attempt:
+                await _attempt(member, client, fleet, run)
+                if member.state in EXAMINED:
+                    attempt_s = servers.health_s
+                else:
+                    attempt_s = min(2 * attempt_s, LONGEST_S)
+                next_attempt = time.monotonic() + attempt_s
+            limits = {
+                MemberState.starting: ("start_s", servers.start_s),
+                MemberState.restarting: ("dead_s", servers.dead_s),
+            }
+            name, limit_s = limits.get(member.state, ("", float("inf")))
+            if now > begun + limit_s:
+                what = (
+                    f"does not answer: {failed}" if failed else f"cannot be used: {member.reason}"
+                )
+                member.leave(MemberState.gone, f"{what}; servers.{name}={limit_s:g} s are over")
+        fleet.changed()
+        await asyncio.sleep(servers.health_s)
+
+
+async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | ServerFailed | None:
+    """Return the label of a server's weights; of a server with adapters, None if it has some.
+
+    The question goes to the process of its engine, which a stopped one does not answer.
+    """
+    try:
+        async with asyncio.timeout(dead_s):
+            label = await client.weight_version()
+            if run.rank:
+                return None if await client.adapters() else "without adapters"
+            return label
+    except TimeoutError:
+        return ServerFailed(f"its engine did not answer for servers.dead_s={dead_s:g} s")
+    except ServerFailed as error:
+        return error
+
+
+def _missed(member: Member, reason: str, misses: int) -> None:
+    """Take an examination without an answer; the server is lost after a few in a row, or after one
+    that took `servers.dead_s`."""
+    if misses >= FAULTS or "did not answer for" in reason:
+        member.leave(MemberState.restarting, f"does not answer: {reason}")
+    else:
+        member.state = MemberState.suspect
+
+
+async def _attempt(member: Member, client: ServerClient, fleet: Members, run: Outside) -> None:
+    """Take a server that answers into the fleet, if it is fit."""
+    try:
+        facts, found = await fitness(client, member.url, run)
+    except ServerFailed as error:
+        member.reason = str(error)
+        return
+    member.unfit, member.reason = bool(found), "\n".join(found) or member.reason
+    if found:
+        return
+    record = ServerRecord(
+        number=member.number,
+        condition=Condition.ready,
+        wrapper=0,
+        boot=member.boot + 1,
+        url=member.url,
+        token=run.token,
+        version=facts.version,
+        world_size=facts.world_size,
+    )
+    await fleet.joined(member, record)

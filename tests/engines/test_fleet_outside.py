@@ -1,0 +1,322 @@
+"""Servers that somebody else started: stubs that the tests start, kill and start again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_kit import (
+    TEXT,
+    TOKEN_OF_OTHERS,
+    free_port,
+    outside_stubs,
+    running,
+    sample,
+    send,
+    stubs,
+    until,
+)
+
+from agenttrain import cli
+from agenttrain.engines.config import Sampling
+from agenttrain.engines.vllm_server.client import ServerFacts
+from agenttrain.engines.vllm_server.files_transport import METHODS
+from agenttrain.engines.vllm_server.fleet import FleetLost
+from agenttrain.engines.vllm_server.guard import TOKEN
+from agenttrain.engines.vllm_server.health import MemberState
+from agenttrain.engines.vllm_server.outside import NEEDS, Outside, problems
+from agenttrain.engines.vllm_server.stub import TOKEN_S
+from agenttrain.types import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, TOKEN_OF_OTHERS)
+
+
+def outside(servers: list[Any], **settings: Any) -> dict[str, Any]:
+    return {"count": 1, "admin_urls": [server.url for server in servers], **settings}
+
+
+def live(engine: Any) -> list[int]:
+    return [one.number for one in engine.fleet.members if one.state is MemberState.live]
+
+
+def test_they_serve_and_outlive_the_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        with outside_stubs(None, None) as servers:
+            async with running(tmp_path, **outside(servers)) as engine:
+                weights = engine._writer.folder
+                assert weights.is_relative_to(tmp_path / "run"), "another machine may see it"
+                await asyncio.gather(*(sample(engine, number) for number in range(20)))
+                assert await send(engine, 0.5, 1) == [-0.5] * 3
+                for server in servers:
+                    assert await server.call("GET", "/weight_info") == {"weight_version": "1"}
+                    assert len(await server.call("GET", "/stub/log")) >= 4
+            assert not weights.exists()
+            assert [server.process.poll() for server in servers] == [None, None]
+            # The next run may have the same servers, with other weights.
+            async with running(tmp_path / "next", **outside(servers)) as engine:
+                await sample(engine, 1)
+
+    asyncio.run(main())
+
+
+def test_one_that_comes_back_is_sent_the_weights_before_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(TOKEN_S, "0.01")
+
+    async def main() -> None:
+        with outside_stubs(None, None) as servers:
+            async with running(tmp_path, **outside(servers)) as engine:
+                await send(engine, 2.0, 7)
+                work = [asyncio.create_task(sample(engine, n, 60)) for n in range(12)]
+                await until(lambda: engine.fleet.members[0].requests > 1)
+                servers[0].end()
+                await asyncio.gather(*work)
+                assert engine.fleet.resent > 0
+                await until(lambda: live(engine) == [1])
+                servers[0].start()
+                await until(lambda: live(engine) == [0, 1])
+                await asyncio.gather(*(sample(engine, n, 4) for n in range(40)))
+                log = await servers[0].call("GET", "/stub/log")
+                assert log and {one["version"] for one in log} == {"7"}
+
+                # Back before anybody asked: its label shows it.
+                servers[1].end()
+                servers[1].start()
+                await until(lambda: engine.fleet.members[1].boot == 2 and live(engine) == [0, 1])
+                await asyncio.gather(*(sample(engine, n, 4) for n in range(40)))
+                log = await servers[1].call("GET", "/stub/log")
+                assert log and {one["version"] for one in log} == {"7"}
+        assert f"server 0 ({servers[0].url}) " in capsys.readouterr().err
+
+    asyncio.run(main())
+
+
+def test_none_comes_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        with outside_stubs(None, None) as servers:
+            async with running(tmp_path, **outside(servers, dead_s=1.0)) as engine:
+                for server in servers:
+                    server.end()
+                with pytest.raises(FleetLost) as caught:
+                    await asyncio.gather(*(sample(engine, n) for n in range(4)))
+                text = str(caught.value)
+                assert "no server is left" in text
+                assert text.count("servers.dead_s=1 s are over") == 2
+                assert all(server.url in text for server in servers)
+
+    asyncio.run(main())
+
+
+def test_a_stopped_one_is_left_alone_until_it_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        with outside_stubs(None, None) as servers:
+            async with running(tmp_path, **outside(servers, dead_s=0.5)) as engine:
+                os.kill(servers[0].process.pid, signal.SIGSTOP)
+                await asyncio.gather(*(sample(engine, n) for n in range(20)))
+                assert live(engine) == [1]
+                os.kill(servers[0].process.pid, signal.SIGCONT)
+                await until(lambda: live(engine) == [0, 1])
+
+    asyncio.run(main())
+
+
+def test_one_that_does_not_load_what_it_was_sent(tmp_path: Path) -> None:
+    async def main() -> None:
+        with outside_stubs(None, None) as servers:
+            async with running(tmp_path, **outside(servers)) as engine:
+                await servers[0].call("POST", "/stub/fault", {"kind": "deaf", "times": 1})
+                await send(engine, 3.0, 1)
+                assert engine.fleet.members[0].reason == "is not used: not 3.0"
+                await asyncio.gather(*(sample(engine, n) for n in range(10)))
+                # It is sent them again, and nobody has killed it.
+                await until(lambda: live(engine) == [0, 1])
+                assert servers[0].process.poll() is None
+                log = await servers[0].call("GET", "/stub/log")
+                assert {one["version"] for one in log} <= {"1"}
+
+    asyncio.run(main())
+
+
+def test_fewer_than_the_run_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        with outside_stubs(None) as servers:
+            later = free_port()
+            urls = [servers[0].url, f"http://127.0.0.1:{later}"]
+            engine = stubs(tmp_path / "two", count=2, admin_urls=urls, start_s=1.0)
+            with pytest.raises(FleetLost) as caught:
+                await send(engine, 1.0, 0)
+            await engine.aclose()
+            text = str(caught.value)
+            assert "servers.count=2: 1 of the servers of servers.admin_urls can be used" in text
+            assert f"server 1 ({urls[1]}) does not answer" in text
+
+            one = {"count": 1, "admin_urls": urls, "dead_s": 0.5}
+            async with running(tmp_path / "one", **one) as engine:
+                assert f"goes on without server 1 ({urls[1]})" in capsys.readouterr().out
+                with outside_stubs(later):
+                    await until(lambda: live(engine) == [0, 1])
+
+    asyncio.run(main())
+
+
+def test_others_than_the_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        with outside_stubs(None, version="0.31.0", without=["/pause"]) as servers:
+            engine = stubs(tmp_path / "other", **outside(servers))
+            with pytest.raises(FleetLost) as caught:
+                await send(engine, 1.0, 0)
+            await engine.aclose()
+            lines = str(caught.value).splitlines()
+            key = f"servers.admin_urls={servers[0].url}"
+            assert lines[0].startswith(f"{key}: vLLM 0.31.0 runs there")
+            assert lines[1] == f"{key}: it lacks /pause; start it with {NEEDS['/pause']}"
+        with outside_stubs(None) as servers:
+            monkeypatch.setenv(TOKEN, "another")
+            engine = stubs(tmp_path / "token", **outside(servers))
+            with pytest.raises(FleetLost, match=f"{TOKEN}: {servers[0].url} refuses it"):
+                await send(engine, 1.0, 0)
+            await engine.aclose()
+            monkeypatch.delenv(TOKEN)
+            with pytest.raises(ConfigError, match=f"{TOKEN} is not set"):
+                stubs(tmp_path / "none", **outside(servers))
+
+    asyncio.run(main())
+
+
+def test_weights_that_no_server_sees(tmp_path: Path) -> None:
+    """Their folder is on another machine, or the server may not read it."""
+
+    async def main() -> None:
+        with outside_stubs(None) as servers:
+            engine = stubs(tmp_path, **outside(servers))
+            await engine.fleet._started()
+            write = engine._writer.write
+
+            def elsewhere(weights: Any, version: int) -> Any:
+                files = write(weights, version)
+                files.folder.rename(tmp_path / "elsewhere")
+                return files
+
+            engine._writer = type("Elsewhere", (), {"write": staticmethod(elsewhere)})()
+            with pytest.raises(FleetLost) as caught:
+                await send(engine, 1.0, 0)
+            await engine.aclose()
+            assert "No such file or directory" in str(caught.value)
+            assert "set weight_sync.folder" in str(caught.value)
+
+    asyncio.run(main())
+
+
+RUN = Outside(
+    urls=("http://a:1",),
+    router=None,
+    token="x",
+    model=Path("model"),
+    dtype="float32",
+    max_context=256,
+    quantization=None,
+    rank=0,
+    grammars=False,
+    text="",
+    token_ids=(),
+)
+MODEL = {
+    "dtype": "torch.float32",
+    "max_model_len": 256,
+    "logprobs_mode": "processed_logprobs",
+    "quantization": None,
+    "skip_tokenizer_init": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "run", "message"),
+    [
+        ({}, {}, None),
+        (
+            {"dtype": "torch.bfloat16"},
+            {},
+            "engine.dtype=float32: http://a:1 has bfloat16; set engine.dtype=bfloat16, or start it",
+        ),
+        ({"max_model_len": 128}, {}, "engine.max_context=256: http://a:1 takes 128 tokens"),
+        ({"logprobs_mode": "raw_logprobs"}, {}, "start it with --logprobs-mode processed_logprobs"),
+        ({"quantization": "fp8"}, {}, "engine.quantization=None: http://a:1 has fp8"),
+        ({"skip_tokenizer_init": True}, {"grammars": True}, "has no tokenizer, which grammars nee"),
+        ({}, {"rank": 16}, "model.lora.rank=16: http://a:1 takes adapters of rank 8; start it"),
+    ],
+)
+def test_properties_that_differ(model: dict, run: dict, message: str | None) -> None:
+    from dataclasses import replace
+
+    facts = ServerFacts(
+        version="0.32.0",
+        paths=frozenset([*NEEDS, "/v1/load_lora_adapter"]),
+        config={
+            "model_config": {**MODEL, **model},
+            "weight_transfer_config": {"backend": "files"},
+            "lora_config": {"max_lora_rank": 8},
+            "parallel_config": {"worker_extension_cls": METHODS},
+        },
+        world_size=1,
+    )
+    found = list(problems("http://a:1", facts, replace(RUN, **run)))
+    assert len(found) == (message is not None)
+    assert message is None or message in found[0]
+
+
+def test_a_router_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends requests to a server before the run has sent that one the weights."""
+    monkeypatch.setenv(TOKEN_S, "0.01")
+
+    async def main() -> None:
+        with outside_stubs(None, None) as servers:
+            port = free_port()
+            words = [str(Path(__file__).parents[1] / "router.py"), str(port)]
+            router = subprocess.Popen([sys.executable, *words, *(one.url for one in servers)])
+            try:
+                url = f"http://127.0.0.1:{port}"
+                async with running(tmp_path, **outside(servers, url=url, dead_s=20.0)) as engine:
+                    await send(engine, 2.0, 7)
+                    await asyncio.gather(*(sample(engine, n) for n in range(12)))
+                    logs = [await one.call("GET", "/stub/log") for one in servers]
+                    assert min(map(len, logs)) >= 5
+                    work = [asyncio.create_task(sample(engine, n, 60)) for n in range(12)]
+                    await asyncio.sleep(0.2)
+                    servers[0].end()
+                    servers[0].start()
+                    await asyncio.gather(*work)
+                    await asyncio.gather(*(sample(engine, n, 4) for n in range(12)))
+                    await until(lambda: live(engine) == [0, 1])
+                    completion = await engine.generate(TEXT, Sampling(max_tokens=2), session="a")
+                    assert completion.versions == ((7, 2),)
+                    assert engine.metrics()["fleet/requests"] > 37
+            finally:
+                router.kill()
+                router.wait()
+
+    asyncio.run(main())
+
+
+def test_a_server_by_hand_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*words: str) -> str:
+        assert cli.main(["engine-server", str(tmp_path / "server"), *words]) == 2
+        return capsys.readouterr().err
+
+    assert "host=0.0.0.0: has no effect without port=" in refused("host=0.0.0.0")
+    assert "port=x: give a number from 1 to 65535" in refused("port=x")
+    assert "number=1: has no effect beside port=" in refused("port=8000", "number=1")
+    assert "servers.cuont=1: unknown key" in refused("port=8000", "servers.cuont=1")
+    with outside_stubs(None) as servers:
+        assert "in use; take another" in refused(f"port={servers[0].port}")
