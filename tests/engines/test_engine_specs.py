@@ -27,6 +27,7 @@ ALLOWED = {
     ("settings/verbs.py", "vllm"): "the help of serve, whose engines it names",
     ("engines/vllm_server/spec.py", "vllm"): "the package, and the engine to take instead",
     ("engines/vllm_server/process.py", "vllm"): "a server has the arguments of the engine's own",
+    ("engines/vllm_server/memory.py", "vllm"): "a server takes the memory of the engine's own",
     ("commands/export.py", "transformers"): "the format of an export",
     ("commands/model_card.py", "transformers"): "the library that loads an export",
 }
