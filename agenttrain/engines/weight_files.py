@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 ADAPTERS = "adapter_model.safetensors"
-FILE_BYTES = 1 << 30
+FILE_BYTES = 1 << 28
 """Bytes of tensors from which on the next one goes to a new file: the trainer holds copies of one
 file's tensors at a time."""
 KEPT = 2

@@ -17,7 +17,7 @@ overhead_vs_raw              tokens/s through the fleet over those of a loop tha
                              requests to the same servers and reads nothing but the ids; median of
                              rounds by turns
 rollout_process_cores_64     CPU seconds of this process per second, 64 rollouts at once
-failover_detect_s            seconds from the kill of a server to the moment its requests go on
+failover_detect_s            seconds from the kill of a server to the first request sent again
 failover_step_ratio          time of a step in which a server is killed over an undisturbed one's
 tasks_lost, tasks_twice      rollouts of these steps that did not end, or not with the undisturbed
                              step's ids; that ended twice
@@ -114,7 +114,7 @@ async def rollout(
 ) -> list[Turn]:
     """Return prompt and completion of each turn; replies have 20 ids."""
     noise = random.Random(number)
-    ids = [100 + number % 200] + [7 + (number // 4 + n) % 90 for n in range(60)]
+    ids = [100 + number % 400] + [7 + (number // 4 + n) % 90 for n in range(60)]
     done = []
     for turn in range(turns):
         sampling = Sampling(max_tokens=tokens, temperature=temperature, seed=100 * number + turn)
@@ -125,10 +125,11 @@ async def rollout(
     return done
 
 
-async def step(engine: Any, count: int, **shape: Any) -> list[list[Turn]]:
-    """Return the rollouts of a step."""
+async def step(engine: Any, count: int, first: int = 0, **shape: Any) -> list[list[Turn]]:
+    """Return the rollouts of a step, those with the numbers from `first` on."""
     shape = {"turns": 2, "tokens": 100, "temperature": 1.0, **shape}
-    return await asyncio.gather(*(rollout(engine, number, **shape) for number in range(count)))
+    numbers = range(first, first + count)
+    return await asyncio.gather(*(rollout(engine, number, **shape) for number in numbers))
 
 
 def exactness(model: Any, one: list[list[Turn]], other: list[list[Turn]]) -> dict[str, float]:
@@ -187,7 +188,7 @@ async def weights(fleet: Fleet, count: int) -> float:
 async def prefix_hits(fleet: Fleet) -> float:
     """Return the share of the cacheable tokens of later turns that were cached."""
     fleet.engine.metrics()
-    done = await step(fleet.engine, 16, turns=8, tokens=24)
+    done = await step(fleet.engine, 16, 300, turns=8, tokens=24)  # prompts that nobody had
     prompts = [len(ids) for turns in done for ids, _ in turns]
     share = fleet.engine.metrics()["fleet/cached"]
     earlier = [
@@ -246,8 +247,10 @@ async def fleet_round(fleet: Fleet, count: int, tokens: int) -> float:
 async def overhead(fleet: Fleet, rounds: int) -> dict[str, float]:
     """Return the share of a raw loop's speed, and the cores of this process at 64 rollouts."""
     ours, raw, cores = [], [], []
-    for _ in range(rounds):
-        raw.append(await raw_round(fleet, 64, 64))
+    for number in range(2 * rounds):
+        if number % 4 in (0, 3):  # raw, ours, ours, raw
+            raw.append(await raw_round(fleet, 64, 64))
+            continue
         wall, used = time.monotonic(), time.process_time()
         ours.append(await fleet_round(fleet, 64, 64))
         cores.append((time.process_time() - used) / (time.monotonic() - wall))
@@ -287,9 +290,10 @@ async def failover(fleet: Fleet, count: int) -> dict[str, float]:
         begun = time.monotonic()
         work = asyncio.create_task(step(fleet.engine, count))
         await asyncio.sleep(usual / 3)
-        event, killed = member.lost, time.monotonic()
+        before, killed = fleet.engine.fleet.resent, time.monotonic()
         os.kill(victim(member.pid), signal.SIGKILL)
-        await event.wait()
+        while fleet.engine.fleet.resent == before:
+            await asyncio.sleep(0.005)
         detected.append(time.monotonic() - killed)
         done = await work
         ratios.append((time.monotonic() - begun) / usual)
