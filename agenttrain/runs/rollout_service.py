@@ -35,7 +35,7 @@ from agenttrain.rollout.source import RolloutSource, SampledBatch
 from agenttrain.runs.loading import make_standalone_engine
 from agenttrain.runs.rollout_messages import (
     CODEC,
-    Answer,
+    Answered,
     Begin,
     Complete,
     EngineMetrics,
@@ -43,7 +43,7 @@ from agenttrain.runs.rollout_messages import (
     Failed,
     Groups,
     Ready,
-    Status,
+    RolloutStatus,
     Stop,
     SyncBegin,
     SyncEnd,
@@ -65,7 +65,7 @@ READ_ATTEMPTS = 100
 
 
 async def serve(connection: socket.socket) -> None:
-    """Answer the trainer's requests until it stops them, or has ended."""
+    """Answered the trainer's requests until it stops them, or has ended."""
     channel = await Channel.over(connection, CODEC)
     with suppress(ChannelClosed):
         async with AsyncExitStack() as stack:
@@ -76,7 +76,7 @@ async def serve(connection: socket.socket) -> None:
             except Exception as error:
                 await channel.send(_failed(error))
                 return
-            await channel.send(Answer(value=service.ready))
+            await channel.send(Answered(value=service.ready))
             request = asyncio.create_task(channel.receive())
             while not isinstance(message := await request, Stop):
                 request = asyncio.create_task(channel.receive())
@@ -92,10 +92,10 @@ async def serve(connection: socket.socket) -> None:
                 await channel.send(_answer(work))
 
 
-def _answer(work: asyncio.Task[Any]) -> Answer | Failed:
+def _answer(work: asyncio.Task[Any]) -> Answered | Failed:
     """Return the message with a result, or an error; print the traceback of one that is a bug."""
     try:
-        return Answer(value=work.result())
+        return Answered(value=work.result())
     except Exception as error:
         return _failed(error)
 
@@ -239,7 +239,7 @@ class RolloutService:
     def _count(self, finished: int, total: int) -> None:
         self._finished, self._total = finished, total
 
-    def status(self) -> Status:
+    def status(self) -> RolloutStatus:
         """Return the state of the rollouts in flight."""
         collector = self._source.collector
         waiting: list[Waiting] = []
@@ -247,7 +247,7 @@ class RolloutService:
             with suppress(RuntimeError):  # a thread changed what was being read
                 waiting = collector.waiting()
                 break
-        return Status(
+        return RolloutStatus(
             progress=collector.in_flight.progress,
             finished=self._finished,
             total=self._total,

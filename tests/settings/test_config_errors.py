@@ -208,7 +208,6 @@ UNUSABLE = {
     "servers.restarts=-1": "servers.restarts=-1: must be 0 or more",
     "servers.count=0": "must be at least 1",
     "rollout.process=own": "samples in the training process; leave it out, or set engine=vllm_s",
-    "rollout.process=mine": "rollout.process=mine: expected",
     "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
     # Outside agents.
