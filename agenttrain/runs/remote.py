@@ -166,16 +166,16 @@ class RemoteCopy(RemoteEngine):
     async def _write(
         self, process: RolloutProcess, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> WeightFiles:
-        folder = Path(await process.ask(SyncBegin(version=version)))
-        if self._writer is None:
-            self._writer = WeightWriter(folder)
-            process.weights = folder
+        writer: WeightWriter = await process.ask(SyncBegin(version=version))
+        if self._writer is None:  # it compares each version with the first
+            self._writer = writer
+            process.weights = writer.folder
         try:
             return self._writer.write(weights, version)
         except (BadWeights, OSError) as error:
             raise EngineError(
-                f"weight update {version}: {error}; the files of the weights are in {folder} "
-                "(weight_sync.folder)"
+                f"weight update {version}: {error}; the files of the weights are in "
+                f"{writer.folder} (weight_sync.folder)"
             ) from error
 
     async def verify(

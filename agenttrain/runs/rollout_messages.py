@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.engines.config import Sampling
-from agenttrain.engines.weight_files import WeightFiles
+from agenttrain.engines.weight_files import WeightFiles, WeightWriter
 from agenttrain.evaluation import Evaluation
 from agenttrain.rollout.collector import Collected
 from agenttrain.rollout.monitoring import Waiting
@@ -219,20 +219,10 @@ CARRIED = ("culprits", "rollouts")
 CODEC = Codec(
     (
         *(Begin, Ready, Want, Groups, SyncBegin, SyncEnd, Verify, Complete, EngineMetrics),
-        *(
-            Evaluate,
-            Stop,
-            RolloutStatus,
-            Answered,
-            Failed,
-            Waiting,
-            WeightFiles,
-            ProbeCheck,
-            Gap,
-            Sampling,
-        ),
-        *(Completion, Finish, Collected, Evaluation, Estimate, Rollout, Trajectory, Span, Origin),
-        *(StopReason, Task, RowTool, ToolCall, ToolError, ToolResult, Delegation),
+        *(Evaluate, Stop, RolloutStatus, Answered, Failed, Waiting, WeightFiles, WeightWriter),
+        *(ProbeCheck, Gap, Sampling, Completion, Finish, Collected, Evaluation, Estimate, Rollout),
+        *(Trajectory, Span, Origin, StopReason, Task, RowTool, ToolCall, ToolError, ToolResult),
+        Delegation,
     ),
     other=str,  # values of a row's columns, as in rollout files
 )

@@ -27,7 +27,7 @@ from agenttrain.engines.base import (
     Replicated,
     Separate,
 )
-from agenttrain.engines.weight_files import WeightFiles, read_verified
+from agenttrain.engines.weight_files import WeightFiles, WeightWriter, read_verified
 from agenttrain.evaluation import Evaluation, evaluate
 from agenttrain.rollout.monitoring import Waiting
 from agenttrain.rollout.sharing import Costs
@@ -128,11 +128,11 @@ class RolloutService:
         """Folder of weight files for an engine that has none."""
         self._components = components = Components(config, begin.verb)
         stack.callback(self._remove_written)
-        stack.push_async_callback(components.aclose)
         self._engine = make_standalone_engine(
             config, self._folder, on_gpu=begin.on_gpu, trainers=begin.trainers
         )
         stack.push_async_callback(self._engine.aclose)
+        stack.push_async_callback(components.aclose)
         tasks, order = components.train_tasks, config.data.curriculum
         collector = components.collector(self._engine, self._folder)
         self._source = RolloutSource(
@@ -168,7 +168,7 @@ class RolloutService:
             case Evaluate():
                 return await self._evaluate()
             case SyncBegin():
-                return str(self._weights_folder())
+                return self._weight_writer()
             case SyncEnd():
                 return await self._sync(request.version, request.files)
             case Verify():
@@ -224,13 +224,13 @@ class RolloutService:
         assert isinstance(engine, Separate)
         return await engine.score(token_ids)
 
-    def _weights_folder(self) -> Path:
+    def _weight_writer(self) -> WeightWriter:
         if isinstance(self._engine, ReadsFiles):
-            return self._engine.weights
+            return self._engine.writer
         if self._written is None:
             parent = self._config.weight_sync.folder or self._folder
             self._written = Path(tempfile.mkdtemp(prefix="agenttrain-weights-", dir=parent))
-        return self._written
+        return WeightWriter(self._written)
 
     def _remove_written(self) -> None:
         if self._written is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import EngineError, refuse_images
@@ -94,9 +93,9 @@ class VllmServerEngine:
         await self.load(files)
 
     @property
-    def weights(self) -> Path:
-        """Folder of the weight files."""
-        return self._writer.folder
+    def writer(self) -> WeightWriter:
+        """Implement `ReadsFiles.writer`."""
+        return self._writer
 
     async def load(self, files: WeightFiles) -> None:
         """Implement `ReadsFiles.load`."""
