@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agenttrain.engines.config import Sampling
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from agenttrain.engines.weight_files import WeightFiles
+    from agenttrain.engines.weight_files import WeightFiles, WeightWriter
 
 
 class EngineError(AgenttrainError):
@@ -119,16 +118,16 @@ class Replicated(Protocol):
 
 @runtime_checkable
 class ReadsFiles(Protocol):
-    """A `Separate` engine whose copies read new weights from files of `weight_files.WeightWriter`.
+    """A `Separate` engine whose copies read new weights from files.
 
-    For weights of another process: it writes them into the folder, and `load` takes the place of
+    For weights of another process: it writes them as `writer` does, and `load` takes the place of
     `update`.
     """
 
-    weights: Path
-    """Folder of the files; it goes when the engine does."""
-    alpha: float | None
-    """Scale of adapters, where they are all that is written; None: the weights of the model."""
+    @property
+    def writer(self) -> WeightWriter:
+        """Return the writer of its files, whose folder goes when the engine does."""
+        ...
 
     async def load(self, files: WeightFiles) -> None:
         """Have every copy load a version, as `update` does once it has written one."""

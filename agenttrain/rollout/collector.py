@@ -363,7 +363,7 @@ def may_be_scored(rollout: Rollout) -> bool:
     return rollout.turns > 0 and not failed
 
 
-class Measured(Protocol):
+class StepParts(Protocol):
     """The parts of a run whose names are those of metrics; a Collector has them."""
 
     @property
@@ -383,7 +383,7 @@ class Measured(Protocol):
 
 
 def step_metrics(
-    run: Measured, collected: Collected, seconds: Mapping[str, float]
+    run: StepParts, collected: Collected, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the metrics of a step's rollouts, those of all processes.
 

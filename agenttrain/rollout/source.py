@@ -15,8 +15,8 @@ from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import (
     Collected,
     Collector,
-    Measured,
     NoRewards,
+    StepParts,
     step_metrics,
     why_unrewarded,
 )
@@ -149,7 +149,7 @@ class RolloutSource:
 
 
 def merge_batches(
-    run: Measured, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
+    run: StepParts, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
 ) -> tuple[Metrics, list[Rollout]]:
     """Merge the sampled batches of all processes: return the step's metrics and rollouts.
 

@@ -140,7 +140,6 @@ class RemoteCopy(RemoteEngine):
         self.takes_adapters = ready.takes_adapters
         self.quantized = ready.quantized
         self.dtype = dtype
-        self._alpha = ready.alpha
         self._writer: WeightWriter | None = None
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -167,16 +166,16 @@ class RemoteCopy(RemoteEngine):
     async def _write(
         self, process: RolloutProcess, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> WeightFiles:
-        folder = Path(await process.ask(SyncBegin(version=version)))
-        if self._writer is None:
-            self._writer = WeightWriter(folder, alpha=self._alpha)
-            process.weights = folder
+        writer: WeightWriter = await process.ask(SyncBegin(version=version))
+        if self._writer is None:  # it compares each version with the first
+            self._writer = writer
+            process.weights = writer.folder
         try:
             return self._writer.write(weights, version)
         except (BadWeights, OSError) as error:
             raise EngineError(
-                f"weight update {version}: {error}; the files of the weights are in {folder} "
-                "(weight_sync.folder)"
+                f"weight update {version}: {error}; the files of the weights are in "
+                f"{writer.folder} (weight_sync.folder)"
             ) from error
 
     async def verify(
@@ -197,8 +196,8 @@ class RemoteCopy(RemoteEngine):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredParts:
-    """Implements `Measured` in a process without a Collector."""
+class RemoteParts:
+    """Implements `StepParts` in a process without a Collector."""
 
     tool_names: Sequence[str]
     rubric: Rubric
@@ -219,7 +218,7 @@ class RemoteSource:
 
     phase = "rollout"
     rollouts: Rollouts
-    measured: MeasuredParts
+    parts: RemoteParts
     minibatches: int
     """algorithm.minibatches."""
     _state: dict[str, Any] = field(default_factory=dict)
@@ -247,7 +246,7 @@ class RemoteSource:
         self, batches: Sequence[StepBatch], training: dict[str, float], seconds: Mapping[str, float]
     ) -> tuple[dict[str, float], list[Rollout]]:
         """Merge the batches of all processes: return the metrics and the rollouts of the step."""
-        return merge_batches(self.measured, batches, training, seconds)
+        return merge_batches(self.parts, batches, training, seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state of the source in the rollout process after the last step."""
@@ -317,7 +316,7 @@ def remote_source(
     """Return the source and the evaluation of a run whose rollouts have a process of their own."""
     source = RemoteSource(
         rollouts=rollouts,
-        measured=MeasuredParts(
+        parts=RemoteParts(
             tool_names=(*components.toolbox.names, *components.environments.tool_names),
             rubric=components.rubric,
             attempt=True if config.agent.outside else None,

@@ -1,17 +1,18 @@
 """Messages between the trainer and the rollout process.
 
-The trainer asks, the rollout process answers in order: each request has one Answer or Failed. While
-it works on a request it also sends Status. One step of synchronous training::
+The trainer asks, the rollout process answers in order: each request has one Answered or Failed.
+While it works on a request it also sends RolloutStatus. One step of synchronous training::
 
     trainer                      rollout process
     Want(step=3)           -->   collect, score
-                           <--   Status …, Answer(Groups(…))
+                           <--   RolloutStatus …, Answered(Groups(…))
     (update)
     SyncBegin(version=3)   -->
-                           <--   Answer(folder of weight files)
+                           <--   Answered(writer of weight files)
     SyncEnd(files)         -->   the engine loads them
+                           <--   Answered(None)
     Verify(check)          -->   every copy of the weights is scored
-                           <--   Answer(log-probabilities)
+                           <--   Answered(log-probabilities)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.engines.config import Sampling
-from agenttrain.engines.weight_files import WeightFiles
+from agenttrain.engines.weight_files import WeightFiles, WeightWriter
 from agenttrain.evaluation import Evaluation
 from agenttrain.rollout.collector import Collected
 from agenttrain.rollout.monitoring import Waiting
@@ -69,8 +70,6 @@ class Ready:
     own_weights: bool
     """It is a `Separate` engine; the others are the fields of the further protocols."""
     takes_adapters: bool = False
-    alpha: float | None = None
-    """Scale of the adapters that it reads from files; None: it reads all weights."""
     quantized: bool = False
     dtype: str | None = None
     """Number format of its weights; None: the policy's."""
@@ -116,7 +115,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncBegin:
-    """Announces new weights. Its answer is the folder to write their files to."""
+    """Announces new weights. Its answer is the WeightWriter that writes them for the engine."""
 
     version: int
 
@@ -161,7 +160,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class RolloutStatus:
     """State of the rollouts in flight."""
 
     progress: int
@@ -172,7 +171,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answered:
     """Answer to a request."""
 
     value: Any
@@ -220,9 +219,10 @@ CARRIED = ("culprits", "rollouts")
 CODEC = Codec(
     (
         *(Begin, Ready, Want, Groups, SyncBegin, SyncEnd, Verify, Complete, EngineMetrics),
-        *(Evaluate, Stop, Status, Answer, Failed, Waiting, WeightFiles, ProbeCheck, Gap, Sampling),
-        *(Completion, Finish, Collected, Evaluation, Estimate, Rollout, Trajectory, Span, Origin),
-        *(StopReason, Task, RowTool, ToolCall, ToolError, ToolResult, Delegation),
+        *(Evaluate, Stop, RolloutStatus, Answered, Failed, Waiting, WeightFiles, WeightWriter),
+        *(ProbeCheck, Gap, Sampling, Completion, Finish, Collected, Evaluation, Estimate, Rollout),
+        *(Trajectory, Span, Origin, StopReason, Task, RowTool, ToolCall, ToolError, ToolResult),
+        Delegation,
     ),
     other=str,  # values of a row's columns, as in rollout files
 )

@@ -27,7 +27,7 @@ from agenttrain.engines.base import (
     Replicated,
     Separate,
 )
-from agenttrain.engines.weight_files import WeightFiles, read_verified
+from agenttrain.engines.weight_files import WeightFiles, WeightWriter, read_verified
 from agenttrain.evaluation import Evaluation, evaluate
 from agenttrain.rollout.monitoring import Waiting
 from agenttrain.rollout.sharing import Costs
@@ -35,7 +35,7 @@ from agenttrain.rollout.source import RolloutSource, SampledBatch
 from agenttrain.runs.loading import make_standalone_engine
 from agenttrain.runs.rollout_messages import (
     CODEC,
-    Answer,
+    Answered,
     Begin,
     Complete,
     EngineMetrics,
@@ -43,7 +43,7 @@ from agenttrain.runs.rollout_messages import (
     Failed,
     Groups,
     Ready,
-    Status,
+    RolloutStatus,
     Stop,
     SyncBegin,
     SyncEnd,
@@ -65,7 +65,7 @@ READ_ATTEMPTS = 100
 
 
 async def serve(connection: socket.socket) -> None:
-    """Answer the trainer's requests until it stops them, or has ended."""
+    """Answered the trainer's requests until it stops them, or has ended."""
     channel = await Channel.over(connection, CODEC)
     with suppress(ChannelClosed):
         async with AsyncExitStack() as stack:
@@ -76,7 +76,7 @@ async def serve(connection: socket.socket) -> None:
             except Exception as error:
                 await channel.send(_failed(error))
                 return
-            await channel.send(Answer(value=service.ready))
+            await channel.send(Answered(value=service.ready))
             request = asyncio.create_task(channel.receive())
             while not isinstance(message := await request, Stop):
                 request = asyncio.create_task(channel.receive())
@@ -92,10 +92,10 @@ async def serve(connection: socket.socket) -> None:
                 await channel.send(_answer(work))
 
 
-def _answer(work: asyncio.Task[Any]) -> Answer | Failed:
+def _answer(work: asyncio.Task[Any]) -> Answered | Failed:
     """Return the message with a result, or an error; print the traceback of one that is a bug."""
     try:
-        return Answer(value=work.result())
+        return Answered(value=work.result())
     except Exception as error:
         return _failed(error)
 
@@ -128,11 +128,11 @@ class RolloutService:
         """Folder of weight files for an engine that has none."""
         self._components = components = Components(config, begin.verb)
         stack.callback(self._remove_written)
-        stack.push_async_callback(components.aclose)
         self._engine = make_standalone_engine(
             config, self._folder, on_gpu=begin.on_gpu, trainers=begin.trainers
         )
         stack.push_async_callback(self._engine.aclose)
+        stack.push_async_callback(components.aclose)
         tasks, order = components.train_tasks, config.data.curriculum
         collector = components.collector(self._engine, self._folder)
         self._source = RolloutSource(
@@ -156,7 +156,6 @@ class RolloutService:
             max_context=engine.max_context,
             own_weights=True,
             takes_adapters=engine.takes_adapters,
-            alpha=engine.alpha if isinstance(engine, ReadsFiles) else None,
             quantized=isinstance(engine, Quantized) and engine.quantized,
             dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         )
@@ -169,7 +168,7 @@ class RolloutService:
             case Evaluate():
                 return await self._evaluate()
             case SyncBegin():
-                return str(self._weights_folder())
+                return self._weight_writer()
             case SyncEnd():
                 return await self._sync(request.version, request.files)
             case Verify():
@@ -225,13 +224,13 @@ class RolloutService:
         assert isinstance(engine, Separate)
         return await engine.score(token_ids)
 
-    def _weights_folder(self) -> Path:
+    def _weight_writer(self) -> WeightWriter:
         if isinstance(self._engine, ReadsFiles):
-            return self._engine.weights
+            return self._engine.writer
         if self._written is None:
             parent = self._config.weight_sync.folder or self._folder
             self._written = Path(tempfile.mkdtemp(prefix="agenttrain-weights-", dir=parent))
-        return self._written
+        return WeightWriter(self._written)
 
     def _remove_written(self) -> None:
         if self._written is not None:
@@ -240,7 +239,7 @@ class RolloutService:
     def _count(self, finished: int, total: int) -> None:
         self._finished, self._total = finished, total
 
-    def status(self) -> Status:
+    def status(self) -> RolloutStatus:
         """Return the state of the rollouts in flight."""
         collector = self._source.collector
         waiting: list[Waiting] = []
@@ -248,7 +247,7 @@ class RolloutService:
             with suppress(RuntimeError):  # a thread changed what was being read
                 waiting = collector.waiting()
                 break
-        return Status(
+        return RolloutStatus(
             progress=collector.in_flight.progress,
             finished=self._finished,
             total=self._total,

@@ -19,7 +19,7 @@ from typing import Any
 
 from agenttrain.engines.base import EngineDead
 from agenttrain.rollout.monitoring import InFlight, Waiting
-from agenttrain.runs.rollout_messages import CODEC, Answer, Begin, Failed, Status, Stop
+from agenttrain.runs.rollout_messages import CODEC, Answered, Begin, Failed, RolloutStatus, Stop
 from agenttrain.training.world import PeerFailed, World
 from agenttrain.utils.channel import Channel, ChannelClosed
 from agenttrain.utils.child_process import ChildProcess
@@ -85,12 +85,12 @@ class RolloutProcess:
                 message = await self._channel.receive()
             except ChannelClosed as error:
                 raise await self._gone() from error
-            if isinstance(message, Answer):
+            if isinstance(message, Answered):
                 self._ready = True
                 return message.value
             if isinstance(message, Failed):
                 raise message.raised()
-            assert isinstance(message, Status)
+            assert isinstance(message, RolloutStatus)
             self.in_flight.progress, self._waiting = message.progress, message.waiting
             if self.progress is not None and message.total:
                 self.progress(message.finished, message.total)

@@ -462,7 +462,6 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     """
     config, world = run.config, run.world
     supervised = run.verb == "sft"
-    stack.push_async_callback(components.aclose)
     rollouts: Rollouts | None = None
     if not supervised and has_rollout_process(config):
         await components.aclose()  # the other process has tools of its own
@@ -483,6 +482,8 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     elif not supervised:
         engine = make_engine(config, policy, run.folder)
         stack.push_async_callback(engine.aclose)
+    if rollouts is None:
+        stack.push_async_callback(components.aclose)
     teacher = None
     if run.verb == "train" and config.algorithm.has_teacher:
         prompt = config.algorithm.teacher.prompt

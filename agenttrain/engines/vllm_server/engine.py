@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import EngineError, refuse_images
@@ -102,14 +101,9 @@ class VllmServerEngine:
         await self.load(files)
 
     @property
-    def weights(self) -> Path:
-        """Folder of the weight files."""
-        return self._writer.folder
-
-    @property
-    def alpha(self) -> float | None:
-        """Scale of the adapters that are sent; None: weights of the model are."""
-        return self._writer.alpha
+    def writer(self) -> WeightWriter:
+        """Implement `ReadsFiles.writer`."""
+        return self._writer
 
     async def load(self, files: WeightFiles) -> None:
         """Implement `ReadsFiles.load`."""
