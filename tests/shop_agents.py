@@ -50,34 +50,44 @@ def http(url: str, headers: dict[str, str]) -> httpx.AsyncClient:
 
 
 async def with_httpx(agent: AgentTask) -> None:
-    """Plain requests."""
+    """Plain requests over the network."""
+    async with http(agent.url, {}) as client:
+        await converse(agent, client)
+
+
+async def in_process(agent: AgentTask) -> None:
+    """Plain requests by the run's own HTTP client."""
+    async with agent.http_client() as client:
+        await converse(agent, client)
+
+
+async def converse(agent: AgentTask, client: httpx.AsyncClient) -> None:
+    """A rollout in OpenAI's shape."""
     schemas, messages = toolbox().schemas(), agent.messages
     headers = {"authorization": f"Bearer {agent.api_key}"}
-    async with httpx.AsyncClient(
-        base_url=agent.url, headers=headers, timeout=60, verify=False
-    ) as client:
-        while True:
-            asked = {"model": agent.model, "messages": messages, "tools": schemas}
-            response = await client.post("/v1/chat/completions", json=asked)
-            if response.status_code == 403:  # a limit of the run
-                return
-            (choice,) = response.raise_for_status().json()["choices"]
-            messages.append(choice["message"])
-            calls = choice["message"].get("tool_calls")
-            if choice["finish_reason"] == "length" or not calls:
-                return
-            try:
-                made = [
-                    (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls
-                ]
-            except ValueError:  # a malformed call
-                return
-            texts = await run_calls(agent, made)
-            for call, text in zip(calls, texts, strict=True):
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
-            if any(name == "final_answer" for name, _ in made):
-                await client.post("/finish", json={"messages": messages})
-                return
+    while True:
+        asked = {"model": agent.model, "messages": messages, "tools": schemas}
+        response = await client.post(
+            f"{agent.base_url}/chat/completions", json=asked, headers=headers
+        )
+        if response.status_code == 403:  # a limit of the run
+            return
+        (choice,) = response.raise_for_status().json()["choices"]
+        messages.append(choice["message"])
+        calls = choice["message"].get("tool_calls")
+        if choice["finish_reason"] == "length" or not calls:
+            return
+        try:
+            made = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
+        except ValueError:  # a malformed call
+            return
+        texts = await run_calls(agent, made)
+        for call, text in zip(calls, texts, strict=True):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+        if any(name == "final_answer" for name, _ in made):
+            closing = {"messages": messages}
+            await client.post(f"{agent.url}/finish", json=closing, headers=headers)
+            return
 
 
 async def with_openai(agent: AgentTask) -> None:
@@ -145,9 +155,7 @@ async def in_anthropics_shape(agent: AgentTask) -> None:
     system = "".join(m["content"] for m in agent.messages if m["role"] == "system")
     messages: list[Any] = [m for m in agent.messages if m["role"] != "system"]
     headers = {"x-api-key": agent.api_key, "anthropic-version": "2023-06-01"}
-    async with httpx.AsyncClient(
-        base_url=agent.url, headers=headers, timeout=60, verify=False
-    ) as client:
+    async with http(agent.url, headers) as client:
         while True:
             asked = {"model": agent.model, "messages": messages, "tools": tools, "max_tokens": 4096}
             if system:
@@ -173,26 +181,30 @@ async def in_anthropics_shape(agent: AgentTask) -> None:
 
 
 def main() -> None:
-    """As a program: one task a line on standard input; with --reuse until its end."""
+    """Attempt the tasks on standard input, a line each and all at once, until its end."""
+
+    clients: list[httpx.AsyncClient] = []  # of ended rollouts; one for all would be slow
+
+    async def attempt(line: str) -> None:
+        given = json.loads(line)
+        names = ("rollout_id", "url", "api_key", "model")
+        task = Task(
+            task_id=given["task_id"], messages=tuple(given["messages"]), columns=given["columns"]
+        )
+        client = clients.pop() if clients else http("", {})
+        await converse(AgentTask(task=task, **{name: given[name] for name in names}), client)
+        clients.append(client)
+        print(json.dumps({"rollout_id": given["rollout_id"]}), flush=True)
 
     async def serve() -> None:
-        for line in sys.stdin:
-            given = json.loads(line)
-            task = Task(
-                task_id=given["task_id"],
-                messages=tuple(given["messages"]),
-                columns=given["columns"],
-            )
-            await with_httpx(
-                AgentTask(
-                    rollout_id=given["rollout_id"],
-                    task=task,
-                    url=given["url"],
-                    api_key=given["api_key"],
-                    model=given["model"],
-                )
-            )
-            print(json.dumps({}), flush=True)
+        lines, running = asyncio.StreamReader(limit=2**24), set()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+        while line := await lines.readline():
+            task = asyncio.create_task(attempt(line.decode()))
+            running.add(task)
+            task.add_done_callback(running.discard)
+        await asyncio.gather(*running)
 
     asyncio.run(serve())
 

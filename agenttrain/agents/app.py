@@ -34,6 +34,8 @@ KEPT_ALIVE_S = 10.0
 """Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
 MAX_BODY = 64 * 2**20
 """Bytes of a request at most."""
+ON_RESET = "agenttrain.on_reset"
+"""Key of a request's scope: called when its connection is reset after the answer was written."""
 LOST_S = 10.0
 """Seconds after which a client that went away before its answer, and did not ask again, is gone."""
 
@@ -106,18 +108,27 @@ class AnswerResponse(Response):
     def __init__(self, opened: Open, delivery: Delivery, api: Api, question: Question) -> None:
         super().__init__()
         self.opened, self.delivery, self.api, self.question = opened, delivery, api, question
+        self._written = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Wait for the answer and write it, unless the client leaves before."""
         delivery = self.delivery
         delivery.readers += 1
+        scope[ON_RESET] = self._reset
         leaving = asyncio.ensure_future(_disconnect(receive))
         try:
-            written = await self._write(send, leaving)
-            delivery.written = delivery.written or written
+            self._written = await self._write(send, leaving)
+            delivery.written += self._written
         finally:
             delivery.readers -= 1
             leaving.cancel()
+            self.opened.left()
+
+    def _reset(self) -> None:
+        """Note that the client closed its connection before it had read what was written."""
+        if self._written:
+            self._written = False
+            self.delivery.written -= 1
             self.opened.left()
 
     async def _write(self, send: Send, leaving: asyncio.Future[None]) -> bool:
@@ -184,7 +195,8 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
     async def count_tokens(request: Request) -> Response:
         opened = _authorised(request, find)
         question = APIS["messages"].question(await _body(request))
-        return JSONResponse({"input_tokens": opened.rollout.count_tokens(question)})
+        count = await asyncio.to_thread(opened.rollout.count_tokens, question)
+        return JSONResponse({"input_tokens": count})
 
     async def models(request: Request) -> Response:
         opened = _authorised(request, find)

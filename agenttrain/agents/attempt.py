@@ -11,11 +11,8 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, served
 from agenttrain.agents.conversations import (
@@ -23,12 +20,11 @@ from agenttrain.agents.conversations import (
     Match,
     Restart,
     in_call_order,
-    text_ids,
     tools_digest,
 )
+from agenttrain.agents.plans import Plan, Planner
 from agenttrain.agents.transcript import Transcript, call_error
 from agenttrain.chat.chat import Chat
-from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.wire.normal import Answer, Question, issued_calls, issued_message
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine, EngineDead, EngineError
@@ -46,14 +42,14 @@ from agenttrain.types import (
     ToolResult,
     Trajectory,
 )
-from agenttrain.utils.arrays import common_prefix
 from agenttrain.utils.seeds import derive_seed
 
 SIDE = "agent"
 """Role of the trajectories of conversations that begin unlike the first one."""
+LARGE = 2**15
+"""Characters of a request that is read in a thread, so that other rollouts go on."""
 BUSY = "one_request_at_a_time"
 """Code of the error that a request gets while another one is in flight, in lockstep."""
-Suffix = list[tuple[Origin, list[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,22 +85,16 @@ class ServedPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """Ids to continue for a request, and how they become part of a trajectory."""
+class _Request:
+    """A request with its place among the turns that were issued."""
 
-    ids: list[int]
+    transcript: Transcript
     messages: list[Message]
-    """Those of the trajectory once the ids are in it; with `extends` only those to add."""
-    suffix: Suffix
-    """The part of `ids` that the trajectory lacks, by origin."""
-    session: str
-    parent: tuple[int, int] | None = None
-    """Place of the trajectory from which a new one branches."""
-    extends: Trajectory | None = None
-    """Trajectory that goes on; None: a new one begins."""
-    seed: int = 0
-    answers: IssuedTurn | None = None
-    """The turn whose calls the request answers."""
+    """Its messages in the order of the calls."""
+    tools: bytes
+    """Digest of its tools."""
+    match: Match
+    plan: Plan
 
 
 class EndpointRollout:
@@ -118,9 +108,12 @@ class EndpointRollout:
             group_id=attempt.group_id,
             sample=attempt.sample,
         )
-        self.trained = Transcript(self.rollout, attempt.rollout_id)
+        self.trained = Transcript(self.rollout, attempt.rollout_id, trained=True)
         shadow = Rollout(task=attempt.task, rollout_id=f"{attempt.rollout_id}/untrained")
         self.untrained = Transcript(shadow, shadow.rollout_id)
+        self._planner = Planner(policy.chat, attempt.rollout_id, attempt.sampling.seed)
+        self._changing = asyncio.Lock()
+        """Held while a request is planned, and while its turn is recorded."""
         self.counts: Counter[str] = Counter()
         self.reward: float | None = None
         """The reward that the agent gave."""
@@ -145,7 +138,6 @@ class EndpointRollout:
         try:
             schemas = question.schemas
             problem = await self.policy.check_tools(schemas) if schemas else None
-            # Nothing is awaited from here on until the engine has the request.
             self._check_open()
             transcript = self._admit(question, problem)
             return await self._sample(transcript, question, text_arguments)
@@ -164,7 +156,7 @@ class EndpointRollout:
 
     def count_tokens(self, question: Question) -> int:
         """Return the number of tokens of a request's prompt. Raises RequestError."""
-        return len(self._render(in_call_order(question.messages), question.schemas))
+        return len(self._planner.render(in_call_order(question.messages), question.schemas))
 
     def finish(self, messages: Sequence[Message] = ()) -> None:
         """End the rollout; a conversation's replies to its last turn's calls become part of it.
@@ -172,19 +164,24 @@ class EndpointRollout:
         Raises RequestError for messages that do not continue the newest turn.
         """
         if messages:
+            if self._changing.locked():
+                raise RequestError(
+                    "messages: a request of this rollout is being read; wait for its answer",
+                    param="messages",
+                )
             ordered = in_call_order(messages)
             transcript = self.trained
             match = _match(transcript, ordered)
             turn = match.turn
-            if turn is None or not self._is_tail(transcript, turn):
+            if turn is None or not transcript.is_tail(turn):
                 raise RequestError(
                     "messages: they do not continue the last turn of a trajectory; send the "
                     "conversation with the replies to its last calls, or leave them out",
                     param="messages",
                 )
-            replies = self._replies(turn, match.added)
+            replies = self._planner.replies(turn, match.added)
             trajectory = self.rollout.trajectories[turn.trajectory]
-            suffix = self._suffix(turn, replies, generation_prompt=False) if replies else []
+            suffix = self._planner.suffix(turn, replies, generation_prompt=False) if replies else []
             if trajectory.length + sum(len(ids) for _, ids in suffix) <= (
                 self.policy.engine.max_context
             ):
@@ -249,7 +246,7 @@ class EndpointRollout:
         self._check_sampling(question.sampling)
         if problem is not None:
             raise RequestError(f"tools: {problem}", param="tools")
-        if self.policy.lockstep and self._in_engine:
+        if self.policy.lockstep and (self._in_engine or self._changing.locked()):
             raise RequestError(
                 "the rollout has a request in flight, and with rollout.deterministic each has one "
                 "at a time; wait for its answer, or set rollout.deterministic=false",
@@ -285,23 +282,53 @@ class EndpointRollout:
         self, transcript: Transcript, question: Question, text_arguments: bool
     ) -> Answer:
         """Continue or open a trajectory by a turn."""
+        async with self._changing:
+            # Nothing is awaited from here on until the engine has the request, unless it is large.
+            self._check_open()
+            if sum(len(message["content"]) for message in question.messages) < LARGE:
+                request = self._read(transcript, question)
+            else:
+                request = await asyncio.to_thread(self._read, transcript, question)
+                self._check_open()
+            transcript, plan = request.transcript, request.plan
+            budget = self._budget(transcript, plan, question.max_tokens)
+            if request.match.ambiguous:
+                self.counts["agent/ambiguous"] += 1
+            if plan.restart is not None:
+                self.counts[f"agent/restarts/{plan.restart}"] += 1
+                self.policy.restarted(plan.restart, self.attempt.rollout_id, plan.difference)
+            self.policy.asked(plan.session, question)
+            self._in_engine.add(plan.session)
+            if plan.extends is not None:
+                transcript.growing.add(plan.extends.index)
+        try:
+            completion = await self._generate(transcript, plan, budget)
+            async with self._changing:
+                return self._record(request, question, completion, text_arguments)
+        finally:
+            self._in_engine.discard(plan.session)
+            if plan.extends is not None:
+                transcript.growing.discard(plan.extends.index)
+
+    def _read(self, transcript: Transcript, question: Question) -> _Request:
+        """Match a request with the turns of its transcript, and plan its ids."""
         messages, tools = in_call_order(question.messages), tools_digest(question.schemas)
         match = transcript.conversations.match(messages, tools)
-        if transcript is self.trained and self.settings.train is Trained.main:
+        if transcript.trained and self.settings.train is Trained.main:
             side = match.turn is None and match.restart is None
             if side and not transcript.conversations.begins_alike(messages):
                 transcript = self.untrained
                 match = transcript.conversations.match(messages, tools)
-        plan, restart, difference = self._plan(transcript, question, messages, match)
-        budget = self._budget(transcript, plan, question.max_tokens)
-        if match.ambiguous:
-            self.counts["agent/ambiguous"] += 1
-        if restart is not None:
-            self.counts[f"agent/restarts/{restart}"] += 1
-            self.policy.restarted(restart, self.attempt.rollout_id, difference)
-        self.policy.asked(plan.session, question)
-        completion = await self._generate(transcript, plan, budget)
-        trajectory = self._append(transcript, plan, completion, question, messages)
+        plan = self._planner.plan(transcript, messages, question.schemas, match)
+        return _Request(
+            transcript=transcript, messages=messages, tools=tools, match=match, plan=plan
+        )
+
+    def _record(
+        self, request: _Request, question: Question, completion: Completion, text_arguments: bool
+    ) -> Answer:
+        """Append a sampled turn to its trajectory; return it as the client gets it."""
+        trajectory = self._append(request, question, completion)
         index = trajectory.turns - 1
         name, after = trajectory.turn_name(index), trajectory.messages[-1]["role"]
         turn = self.policy.chat.parse(
@@ -315,7 +342,7 @@ class EndpointRollout:
         ids = [f"call_{secrets.token_hex(12)}" for _ in shown]
         issued = issued_message(turn, ids, secrets.token_hex(16), text_arguments=text_arguments)
         given = iter(ids)
-        transcript.conversations.add(
+        request.transcript.conversations.add(
             IssuedTurn(
                 trajectory=trajectory.index,
                 index=index,
@@ -324,8 +351,9 @@ class EndpointRollout:
                 turn=turn,
                 completion=completion,
                 call_ids=tuple(next(given) if call in shown else "" for call in turn.calls),
-                conversation=(*messages, issued),
-                tools=tools,
+                conversation=(*request.messages, issued),
+                tools=request.tools,
+                before=request.match.digest,
             )
         )
         self.refused = None
@@ -335,137 +363,12 @@ class EndpointRollout:
         return Answer(
             message=issued,
             finish=completion.finish,
-            prompt_tokens=len(plan.ids),
+            prompt_tokens=len(request.plan.ids),
             sampled_tokens=len(completion.token_ids),
             model=question.model or "policy",
         )
 
-    def _plan(
-        self,
-        transcript: Transcript,
-        question: Question,
-        messages: list[Message],
-        match: Match,
-    ) -> tuple[_Plan, Restart | None, str]:
-        """Return the ids to continue, and the restart if the request does not go on."""
-        rollout, turn = transcript.rollout, match.turn
-        if turn is not None:
-            with suppress(ChatError):  # a role that the template refuses behind an answer
-                return self._continuing(transcript, turn, match)
-        restart, difference = match.restart, match.difference
-        if turn is not None:
-            restart, difference = (
-                Restart.edited,
-                "the template refuses them behind a turn",
-            )
-        ids = self._render(messages, question.schemas)
-        shared, parent = 0, 0
-        rendered = np.array(ids)
-        for trajectory in rollout.trajectories:
-            length = common_prefix(np.array(trajectory.token_ids), rendered)
-            if length > shared:
-                shared, parent = length, trajectory.index
-        return (
-            _Plan(
-                ids=ids,
-                messages=[_rendered(message) for message in messages],
-                suffix=[(Origin.prompt, ids[shared:])],
-                session=self._session(transcript),
-                parent=(parent, shared) if shared else None,
-                seed=self._seed(transcript, ids),
-            ),
-            restart,
-            difference,
-        )
-
-    def _continuing(
-        self, transcript: Transcript, turn: IssuedTurn, match: Match
-    ) -> tuple[_Plan, Restart | None, str]:
-        """Return a plan behind an issued turn; raises ChatError if the template refuses it."""
-        trajectory = transcript.rollout.trajectories[turn.trajectory]
-        replies = self._replies(turn, match.added)
-        suffix = self._suffix(turn, replies, generation_prompt=True)
-        added = [token_id for _, ids in suffix for token_id in ids]
-        ids = [*trajectory.token_ids[: turn.end], *added]
-        if self._is_tail(transcript, turn):
-            plan = _Plan(
-                ids=ids,
-                messages=replies,
-                suffix=suffix,
-                session=transcript.sessions[trajectory.index],
-                extends=trajectory,
-                answers=turn,
-            )
-            return plan, None, ""
-        plan = _Plan(
-            ids=ids,
-            messages=[*trajectory.messages[: turn.message_count], *replies],
-            suffix=suffix,
-            session=self._session(transcript),
-            parent=(trajectory.index, turn.end),
-            seed=self._seed(transcript, ids),
-            answers=turn,
-        )
-        return plan, Restart.dropped, "a turn was sampled from these messages already"
-
-    def _is_tail(self, transcript: Transcript, turn: IssuedTurn) -> bool:
-        """Return True if nothing follows the turn in its trajectory, and nothing is about to."""
-        trajectory = transcript.rollout.trajectories[turn.trajectory]
-        return trajectory.length == turn.end and trajectory.index not in transcript.growing
-
-    def _render(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
-        try:
-            return self.policy.chat.prompt_ids([_rendered(m) for m in messages], schemas)
-        except ChatError as error:
-            raise RequestError(f"messages: {error}", param="messages") from error
-
-    def _replies(self, turn: IssuedTurn, added: Sequence[Message]) -> list[Message]:
-        """Return the messages behind a turn, the replies under the calls' own ids.
-
-        The client never saw a malformed call that was part of the text, and the template shows a
-        reply to each.
-        """
-        given = {m["tool_call_id"]: m["content"] for m in added if m["role"] == "tool"}
-        replies: list[Message] = []
-        for call_id, call in zip(turn.call_ids, turn.turn.calls, strict=True):
-            content = given.get(call_id, f"Error: malformed call: {call.malformed}")
-            replies.append(
-                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
-            )
-        return [*replies, *(_rendered(m) for m in added if m["role"] != "tool")]
-
-    def _suffix(
-        self, turn: IssuedTurn, replies: Sequence[Message], *, generation_prompt: bool
-    ) -> Suffix:
-        return self.policy.chat.suffix(
-            turn.turn,
-            replies,
-            completion_ids=turn.completion.token_ids,
-            finish=turn.completion.finish,
-            generation_prompt=generation_prompt,
-        )
-
-    def _session(self, transcript: Transcript) -> str:
-        """Return the engine's session of a new trajectory; the rollout's own for the first."""
-        transcript.begun += 1
-        if transcript.begun == 1 and transcript is self.trained:
-            return self.attempt.rollout_id
-        return f"{transcript.prefix}/{transcript.begun - 1}"
-
-    def _seed(self, transcript: Transcript, ids: Sequence[int]) -> int:
-        """Return the seed of a new trajectory: the loop's for the first one.
-
-        For others it depends on the ids with which they begin and on how often that happened, and
-        not on the order in which requests arrive.
-        """
-        seed = self.attempt.sampling.seed
-        if transcript.begun == 1 and transcript is self.trained:
-            return seed
-        digest = text_ids(ids)
-        transcript.openings[digest] += 1
-        return derive_seed(seed, transcript.prefix, digest, transcript.openings[digest])
-
-    def _budget(self, transcript: Transcript, plan: _Plan, asked: int | None) -> int:
+    def _budget(self, transcript: Transcript, plan: Plan, asked: int | None) -> int:
         """Return the tokens that may be sampled. Raises RequestError if there are none."""
         limits, engine = self.policy.limits, self.policy.engine
         context = engine.max_context - len(plan.ids)
@@ -477,7 +380,7 @@ class EndpointRollout:
                 code="context_length_exceeded",
             )
         left = context
-        if transcript is self.trained:
+        if transcript.trained:
             spent = sum(
                 len(span.token_ids)
                 for trajectory in self.rollout.trajectories
@@ -494,13 +397,12 @@ class EndpointRollout:
                 self._check_open()
         return min(limits.max_turn_tokens, left, context, asked or context)
 
-    async def _generate(self, transcript: Transcript, plan: _Plan, budget: int) -> Completion:
+    async def _generate(self, transcript: Transcript, plan: Plan, budget: int) -> Completion:
         attempt, chat = self.attempt, self.policy.chat
         seed, turns = plan.seed, 0
         if plan.extends is not None:
             seed = transcript.seeds[plan.extends.index]
             turns = plan.extends.turns
-            transcript.growing.add(plan.extends.index)
         sampling = replace(
             attempt.sampling,
             max_tokens=budget,
@@ -508,7 +410,6 @@ class EndpointRollout:
             stop_token_ids=attempt.sampling.stop_token_ids or chat.stop_token_ids,
         )
         guest = None if plan.session == attempt.rollout_id else attempt.rollout_id
-        self._in_engine.add(plan.session)
         try:
             completion = await self.policy.engine.generate(
                 plan.ids, sampling, session=plan.session, parent=guest
@@ -521,24 +422,14 @@ class EndpointRollout:
                 self.failure = error
             self.end(StopReason.error, str(error))
             raise RequestError(str(error), status=500) from error
-        finally:
-            self._in_engine.discard(plan.session)
-            if plan.extends is not None:
-                transcript.growing.discard(plan.extends.index)
 
-    def _append(
-        self,
-        transcript: Transcript,
-        plan: _Plan,
-        completion: Completion,
-        question: Question,
-        messages: Sequence[Message],
-    ) -> Trajectory:
+    def _append(self, request: _Request, question: Question, completion: Completion) -> Trajectory:
         """Append what was sent and sampled; begin a trajectory if the plan opens one."""
+        transcript, plan = request.transcript, request.plan
         rollout, trajectory = transcript.rollout, plan.extends
         if trajectory is None:
             first = rollout.trajectories[0]
-            alike = transcript.conversations.begins_alike(messages)
+            alike = transcript.conversations.begins_alike(request.messages)
             role = MAIN if alike else SIDE
             if not first.spans:
                 trajectory = first
@@ -550,7 +441,7 @@ class EndpointRollout:
             trajectory.prompt_messages = len(plan.messages)
             transcript.sessions.append(plan.session)
             transcript.seeds.append(plan.seed)
-        if plan.answers is not None and transcript is self.trained:
+        if plan.answers is not None and transcript.trained:
             self._record_results(plan.answers, plan.messages)
         for origin, ids in plan.suffix:
             trajectory.append_context(ids, origin)
@@ -577,11 +468,6 @@ class EndpointRollout:
                     error=call_error(call, known),
                 )
             )
-
-
-def _rendered(message: Message) -> Message:
-    """Return a message without the keys that templates do not know."""
-    return {key: value for key, value in message.items() if key != "handle"}
 
 
 def _match(transcript: Transcript, messages: Sequence[Message]) -> Match:

@@ -84,7 +84,7 @@ class AgentConfig:
     name: AgentName = AgentName.none
     """none: the run's own tool loop. endpoint: a program of yours, by command, by _target_, or
     started by somebody else."""
-    command: Command = field(default_factory=list)
+    command: Command = ""  # a list here would have OmegaConf refuse a mapping in its own words
     """Program of one rollout, e.g. [python, my_agent.py] or "python my_agent.py". It reads a JSON
     line with the task from its standard input."""
     _target_: str | None = None
@@ -108,6 +108,9 @@ class AgentConfig:
     reuse: bool = False
     """Processes of `command` attempt one task after the other: they read a JSON line for each, and
     print a JSON object when it is done."""
+    per_process: Whole = Field(default=1, ge=1)
+    """Tasks that a reused process has at once. With several it must be asynchronous, and the object
+    that it prints when one is done has its `rollout_id`."""
     exit_code_reward: bool = False
     """The exit code is the reward: 0 gives 1, another gives 0 and is no crash."""
     env: list[str] = field(default_factory=list)
@@ -136,6 +139,11 @@ class AgentConfig:
             problems.append(f"agent.{key}: has no effect with agent=none; add agent=endpoint")
         if self.reuse and not self.command:
             problems.append("agent.reuse=true: only processes are reused; add agent.command=[…]")
+        if self.per_process > 1 and not self.reuse:
+            problems.append(
+                f"agent.per_process={self.per_process}: only reused processes have several tasks "
+                "at once; add agent.reuse=true"
+            )
         if self.exit_code_reward and (self.reuse or not self.command):
             problems.append(
                 "agent.exit_code_reward=true: needs a process for each rollout; add "

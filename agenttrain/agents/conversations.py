@@ -59,6 +59,8 @@ class IssuedTurn:
     """Messages of the request, and the answer as it was issued."""
     tools: bytes
     """Digest of the request's tools."""
+    before: bytes
+    """Digest of the messages of the request."""
 
     @property
     def message(self) -> Message:
@@ -80,6 +82,8 @@ class Match:
     """None: it continues a turn, or has none of ours."""
     difference: str = ""
     """The first difference from what was issued."""
+    digest: bytes = b""
+    """Digest of the request's messages."""
 
 
 @dataclass(slots=True)
@@ -94,7 +98,8 @@ class IssuedTurns:
     def add(self, turn: IssuedTurn) -> None:
         """Remember an issued turn."""
         self.turns.append(turn)
-        self._by_digest.setdefault(_digests(turn.conversation)[-1], []).append(turn)
+        digest = _extended(turn.before, turn.message)
+        self._by_digest.setdefault(digest, []).append(turn)
         for name in (*turn.call_ids, turn.message.get(HANDLE)):
             if name:
                 self._by_name[name] = turn
@@ -102,6 +107,7 @@ class IssuedTurns:
     def match(self, messages: Sequence[Message], tools: bytes) -> Match:
         """Find the turn that a request continues; `messages` are `in_call_order`."""
         digests = _digests(messages)
+        whole = digests[-1]
         ambiguous, matched, place = False, None, -1
         for place in range(len(messages) - 1, -1, -1):
             if messages[place]["role"] != "assistant":
@@ -118,16 +124,17 @@ class IssuedTurns:
         added = tuple(messages[place + 1 :])
         foreign = any(message["role"] == "assistant" for message in added)
         if matched is not None and not foreign and matched.tools == tools:
-            return Match(turn=matched, added=added, ambiguous=ambiguous)
+            return Match(turn=matched, added=added, ambiguous=ambiguous, digest=whole)
         if matched is not None and not foreign:
-            return Match(restart=Restart.tools, difference="the definitions of the tools")
-        nearest = self._nearest(messages, digests)
+            restart, difference = Restart.tools, "the definitions of the tools"
+            return Match(restart=restart, difference=difference, digest=whole)
+        nearest = self._nearest(messages)
         if nearest is None:
-            return Match()
+            return Match(digest=whole)
         restart, difference = first_difference(messages, nearest.conversation)
-        return Match(restart=restart, difference=difference)
+        return Match(restart=restart, difference=difference, digest=whole)
 
-    def _nearest(self, messages: Sequence[Message], digests: Sequence[bytes]) -> IssuedTurn | None:
+    def _nearest(self, messages: Sequence[Message]) -> IssuedTurn | None:
         """Return the turn that a request most likely goes back to; None: it is a new conversation.
 
         That is the last one whose calls, handle or text it holds, else one whose conversation
@@ -268,11 +275,16 @@ def _reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> boo
 
 def _digests(messages: Sequence[Message]) -> list[bytes]:
     """Return for each message a digest of the messages up to and with it."""
-    digests, running = [], hashlib.sha256()
+    digests, digest = [], b""
     for message in messages:
-        running.update(hashlib.sha256(_canonical(message)).digest())
-        digests.append(running.digest())
+        digest = _extended(digest, message)
+        digests.append(digest)
     return digests
+
+
+def _extended(digest: bytes, message: Message) -> bytes:
+    """Return the digest of the messages of `digest` and one more."""
+    return hashlib.sha256(digest + _canonical(message)).digest()
 
 
 def _canonical(message: Message) -> bytes:

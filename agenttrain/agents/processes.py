@@ -1,4 +1,4 @@
-"""Agents as programs: a process for each rollout, or workers that attempt one after the other.
+"""Agents as programs: a process for each rollout.
 
 A program is started below a keeper (`tools/isolation_keeper.py`), so that nothing that it started
 is left when it ends, when it is ended, or when the run is killed.
@@ -130,90 +130,11 @@ class CommandAgent:
         if self._exit_code and code >= 0:
             return float(code == 0)
         if code != 0:
-            raise AgentFailed(f"{_how(code)}" + (f"; it printed: {words}" if words else ""))
+            raise AgentFailed(f"{ending(code)}" + (f"; it printed: {words}" if words else ""))
         return result_reward(last)
 
     async def aclose(self) -> None:
         """Nothing is kept between rollouts."""
-
-
-class Worker:
-    """A process that attempts one rollout after the other."""
-
-    def __init__(self, program: AgentProcess) -> None:
-        self.program = program
-        self.log: IO[bytes] | None = None
-        self._words = b""
-        self._reading = asyncio.ensure_future(self._read_errors())
-
-    async def attempt(self, assignment: AgentTask) -> float | None:
-        """Send a task; return the reward in the JSON object that it prints at its end."""
-        await self.program.send(assignment.line())
-        assert self.program.process.stdout is not None
-        while line := await self.program.process.stdout.readline():
-            with suppress(ValueError):
-                if isinstance(result := json.loads(line), dict):
-                    return reward_in(result)
-            if self.log is not None:
-                self.log.write(line)
-        code = await self.program.process.wait()
-        await asyncio.wait((self._reading,), timeout=1.0)
-        words = self._words.decode("utf-8", "replace").strip()
-        raise AgentFailed(f"{_how(code)}" + (f"; it printed: {words}" if words else ""))
-
-    async def _read_errors(self) -> None:
-        assert self.program.process.stderr is not None
-        while piece := await self.program.process.stderr.read(65536):
-            self._words = (self._words + piece)[-LAST_WORDS:]
-            if self.log is not None:
-                self.log.write(piece)
-                self.log.flush()
-
-    async def end(self) -> None:
-        """End the process."""
-        await self.program.end()
-        self._reading.cancel()
-
-
-class WorkerAgent:
-    """Processes that are used again for the next rollout, unless one was ended in the middle."""
-
-    def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
-        self._command, self._env = command, env
-        self._idle: list[Worker] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Attempt a rollout in an idle process, or in a new one."""
-        if self._loop is not asyncio.get_running_loop():
-            self._loop, self._idle = asyncio.get_running_loop(), []
-        while self._idle and self._idle[-1].program.process.returncode is not None:
-            await self._idle.pop().end()
-        worker = self._idle.pop() if self._idle else None
-        if worker is None:
-            pipe = asyncio.subprocess.PIPE
-            worker = Worker(
-                await AgentProcess.start(self._command, self._env, stdout=pipe, stderr=pipe)
-            )
-        path = log.with_suffix(".log")
-        try:
-            with path.open("wb") as worker.log:
-                reward = await worker.attempt(assignment)
-        except BaseException:
-            await asyncio.shield(worker.end())
-            raise
-        finally:
-            worker.log = None
-            if path.stat().st_size == 0:
-                path.unlink()
-        self._idle.append(worker)
-        return reward
-
-    async def aclose(self) -> None:
-        """End the idle processes."""
-        workers, self._idle = self._idle, []
-        for worker in workers:
-            await worker.end()
 
 
 def result_reward(line: str) -> float | None:
@@ -235,7 +156,8 @@ def reward_in(result: dict[str, Any]) -> float | None:
     return float(value)
 
 
-def _how(code: int) -> str:
+def ending(code: int) -> str:
+    """Return how a program ended, as the end of a sentence."""
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

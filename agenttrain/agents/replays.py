@@ -20,8 +20,8 @@ class Delivery:
     task: asyncio.Task[Answer]
     readers: int = 0
     """Connections that wait for it, or write it."""
-    written: bool = False
-    """A client was sent all of it."""
+    written: int = 0
+    """Clients that were sent all of it, and did not reset their connection."""
 
     @property
     def lost(self) -> bool:

@@ -19,13 +19,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from agenttrain.agents.app import Open, build_app
+from agenttrain.agents.app import ON_RESET, Open, build_app
 from agenttrain.agents.attempt import Attempt, EndpointRollout, ServedPolicy
 from agenttrain.agents.config import AgentConfig, OnFailure, Served
 from agenttrain.agents.conversations import Restart
-from agenttrain.agents.processes import CommandAgent, WorkerAgent, environment_of
+from agenttrain.agents.output import DividedOutput
+from agenttrain.agents.processes import CommandAgent, environment_of
 from agenttrain.agents.task import AgentFailed, AgentTask
+from agenttrain.agents.transport import EndpointTransport
+from agenttrain.agents.workers import WorkerAgent
 from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.wire.normal import Question
@@ -65,11 +69,13 @@ class FunctionAgent:
 
     def __init__(self, function: Callable[[AgentTask], Awaitable[Any]]) -> None:
         self._function = function
+        self._output = DividedOutput()
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Await the function; an exception is the agent's failure."""
         try:
-            result = await self._function(assignment)
+            with self._output.of(log):
+                result = await self._function(assignment)
         except Exception as error:
             raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
         if isinstance(result, dict):
@@ -81,7 +87,8 @@ class FunctionAgent:
         return float(result)
 
     async def aclose(self) -> None:
-        """Nothing is kept between rollouts."""
+        """Put standard output and error back."""
+        self._output.restore()
 
 
 class ExternalAgent:
@@ -103,6 +110,20 @@ class ExternalAgent:
 
     async def aclose(self) -> None:
         """Nothing is kept between rollouts."""
+
+
+class EndpointProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's HTTP, which also says when a client has not read an answer that was written.
+
+    A client that closes its connection with unread bytes resets it.
+    """
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Pass on a reset to the last request of the connection."""
+        super().connection_lost(exc)
+        on_reset = self.cycle.scope.get(ON_RESET) if exc is not None and self.cycle else None
+        if on_reset is not None:
+            on_reset()
 
 
 class LoopServer(uvicorn.Server):
@@ -136,9 +157,10 @@ class Agents:
         self._asked = asked or (lambda session, question: None)
         self._on_restart = restarted or self._warn_of_restart
         self.folder, self.lockstep = folder, lockstep
-        self._agent = make_agent(settings)
+        self._agent = make_agent(settings, folder)
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, Open] = {}
+        self._app = build_app(self._open.get)
         self._problems: dict[str, str | None] = {}
         self._restarted: set[Restart] = set()
         self._server: LoopServer | None = None
@@ -203,13 +225,14 @@ class Agents:
 
     async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
         """Run the agent of a rollout to its end; return its failure and its reward."""
-        rollout = opened.rollout
+        rollout, url = opened.rollout, f"{self.address}/{opened.name}"
         assignment = AgentTask(
             rollout_id=rollout.attempt.rollout_id,
             task=copy_task(rollout.attempt.task),
-            url=f"{self.address}/{opened.name}",
+            url=url,
             api_key=opened.key,
             model=self._model,
+            transport=lambda: EndpointTransport(self._app, url, opened.key),
         )
         log = self.folder / rollout.attempt.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -265,7 +288,8 @@ class Agents:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.create_server((host, self.settings.port), family=family, backlog=2048)
             config = uvicorn.Config(
-                build_app(self._open.get),
+                self._app,
+                http=EndpointProtocol,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -330,8 +354,8 @@ def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
     )
 
 
-def make_agent(settings: AgentConfig) -> OutsideAgent:
-    """Return the agent that the settings describe. Raises ValueError."""
+def make_agent(settings: AgentConfig, folder: Path) -> OutsideAgent:
+    """Return the agent that the settings describe; `folder` is for output. Raises ValueError."""
     if settings._target_ is not None:
         function = locate(settings._target_, key="agent._target_")
         if not asyncio.iscoroutinefunction(function):
@@ -344,5 +368,5 @@ def make_agent(settings: AgentConfig) -> OutsideAgent:
         return ExternalAgent()
     env = environment_of(settings.env)
     if settings.reuse:
-        return WorkerAgent(settings.command, env)
+        return WorkerAgent(settings.command, env, folder, at_once=settings.per_process)
     return CommandAgent(settings.command, env, exit_code=settings.exit_code_reward)

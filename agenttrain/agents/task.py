@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
+
+import httpx
 
 from agenttrain.types import AgenttrainError, Task
 
@@ -20,8 +23,11 @@ class AgentTask:
     Example, with the `openai` package::
 
         async def solve(agent: AgentTask) -> None:
-            client = AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key)
-            await client.chat.completions.create(model=agent.model, messages=agent.messages)
+            async with agent.http_client() as http:
+                client = AsyncOpenAI(
+                    base_url=agent.base_url, api_key=agent.api_key, http_client=http
+                )
+                await client.chat.completions.create(model=agent.model, messages=agent.messages)
     """
 
     rollout_id: str
@@ -32,6 +38,8 @@ class AgentTask:
     api_key: str
     model: str
     """Name of the policy in requests."""
+    transport: Callable[[], httpx.AsyncBaseTransport] | None = field(default=None, repr=False)
+    """Makes the way to the endpoint within the run's process; None: over the network."""
 
     @property
     def base_url(self) -> str:
@@ -42,6 +50,16 @@ class AgentTask:
     def messages(self) -> list[dict[str, Any]]:
         """A copy of the task's messages."""
         return [dict(message) for message in self.task.messages]
+
+    def http_client(self, **options: Any) -> httpx.AsyncClient:
+        """Return an HTTP client of the rollout, for an agent in the run's process.
+
+        It reaches the endpoint without a socket and with the rollout's key, and other addresses as
+        any client. `options` are those of `httpx.AsyncClient`.
+        """
+        if self.transport is not None:
+            options.setdefault("transport", self.transport())
+        return httpx.AsyncClient(**{"base_url": self.url, "timeout": None, **options})
 
     def line(self) -> str:
         """Return the task as the line of JSON that a program reads from its standard input."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from agenttrain.agents.conversations import IssuedTurns
+from agenttrain.agents.conversations import IssuedTurn, IssuedTurns
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.types import Rollout, ToolCall, ToolError
 
@@ -21,6 +21,8 @@ class Transcript:
     rollout: Rollout
     prefix: str
     """Beginning of the names of its sessions in the engine."""
+    trained: bool = False
+    """It is the rollout's own; False: its turns are not trained."""
     conversations: IssuedTurns = field(default_factory=IssuedTurns)
     sessions: list[str] = field(default_factory=list)
     """Session of each trajectory."""
@@ -31,6 +33,11 @@ class Transcript:
     openings: Counter[str] = field(default_factory=Counter)
     """Number of trajectories that began with the same ids."""
     begun: int = 0
+
+    def is_tail(self, turn: IssuedTurn) -> bool:
+        """Return True if nothing follows a turn in its trajectory, and nothing is about to."""
+        trajectory = self.rollout.trajectories[turn.trajectory]
+        return trajectory.length == turn.end and trajectory.index not in self.growing
 
 
 @lru_cache(maxsize=1024)

@@ -26,6 +26,9 @@ BLANKS = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join
 )
 """White space in the sense of the `tokenizers` library, where a token absorbs the blanks beside
 it."""
+LARGE = 2**14
+"""Characters of a text that is encoded without the interpreter's lock, so that other threads run
+meanwhile: a megabyte takes a second."""
 SPACE = "\u2581"
 """A blank as SentencePiece writes it."""
 _RESERVED = re.compile("[\\ud800-\\udfff\\ufdd0-\\ufdef]")
@@ -115,7 +118,7 @@ class Encoder:
         Without marks the result is the tokenizer's own.
         """
         if not self._by_piece and OPEN not in rendering and CLOSE not in rendering:
-            ids = self._full.encode(rendering, add_special_tokens=False).ids
+            ids = _encoding(self._full, rendering).ids
             # A normalizer can turn text into a control token, e.g. ＜think＞ into <think>.
             count = sum(token_id in self._control_ids for token_id in ids)
             if count == sum(control for control, _ in self.pieces(rendering)):
@@ -125,8 +128,8 @@ class Encoder:
             # All prompts of a run share pieces: the tools and the system message.
             piece_ids = self._cached_ids.get((control, piece))
             if piece_ids is None:
-                encode = self._full.encode if control else self._plain.encode
-                piece_ids = tuple(encode(unmark(piece), add_special_tokens=False).ids)
+                core = self._full if control else self._plain
+                piece_ids = tuple(_encoding(core, unmark(piece)).ids)
                 if len(self._cached_ids) >= CACHED_PIECES:
                     self._cached_ids.clear()
                 self._cached_ids[control, piece] = piece_ids
@@ -148,11 +151,11 @@ class Encoder:
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a text, in which control tokens are ordinary text."""
-        return self._plain.encode(clean(text), add_special_tokens=False).ids
+        return _encoding(self._plain, clean(text)).ids
 
     def encode_plain_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text as `encode_plain` does, and each token's (start, end) in it."""
-        encoding = self._plain.encode(clean(text), add_special_tokens=False)
+        encoding = _encoding(self._plain, clean(text))
         return encoding.ids, encoding.offsets
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -194,6 +197,13 @@ class Encoder:
             start = position
         if start < len(rendering):
             yield False, rendering[start:]
+
+
+def _encoding(core: Any, text: str) -> Any:
+    """Return a tokenizer's encoding of a text, without the tokens that it adds."""
+    if len(text) < LARGE:
+        return core.encode(text, add_special_tokens=False)
+    return core.encode_batch([text], add_special_tokens=False)[0]
 
 
 def unmark(text: str) -> str:

@@ -370,7 +370,7 @@ def complete(components: Components) -> None:
             )
     check_compaction(config.rollout, components.chat, context_of(config))
     if config.agent.outside:
-        make_agent(config.agent)
+        make_agent(config.agent, Path())
     needed = components.needed_columns  # checks the rows' own tools and environments too
     _check_room(components, training=verb == "train")
     for key, source in tasks.by_key.items():

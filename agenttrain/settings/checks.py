@@ -96,6 +96,11 @@ def _agent(config: RunConfig) -> Iterator[str]:
             f"environment.{name}: has no effect with agent=endpoint, whose program has its own; "
             "leave it out, or set agent=none"
         )
+    if config.user:
+        yield (
+            f"user._target_={config.user.get('_target_')}: an outside agent holds its own "
+            "conversation; leave user out, and let the agent ask its user"
+        )
     if rollout.compact_at is not None:
         yield (
             f"rollout.compaction={rollout.compaction}: an outside agent keeps its own context; "

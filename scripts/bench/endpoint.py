@@ -1,8 +1,22 @@
-"""CPU cost of the endpoint, with a scripted engine: scripts/bench/endpoint.py [--json FILE].
+"""Cost of the endpoint: scripts/bench/endpoint.py [--quick] [--json FILE].
+
+With a scripted engine:
 
 endpoint_overhead_ms_64   CPU milliseconds of the endpoint's process per turn, median of the
                           rounds, with 64 agents at once; their clients are another process
 merged_share              share of turns after the first that continue a trajectory
+
+The bundled shop agent's training, against the run's own loop in the same round; the same ids and
+weights. Wall time of a step is that of its rollouts and its update, over all steps of a run; the
+figures are the medians of the rounds, which start with each of them in turn:
+
+wall_over_loop_coroutine  an async function with `agent.http_client()`
+wall_over_loop_network    the same with an httpx client of its own for each rollout
+wall_over_loop_reuse      a reused process, `agent.per_process=128`
+wall_over_loop_processes  a process for each rollout, two steps; mostly their start
+cpu_over_loop_…           CPU seconds of the whole command, agents included
+reuse_start_s             seconds that its first step takes longer than the loop's: the start of the
+                          process
 """
 
 from __future__ import annotations
@@ -10,6 +24,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -28,6 +44,16 @@ from agenttrain.types import Task
 from agenttrain.utils.model_path import model_folder
 
 AGENTS, TURNS = 64, 6
+TESTS = Path(__file__).parents[2] / "tests"
+PROGRAM = f"agent.command=[{sys.executable},{TESTS / 'shop_agents.py'}]"
+SHOP = {
+    "loop": [],
+    "coroutine": ["agent=endpoint", "agent._target_=shop_agents.in_process"],
+    "network": ["agent=endpoint", "agent._target_=shop_agents.with_httpx"],
+    "reuse": ["agent=endpoint", PROGRAM, "agent.reuse=true", "agent.per_process=128"],
+    "processes": ["agent=endpoint", PROGRAM, "steps=2"],
+}
+"""The shop agent in the loop and as programs of others."""
 TOOL = {
     "type": "function",
     "function": {
@@ -114,13 +140,50 @@ def bench(rounds: int) -> dict[str, float]:
     }
 
 
+def shop(name: str, steps: int) -> tuple[list[float], float]:
+    """Train the shop agent; return the seconds of each step, and the CPU seconds of it all."""
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"steps={steps}", "eval.questions=0", "tracker=none", *SHOP[name]]
+        command = [sys.executable, "-m", "agenttrain.cli", "experiment=shop", *words]
+        subprocess.run(
+            [*command, f"hydra.run.dir={folder}/run"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return [row["time/rollout_s"] + row["time/train_s"] for row in rows], cpu
+
+
+def bench_shop(rounds: int, steps: int) -> dict[str, float]:
+    """Measure `rounds` rounds of runs."""
+    ratios: dict[str, list[float]] = {}
+    for number in range(rounds):
+        names = [*SHOP][number % len(SHOP) :] + [*SHOP][: number % len(SHOP)]
+        runs = {name: shop(name, steps) for name in names}
+        loop, cpu = runs.pop("loop")
+        for name, (seconds, spent) in runs.items():
+            among = loop[: len(seconds)]
+            ratios.setdefault(f"wall_over_loop_{name}", []).append(sum(seconds) / sum(among))
+            if name != "processes":
+                ratios.setdefault(f"cpu_over_loop_{name}", []).append(spent / cpu)
+        ratios.setdefault("reuse_start_s", []).append(runs["reuse"][0][0] - loop[0])
+    return {name: round(statistics.median(values), 3) for name, values in ratios.items()}
+
+
 def main() -> None:
     """Print the figures, and write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round instead of five")
+    parser.add_argument("--quick", action="store_true", help="one round of each instead of five")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
-    figures = bench(1 if arguments.quick else 5)
+    rounds = 1 if arguments.quick else 5
+    figures = bench(rounds) | bench_shop(rounds, steps=4 if arguments.quick else 8)
     print(json.dumps(figures, indent=2))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures) + "\n")

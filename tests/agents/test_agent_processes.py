@@ -11,10 +11,17 @@ import sys
 import time
 from pathlib import Path
 
+import agent_kit
+import httpx
+import parts
 import psutil
 import pytest
 from agent_kit import engine_of, rollout
 
+from agenttrain.agents.attempt import Attempt
+from agenttrain.agents.config import AgentConfig
+from agenttrain.agents.runner import Agents
+from agenttrain.engines.config import Sampling
 from agenttrain.types import StopReason
 
 ASKS = """
@@ -90,6 +97,68 @@ def test_a_reused_worker_attempts_one_rollout_after_the_other(tmp_path: Path) ->
     assert (done.stop_reason, done.environment_reward) == (StopReason.completed, 1.0)
 
 
+SEVERAL = """
+import asyncio
+async def attempt(given):
+    await asyncio.to_thread(ask, given)
+    print(given["rollout_id"])
+    if given["rollout_id"].startswith("bad"): os._exit(3)
+    result = {"rollout_id": given["rollout_id"], "reward": os.getpid()}
+    print(json.dumps(result), flush=True)
+async def main():
+    loop, tasks = asyncio.get_running_loop(), []
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        tasks.append(asyncio.create_task(attempt(json.loads(line))))
+asyncio.run(main())
+"""
+
+
+async def attempts(folder: Path, text: str, *names: str, **settings) -> list:
+    """Rollouts of these names at once."""
+    config = AgentConfig(name="endpoint", command=program(folder, text), **settings)
+    agents = Agents(config, agent_kit.shared_chat(), folder)
+    engine = engine_of(SEVEN)
+    try:
+        return await asyncio.gather(
+            *(
+                agents.attempt(
+                    Attempt(task=parts.TASK, sampling=Sampling(), rollout_id=name),
+                    engine,
+                    parts.LIMITS,
+                )
+                for name in names
+            )
+        )
+    finally:
+        await agents.aclose()
+
+
+def test_a_reused_process_may_have_several_tasks_at_once(tmp_path: Path) -> None:
+    names = [f"r{index}" for index in range(5)]
+    done = asyncio.run(attempts(tmp_path, SEVERAL, *names, reuse=True, per_process=4))
+    assert [rollout.stop_reason for rollout in done] == [StopReason.completed] * 5
+    pids = [rollout.environment_reward for rollout in done]
+    assert len(set(pids)) == 2 and pids[0] == pids[1] == pids[2] == pids[3]
+    assert sorted((tmp_path / "worker-0.log").read_text().split()) == names[:4]
+
+
+def test_a_crash_ends_all_tasks_of_a_process_as_errors(tmp_path: Path) -> None:
+    done = asyncio.run(
+        attempts(tmp_path, SEVERAL, "bad", "r1", reuse=True, per_process=2, timeout_s=60)
+    )
+    assert done[0].stop_reason is StopReason.error
+    assert "the agent ended with exit code 3" in str(done[0].error)
+
+
+def test_a_process_that_holds_a_task_too_long_gets_no_other(tmp_path: Path) -> None:
+    text = SEVERAL.replace(
+        "async def attempt(given):", "async def attempt(given):\n    stall(given)"
+    )
+    text = "import time\ndef stall(given):\n    time.sleep(60)\n" + text
+    done = asyncio.run(attempts(tmp_path, text, "r0", "r1", reuse=True, per_process=2, timeout_s=2))
+    assert [str(rollout.error) for rollout in done] == ["agent.timeout_s=2 passed"] * 2
+
+
 ORPHANS = """
 import subprocess, time
 given = json.loads(sys.stdin.readline())
@@ -150,15 +219,6 @@ def test_a_run_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_agents_that_somebody_else_starts_find_their_rollout(tmp_path: Path, capsys) -> None:
-    import agent_kit
-    import httpx
-    import parts
-
-    from agenttrain.agents.attempt import Attempt
-    from agenttrain.agents.config import AgentConfig
-    from agenttrain.agents.runner import Agents
-    from agenttrain.engines.config import Sampling
-
     async def somebody() -> None:
         while not (files := list(tmp_path.glob("*.json"))):
             await asyncio.sleep(0.01)

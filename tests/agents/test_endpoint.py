@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import socket
+import sys
 
 import agent_kit
 import httpx
@@ -29,6 +31,18 @@ async def plain(agent: AgentTask) -> None:
         message = await ask(http, ASK)
         assert agent_kit.arguments(message) == {"a": 3, "b": 4}
         await ask(http, [*ASK, *reply(message, "7")])
+
+
+async def in_process(agent: AgentTask) -> None:
+    """The same without a socket, with the run's own client."""
+    async with agent.http_client() as http:
+        message = await ask(http, ASK)
+        assert (await http.post("/reward", json={"reward": 0.25})).status_code == 200
+        wrong = {"authorization": "Bearer another"}
+        assert (await post(http, ASK, headers=wrong)).status_code == 401
+        body = {"messages": [*ASK, *reply(message, "7")], "tools": TOOLS, "stream": True}
+        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert (await response.aread()).endswith(b"data: [DONE]\n\n")
 
 
 async def streaming(agent: AgentTask) -> None:
@@ -93,7 +107,7 @@ async def anthropics(agent: AgentTask) -> None:
         assert data[-2]["delta"]["stop_reason"] == "end_turn"
 
 
-@pytest.mark.parametrize("drive", [plain, streaming, anthropics])
+@pytest.mark.parametrize("drive", [plain, in_process, streaming, anthropics])
 def test_every_client_gives_the_ids_of_the_loop(drive) -> None:
     done, loop = rollout(drive, ADD, SEVEN), parts.rollout(ADD, SEVEN)
     (mine,), (theirs,) = done.trajectories, loop.trajectories
@@ -419,3 +433,57 @@ def test_an_agent_that_hangs_runs_out_of_time() -> None:
 
     done = rollout(drive, SEVEN, timeout_s=0.2)
     assert (done.stop_reason, done.error) == (StopReason.error, "agent.timeout_s=0.2 passed")
+
+
+def test_what_a_coroutine_prints_is_kept_with_its_rollout(tmp_path, capsys) -> None:
+    async def drive(agent: AgentTask) -> None:
+        print("thinking")
+        await asyncio.to_thread(print, "in a thread", file=sys.stderr)
+        async with client(agent) as http:
+            await ask(http, ASK)
+        print("done")
+
+    rollout(drive, SEVEN, folder=tmp_path)
+    print("the run's own")
+    assert (tmp_path / "rollout.stdout").read_text() == "thinking\ndone\n"
+    assert (tmp_path / "rollout.stderr").read_text() == "in a thread\n"
+    assert capsys.readouterr() == ("the run's own\n", "")
+
+
+def test_an_answer_of_which_a_client_read_a_part_is_sampled_once() -> None:
+    request = {"messages": ASK, "tools": TOOLS, "stream": True}
+    bodies = []
+
+    async def half(agent: AgentTask) -> None:
+        """Ask on a socket, read ten bytes of the answer, close it."""
+        url = httpx.URL(agent.url)
+        body = json.dumps(request).encode()
+        head = (
+            f"POST {url.path}/v1/chat/completions HTTP/1.1\r\nhost: {url.host}\r\n"
+            f"authorization: Bearer {agent.api_key}\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        opened = socket.create_connection((url.host, url.port))
+        opened.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(opened, head.encode() + body)
+        while b"[DONE]" not in await loop.run_in_executor(None, peeked, opened):
+            await asyncio.sleep(0.01)
+        await loop.sock_recv(opened, 10)
+        opened.close()
+
+    def peeked(opened: socket.socket) -> bytes:
+        try:
+            return opened.recv(2**16, socket.MSG_PEEK)
+        except BlockingIOError:
+            return b""
+
+    async def drive(agent: AgentTask) -> None:
+        await half(agent)
+        async with client(agent) as http:
+            for _ in range(2):
+                response = await http.post("/v1/chat/completions", content=json.dumps(request))
+                bodies.append(response.text)
+
+    done = rollout(drive, ADD, SEVEN)
+    assert done.counts["agent/requests"] == 2  # the first answer, sent again; another sample
+    assert "add" in bodies[0] and "It is 7." in bodies[1]

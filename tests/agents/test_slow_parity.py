@@ -15,16 +15,18 @@ from agenttrain.cli import main
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SETTINGS = (
-    *("experiment=shop", "steps=2", "tasks_per_step=4", "algorithm.group_size=4"),
+    *("experiment=shop", "steps=5", "tasks_per_step=4", "algorithm.group_size=4"),
+    "rollout.on_malformed_call=stop",  # the programs end there too
     *("algorithm.minibatches=1", "optimizer.warmup_steps=0", "optimizer.lr=1e-4"),
     *("eval.questions=0", "checkpoint.every=1", "tracker=none"),
 )
 WORKER = f"agent.command=[{sys.executable},{shop_agents.__file__}]"
 AGENTS = {
+    "in process": ["agent._target_=shop_agents.in_process"],
     "httpx": ["agent._target_=shop_agents.with_httpx"],
     "openai, streaming": ["agent._target_=shop_agents.with_openai"],
     "anthropic's shape": ["agent._target_=shop_agents.in_anthropics_shape"],
-    "reused workers": [WORKER, "agent.reuse=true"],
+    "a reused process": [WORKER, "agent.reuse=true", "agent.per_process=16"],
 }
 
 
@@ -37,9 +39,9 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sampled(folder: Path) -> list[tuple]:
-    """Ids, mask, log-probabilities and rewards of both steps' rollouts, in their order."""
+    """Ids, mask, log-probabilities and rewards of all steps' rollouts, in their order."""
     rows = []
-    for step in (1, 2):
+    for step in range(1, 6):
         for line in (folder / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines():
             rollout = json.loads(line)
             (trajectory,) = rollout["trajectories"]
@@ -59,7 +61,7 @@ def test_every_program_trains_as_the_loop(agent: str, loop: Path, tmp_path: Path
     words = [*SETTINGS, "agent=endpoint", *AGENTS[agent], f"hydra.run.dir={run}"]
     assert main(words) == 0
     expected = sampled(loop)
-    assert len(expected) == 32
+    assert len(expected) == 80
     assert min(row["grad_norm"] for row in metrics(loop)) > 0  # there is something to learn
     assert sampled(run) == expected
     assert_same_weights(run, loop)

@@ -416,6 +416,19 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             "environment.life: has no effect with agent=endpoint, whose program has its own",
         ),
         (
+            ("agent=endpoint", "agent.command={a:1}"),
+            "agent.command={a: 1}: expected a list of texts, or one text as in a shell",
+        ),
+        (
+            ("agent=endpoint", "agent.per_process=4", "agent.command=x"),
+            "agent.per_process=4: only reused processes have several tasks at once; add "
+            "agent.reuse=true",
+        ),
+        (
+            ("agent=endpoint", "user=llm", "user.url=http://x/v1", "user.model=x"),
+            "user._target_=agenttrain.environments.user.LlmUser: an outside agent holds its own",
+        ),
+        (
             ("agent=endpoint", "rollout.compaction=summary", "rollout.compact_at=100"),
             "an outside agent keeps its own context; leave compaction and compact_at out",
         ),

@@ -1,0 +1,164 @@
+"""Agents as programs that are used again: workers, which attempt many rollouts each.
+
+A worker reads a task from a line of its standard input, and prints a JSON object when it is done
+with one. With several at once it names the rollout in that object::
+
+    {"rollout_id": "step-1/task-3/0", "reward": 1}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from agenttrain.agents.processes import LAST_WORDS, AgentProcess, ending, reward_in
+from agenttrain.agents.task import AgentFailed, AgentTask
+
+
+class Worker:
+    """A process that attempts rollouts."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
+        """Start it in the background."""
+        self.log: IO[bytes] | None = None
+        """Gets what it prints, its results left out."""
+        self.pending: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        """Rollout in its hands -> its result."""
+        self.retired = False
+        """It gets no further task: it ended, or did not end one of its rollouts in time."""
+        pipe = asyncio.subprocess.PIPE
+        self._starting = asyncio.ensure_future(
+            AgentProcess.start(command, env, stdout=pipe, stderr=pipe)
+        )
+        self._words = b""
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def attempt(self, assignment: AgentTask) -> float | None:
+        """Send a task; return the reward in its result. Raises AgentFailed."""
+        result = asyncio.get_running_loop().create_future()
+        self.pending[assignment.rollout_id] = result
+        try:
+            program = await asyncio.shield(self._starting)
+            await program.send(assignment.line())
+            return reward_in(await result)
+        except BaseException:
+            self.retired = True
+            raise
+        finally:
+            del self.pending[assignment.rollout_id]
+
+    async def end(self) -> None:
+        """End the process."""
+        self.retired = True
+        await asyncio.wait((self._starting,))
+        if self._starting.exception() is None:
+            await self._starting.result().end()
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self) -> None:
+        """Hand results over until the process ends; that fails the rollouts in its hands."""
+        process = (await self._starting).process
+        assert process.stdout is not None
+        errors = asyncio.ensure_future(self._read_errors(process.stderr))
+        try:
+            while line := await process.stdout.readline():
+                self._take(line)
+            how = ending(await process.wait())
+            await asyncio.wait((errors,), timeout=1.0)
+        except (OSError, ValueError) as error:  # a line without an end
+            how = f"printed what cannot be read: {error}"
+        finally:
+            errors.cancel()
+        self.retired = True
+        words = self._words.decode("utf-8", "replace").strip()
+        quoted = f"; it printed: {words}" if words else ""
+        for result in self.pending.values():
+            if not result.done():
+                result.set_exception(AgentFailed(f"{how}{quoted}"))
+
+    def _take(self, line: bytes) -> None:
+        """Hand a printed line to its rollout if it is a result, else to the log."""
+        with suppress(ValueError):
+            if isinstance(printed := json.loads(line), dict):
+                only = next(iter(self.pending), None) if len(self.pending) == 1 else None
+                result = self.pending.get(str(printed.get("rollout_id", only)))
+                if result is not None and not result.done():
+                    result.set_result(printed)
+                    return
+        self._write(line)
+
+    async def _read_errors(self, stream: asyncio.StreamReader | None) -> None:
+        assert stream is not None
+        while piece := await stream.read(65536):
+            self._words = (self._words + piece)[-LAST_WORDS:]
+            self._write(piece)
+
+    def _write(self, text: bytes) -> None:
+        if self.log is not None:
+            self.log.write(text)
+            self.log.flush()
+
+
+class WorkerAgent:
+    """Workers that are used again for further rollouts, unless one was ended in the middle."""
+
+    def __init__(
+        self, command: Sequence[str], env: dict[str, str], folder: Path, *, at_once: int = 1
+    ) -> None:
+        """`at_once`: rollouts of a worker at a time; `folder` gets their common output."""
+        self._command, self._env = command, env
+        self._folder, self._at_once = folder, at_once
+        self._workers: list[Worker] = []
+        self._count = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
+        """Attempt a rollout in a worker that has a place for it, or in a new one."""
+        for ended in [one for one in self._workers if one.retired and not one.pending]:
+            await self._end(ended)
+        worker = self._free()
+        path = log.with_suffix(".log")
+        try:
+            if self._at_once > 1:
+                return await worker.attempt(assignment)
+            with path.open("wb") as worker.log:
+                return await worker.attempt(assignment)
+        finally:
+            if self._at_once == 1:
+                worker.log = None
+                if path.stat().st_size == 0:
+                    path.unlink()
+            if worker.retired and not worker.pending:
+                await asyncio.shield(self._end(worker))
+
+    def _free(self) -> Worker:
+        """Return a worker that may take a rollout; the fullest one, so that few are needed."""
+        if self._loop is not asyncio.get_running_loop():
+            self._loop, self._workers = asyncio.get_running_loop(), []
+        places = [w for w in self._workers if not w.retired and len(w.pending) < self._at_once]
+        if places:
+            return max(places, key=lambda worker: len(worker.pending))
+        worker = Worker(self._command, self._env)
+        if self._at_once > 1:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            worker.log = (self._folder / f"worker-{self._count}.log").open("ab")
+        self._count += 1
+        self._workers.append(worker)
+        return worker
+
+    async def _end(self, worker: Worker) -> None:
+        if worker in self._workers:
+            self._workers.remove(worker)
+            await worker.end()
+            if worker.log is not None:
+                worker.log.close()
+
+    async def aclose(self) -> None:
+        """End all workers."""
+        for worker in list(self._workers):
+            await self._end(worker)
