@@ -61,7 +61,8 @@ class Rows(NamedTuple):
     stop: int
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Shard:
     """A process's place among those that hold the parts of a model."""
 
     index: int
@@ -77,7 +78,7 @@ class TensorParts:
     """
 
     def __init__(self, parts: Sequence[tuple[int, Tensor]], shape: torch.Size, source: str) -> None:
-        """`parts` are pairs of (first row, rows); `source` names the files in errors."""
+        """`parts` are pairs of (first row, rows); `source` names files and tensor in errors."""
         self.shape = shape
         self._parts, self._source = parts, source
 
@@ -91,8 +92,8 @@ class TensorParts:
                 reached += len(own)
         if reached < rows.stop:
             raise CheckpointError(
-                f"{self._source}: hold no rows {reached} to {rows.stop} of a tensor of shape "
-                f"{list(self.shape)}; they are not of one checkpoint. Resume from another"
+                f"{self._source}, of shape {list(self.shape)}: no file holds its rows {reached} to "
+                f"{rows.stop}. The files are not of one checkpoint; resume from another"
             )
         if not found:
             return torch.empty(0, *self.shape[1:], dtype=self._parts[0][1].dtype)
@@ -122,8 +123,14 @@ def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
     else:
         own = values[rows.start : rows.stop].clone()
     own = own.to(target.to_local().device)
-    size = {"shape": target.shape, "stride": target.stride()}
-    return DTensor.from_local(own, target.device_mesh, target.placements, run_check=False, **size)
+    return DTensor.from_local(
+        own,
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )
 
 
 def own_rows(tensor: Tensor) -> Rows:
@@ -162,21 +169,23 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
+    parts: Any = tensor
     if tensor.to_local().device.type != tensor.device_mesh.device_type:
-        tensor = tensor.to(tensor.device_mesh.device_type)
-    return tensor.full_tensor()
+        parts = tensor.to(tensor.device_mesh.device_type)
+    full: Tensor = parts.full_tensor()
+    return full
 
 
-def gather_to(tensor: Tensor, owner: int) -> Tensor | None:
+def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Tensor | None:
     """Return the full tensor in the process with part `owner`; the others get None.
 
-    All processes that hold a part call it together. An unsharded tensor is its own.
+    All processes that hold a part call it together. An unsharded tensor is in each of them.
     """
     if not isinstance(tensor, DTensor):
-        return tensor if owner == 0 else None
+        return tensor if is_owner else None
     dimension = tensor.device_mesh.ndim - 1
     group = tensor.device_mesh.get_group(dimension)
-    rank, count = tensor.device_mesh.get_local_rank(dimension), dist.get_world_size(group)
+    count = dist.get_world_size(group)
     rows, local = tensor.shape[0], tensor.to_local()
     if local.device.type != tensor.device_mesh.device_type:
         local = local.to(tensor.device_mesh.device_type)
@@ -185,8 +194,8 @@ def gather_to(tensor: Tensor, owner: int) -> Tensor | None:
     if len(local) < size:  # collectives need parts of one size
         part = local.new_zeros(size, *tensor.shape[1:])
         part[: len(local)] = local
-    full = local.new_empty(size * count, *tensor.shape[1:]) if rank == owner else None
-    parts = None if full is None else list(full.split(size))
+    full = local.new_empty(size * count, *tensor.shape[1:]) if is_owner else None
+    parts = None if full is None else list(full.chunk(count))
     dist.gather(part.contiguous(), parts, group=group, group_dst=owner)
     return None if full is None else full[:rows]
 
@@ -237,7 +246,7 @@ def read_state(folder: Path, shard: Shard | None = None) -> Any:
     paths = [folder / PART.format(index) for index in read]
     parts = [read_tensors(path, mmap=True) for path in paths]
     source = str(paths[0]) if len(paths) == 1 else f"{paths[0]} to {paths[-1].name}"
-    return _joined(parts, read, count, source)
+    return _joined(parts, read, count, f"{source}: state")
 
 
 def read_tensors(path: Path, *, mmap: bool = False) -> Any:
@@ -274,11 +283,14 @@ def _joined(parts: Sequence[Any], indices: Sequence[int], count: int, source: st
         return TensorParts(list(zip(starts, tensors, strict=False)), shape, source)
     if isinstance(first, dict):
         return {
-            name: _joined([part[name] for part in parts], indices, count, source) for name in first
+            name: _joined([part[name] for part in parts], indices, count, f"{source}.{name}")
+            for name in first
         }
     if isinstance(first, list | tuple):
-        each = (_joined(values, indices, count, source) for values in zip(*parts, strict=True))
-        return type(first)(each)
+        values = enumerate(zip(*parts, strict=True))
+        return type(first)(
+            _joined(value, indices, count, f"{source}.{place}") for place, value in values
+        )
     return first.clone() if isinstance(first, Tensor) else first
 
 

@@ -37,7 +37,13 @@ from transformers.core_model_loading import (
 )
 
 from agenttrain.training.sharding import Rows, give_storage, local_part, own_rows
-from agenttrain.training.tensor_files import BadTensorFile, StoredTensor, read_header, read_rows
+from agenttrain.training.tensor_files import (
+    BadTensorFile,
+    StoredTensor,
+    bytes_of,
+    read_header,
+    read_rows,
+)
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError
 
@@ -288,8 +294,8 @@ class SlicedWeights:
                     if expected[name] != digest:
                         raise BadWeights(
                             f"rank {other}: {Path(folder, self._file_name(name))}: its copy of "
-                            f"{name} differs from that of rank {self.rank}. Copy the model to every machine again, or "
-                            "give all of them one shared folder"
+                            f"{name} differs from that of rank {self.rank}. Copy the model to "
+                            "every machine again, or give all of them one shared folder"
                         )
 
     def _file_name(self, name: str) -> str:
@@ -312,8 +318,7 @@ class SlicedWeights:
                 shape = (rows[name].stop - rows[name].start, *place.shape[1:])
                 part = torch.empty(shape if place.shape else (), dtype=place.dtype)
                 self._read(place, rows[name], part)
-            data = part.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-            found[name] = sha256(data).hexdigest()
+            found[name] = sha256(bytes_of(part.detach().cpu())).hexdigest()
         return found
 
 

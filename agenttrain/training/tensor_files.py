@@ -129,8 +129,13 @@ def read_rows(stored: StoredTensor, start: int, stop: int, into: Tensor) -> None
             target[begin : begin + len(piece)].copy_(piece)
 
 
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the bytes of a contiguous tensor on the CPU as a buffer; they are not copied."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
 def _read_exactly(file: Any, target: Tensor, stored: StoredTensor) -> None:
-    view = memoryview(target.view(torch.uint8).numpy())
+    view = memoryview(bytes_of(target))
     while view:
         count = file.readinto(view)
         if not count:
@@ -181,7 +186,7 @@ def hashed(path: Path) -> Iterator[HashedFile]:
         ThreadPoolExecutor(1, thread_name_prefix="hash") as beside,
         path.open("wb", buffering=0) as file,
     ):
-        yield HashedFile(file, beside)  # type: ignore[arg-type]
+        yield HashedFile(file, beside)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
@@ -204,5 +209,5 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         file.write(len(text).to_bytes(ALIGNMENT, "little") + text)
         for name in ordered:
             if math.prod(tensors[name].shape):
-                file.write(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+                file.write(bytes_of(tensors[name].contiguous()))
     return file.digest

@@ -332,7 +332,7 @@ def test_a_save_that_dies_leaves_the_earlier_one(
     trained, saver = policy(), checkpoints(tmp_path)
     saver.save(trained, step=1)
 
-    def die(part: Path) -> None:
+    def die(part: Path, digests: dict[str, str]) -> None:
         raise OSError(28, "No space left on device", str(part))
 
     with monkeypatch.context() as patch:
