@@ -33,7 +33,7 @@ from agenttrain.training.batch import (
     stand_in,
 )
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
-from agenttrain.training.heap import return_free_memory
+from agenttrain.training.heap import map_large_blocks, return_free_memory
 from agenttrain.training.kernels import check_kernels, kernel_names
 from agenttrain.training.logprobs import (
     Scorer,
@@ -107,6 +107,8 @@ class Policy:
         self.device: torch.device = self.accelerator.device
         # Sharded layers are moved to the device one by one, when they are sharded.
         self.model = model if sharding else model.to(self.device)
+        if sharding and self.device.type == "cpu":
+            map_large_blocks()
         # A slow file system may delay one process by minutes: wait without a limit before the first
         # collective, which has one.
         self.world.exchange((), "the model in every process", patient=True)
