@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from agenttrain.algorithms.loss import Averages, mean_parts, policy_loss
@@ -216,8 +217,9 @@ class Trainer:
         if is_due(self.config.eval.every) and self.evaluated < self.done:
             await self.evaluate(f"step-{self.done}")
             self.evaluated = self.done
+        self._finish_checkpoint(wait=False)
         if is_due(self.config.checkpoint.every) or self._is_best:
-            self.save_checkpoint()
+            self.save_checkpoint(in_background=self.config.checkpoint.in_background)
         self.run.stop.check()
 
     async def evaluate(self, label: str) -> Sequence[Evaluation | HeldOutLoss]:
@@ -240,19 +242,44 @@ class Trainer:
             self.run.tracker.best(self.best.record)
         return evaluations
 
-    def save_checkpoint(self) -> None:
-        """Write a checkpoint of the last finished step, unless it exists; mark it if it is best."""
-        if self.saved < self.done:
-            with self.run.world.together("the run folder before a checkpoint", FolderGone):
-                self.run.tracker.check_folder()
-            with self.run.phase("checkpoint", self.done):
-                path = self.checkpoints.save(
-                    self.policy, step=self.done, state=self.state_dict(), rng=self._states
-                )
-            self.saved = self.done
-            self.run.tracker.checkpoint(path)
-        if self._is_best:
-            self.checkpoints.mark_best(self.policy, self.done)
+    def save_checkpoint(self, *, in_background: bool = False) -> None:
+        """Write a checkpoint of the last finished step, unless it exists; mark it if it is best.
+
+        `in_background`: only begin to write it. The one before is finished first.
+        """
+        if in_background and self.checkpoints.pending == self.done:
+            return
+        self._finish_checkpoint(wait=True)
+        if self.saved == self.done:
+            if self._is_best:
+                self.checkpoints.mark_best(self.policy, self.done)
+            return
+        with self.run.world.together("the run folder before a checkpoint", FolderGone):
+            self.run.tracker.check_folder()
+        state = self.state_dict()
+        with self.run.phase("checkpoint", self.done):
+            if in_background:
+                self.checkpoints.begin(self.policy, step=self.done, state=state, rng=self._states)
+                return
+            path = self.checkpoints.save(self.policy, step=self.done, state=state, rng=self._states)
+        self._saved(self.done, path)
+
+    def _finish_checkpoint(self, *, wait: bool) -> None:
+        """Complete the checkpoint that was begun, if there is one and it is written."""
+        step = self.checkpoints.pending
+        if step is None:
+            return
+        with self.run.phase("checkpoint", step):
+            path = self.checkpoints.finish(self.run.world, wait=wait)
+        if path is not None:
+            self._saved(step, path)
+
+    def _saved(self, step: int, path: Path) -> None:
+        """Record a checkpoint; mark it if the best evaluation so far is of its step."""
+        self.saved = step
+        self.run.tracker.checkpoint(path)
+        if self.config.checkpoint.keep_best and self.best is not None and self.best.step == step:
+            self.checkpoints.mark_best(self.policy, step)
 
     @property
     def _is_best(self) -> bool:

@@ -17,6 +17,12 @@ def metrics(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
 
 
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of the newest checkpoint, which may be in several files."""
+    files = sorted((folder / "checkpoints" / "latest").glob("model*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def assert_same(folder: Path, reference: Path) -> None:
     """Metrics and final weights, to the bit."""
     assert metrics(folder) == metrics(reference) != []
@@ -25,9 +31,6 @@ def assert_same(folder: Path, reference: Path) -> None:
 
 def assert_same_weights(folder: Path, reference: Path) -> None:
     """Final weights, to the bit."""
-    mine, theirs = (
-        load_file(path / "checkpoints" / "latest" / "model.safetensors")
-        for path in (folder, reference)
-    )
+    mine, theirs = (saved_weights(path) for path in (folder, reference))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)

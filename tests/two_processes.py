@@ -60,6 +60,8 @@ class Case:
     lora: bool = False
     dtype: torch.dtype = torch.float32
     offload: bool = False
+    within: int | None = None
+    """Successive ranks that share the weights; None: all."""
     pictures: bool = False
     """A model that could see, of rollouts of text."""
     branches: bool = False
@@ -230,7 +232,7 @@ def make(case: Case, mode: str, world: World, *, sampled: bool = False) -> Polic
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.02)
-    sharding = Sharding(cpu_offload=case.offload) if mode == "fsdp2" else None
+    sharding = Sharding(cpu_offload=case.offload, within=case.within) if mode == "fsdp2" else None
     return policy(
         model,
         algorithm=case.algorithm,

@@ -25,6 +25,15 @@ class DistributedName(StrEnum):
     """Each process holds a part of every weight, of its gradient and of the optimizer's state."""
 
 
+class ShardWithin(StrEnum):
+    """The processes among which fsdp2 spreads a copy of the policy."""
+
+    run = "run"
+    """All of them: the least memory."""
+    node = "node"
+    """Those of each node, so that layers are gathered within it and only gradients cross nodes."""
+
+
 @dataclass(config=SETTINGS)
 class DistributedConfig:
     """The processes of a run, on one node or several. Their number changes the results no more than
@@ -44,6 +53,8 @@ class DistributedConfig:
     """Seconds that a process waits for another one before the run fails."""
     cpu_offload: bool = False
     """fsdp2: keep weights and optimizer in the host's memory."""
+    shard_within: ShardWithin = ShardWithin.run
+    """fsdp2: the processes among which a copy of the policy is spread."""
 
     @model_validator(mode="after")
     def _check(self) -> DistributedConfig:
@@ -61,6 +72,11 @@ class DistributedConfig:
         if self.cpu_offload and self.name is not DistributedName.fsdp2:
             yield (
                 f"distributed.cpu_offload=true: has no effect with distributed={self.name}; add "
+                "distributed=fsdp2"
+            )
+        if self.shard_within is ShardWithin.node and self.name is not DistributedName.fsdp2:
+            yield (
+                f"distributed.shard_within=node: has no effect with distributed={self.name}; add "
                 "distributed=fsdp2"
             )
         if self.nodes < 2:

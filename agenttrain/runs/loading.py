@@ -6,7 +6,9 @@ The checks need no weights: a model's architecture is built without them.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.engines.base import Engine, Separate
 from agenttrain.engines.registry import spec_of
 from agenttrain.engines.spec import EngineInputs
-from agenttrain.launch.config import DistributedName
-from agenttrain.runs.sampling import load_model
+from agenttrain.launch.config import DistributedName, ShardWithin
+from agenttrain.runs.sampling import load_empty, load_model
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
@@ -26,6 +28,7 @@ from agenttrain.training.lora import add_lora, is_adapted
 from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding
+from agenttrain.training.sliced_weights import BadWeights, stand_ins
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import is_hub_id
@@ -82,12 +85,13 @@ def make_policy(
     """Build model and optimizer; seed every generator, in each process of `world` differently."""
     world = world or World()
     seed_random(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
-    model = load_model(config)
+    sharding = sharding_of(config)
+    with world.together("the files of model.path", BadWeights, patient=True):
+        empty = None if sharding is None else load_empty(config, world.rank)
+    model, weights = empty or (load_model(config), None)
     if config.model.lora.rank or is_adapted(model):
-        add_lora(model, config.model.lora)
-    sharding = None
-    if config.distributed.name is DistributedName.fsdp2:
-        sharding = Sharding(cpu_offload=config.distributed.cpu_offload)
+        with stand_ins(model) if weights is not None else nullcontext():
+            add_lora(model, config.model.lora)
     policy = Policy(
         model,
         algorithm=algorithm,
@@ -99,12 +103,25 @@ def make_policy(
         reward_weights=reward_weights,
         world=world,
         sharding=sharding,
+        weights=weights,
         sampled=sampled and not spec_of(config.engine).own_weights,
     )
     note = float32_on_gpu(config) if policy.accelerator.device.type == "cuda" else None
     if note and world.is_main:
         print(note, flush=True)
     return policy
+
+
+def sharding_of(config: RunConfig) -> Sharding | None:
+    """Return how the run's processes share each weight; None: each holds all of them."""
+    distributed = config.distributed
+    if distributed.name is not DistributedName.fsdp2:
+        return None
+    within = None
+    if distributed.shard_within is ShardWithin.node:
+        # Set by whatever starts the processes of a node.
+        within = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Sharding(cpu_offload=distributed.cpu_offload, within=within)
 
 
 def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -> Engine:

@@ -37,17 +37,65 @@ def load_model(config: RunConfig) -> Any:
 
     A small one computes with one thread, unless OMP_NUM_THREADS says otherwise.
     """
-    import torch
-
     from agenttrain.training.kernels import disable_cudnn_attention
 
     disable_cudnn_attention()
     threads = _threads()
     model = _load(config)
+    _set_threads(model, threads)
+    return model
+
+
+def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
+    """Return the model without storage and its `SlicedWeights`, to be read once it is sharded.
+
+    None: its weights can only be loaded whole; the main process prints why.
+    """
+    import torch
+
+    from agenttrain.training.kernels import disable_cudnn_attention
+    from agenttrain.training.sliced_weights import (
+        SlicedWeights,
+        empty_model,
+        stand_ins,
+        why_not_sliced,
+    )
+
+    path, revision = config.model.path, config.model.revision
+    source = weights_folder(path, revision=revision)
+    base = base_folder(path, revision, config.model.base_revision)
+    reason = why_not_sliced(base or source)
+    if config.model.init is Init.random:
+        reason = "model.init=random draws all weights with one generator"
+    if reason is not None:
+        if rank == 0:
+            print(f"every process loads all weights of model.path={path}: {reason}", flush=True)
+        return None
+    disable_cudnn_attention()
+    threads = _threads()
+    model: Any = empty_model(base or source, getattr(torch, config.model.dtype))
+    weights = SlicedWeights(model, base or source, rank)
+    if base is not None:
+        with stand_ins(model), only_tensors(source):
+            model.load_adapter(str(source))
+        _record_revision(model, base)
+    _set_threads(model, threads)
+    return model, weights
+
+
+def _set_threads(model: Any, threads: int) -> None:
+    import torch
+
     small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1 if small else threads)
-    return model
+
+
+def _record_revision(model: Any, base: Path) -> None:
+    """Record the commit of the adapters' base, for the checkpoints."""
+    if COMMIT.fullmatch(base.name):
+        for adapters in model.peft_config.values():
+            adapters.revision = base.name
 
 
 @cache
@@ -79,9 +127,7 @@ def _load(config: RunConfig) -> Any:
         options = loading_options(base)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **options)
         model.load_adapter(str(source))
-    if COMMIT.fullmatch(base.name):
-        for adapters in model.peft_config.values():  # for the checkpoints
-            adapters.revision = base.name
+    _record_revision(model, base)
     return model
 
 

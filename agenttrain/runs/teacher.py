@@ -14,12 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from agenttrain.chat.chat import Chat
 from agenttrain.data.tasks import TaskSource
-from agenttrain.launch.config import DistributedName
 from agenttrain.rollout.row_tools import checked_rows
+from agenttrain.runs.loading import sharding_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint_files import MANIFEST, loading_options, only_tensors, verify
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharding import Sharding
+from agenttrain.training.sliced_weights import (
+    BadWeights,
+    SlicedWeights,
+    empty_model,
+    why_not_sliced,
+)
 from agenttrain.training.teacher import ModelTeacher, PromptIds, Teacher
 from agenttrain.types import ConfigError, Message, Rollout, Task, Trajectory
 from agenttrain.utils.model_path import (
@@ -125,19 +130,25 @@ def make_teacher(config: RunConfig, policy: Policy, prompt_ids: PromptIds | None
     teacher = config.algorithm.teacher
     assert teacher.path is not None
     folder = weights_folder(teacher.path, revision=teacher.revision, key=KEY)
-    with only_tensors(folder):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, teacher.dtype), **loading_options(folder)
-        )
-    sharding = None
-    if config.distributed.name is DistributedName.fsdp2:
-        sharding = Sharding(cpu_offload=config.distributed.cpu_offload)
+    dtype, world = getattr(torch, teacher.dtype), policy.world
+    sharding, weights = sharding_of(config), None
+    model: Any
+    if sharding is not None and why_not_sliced(folder) is None:
+        model = empty_model(folder, dtype)
+        with world.together(f"the files of {KEY}", BadWeights, patient=True):
+            weights = SlicedWeights(model, folder, world.rank)
+    else:
+        with only_tensors(folder):
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, **loading_options(folder)
+            )
     return ModelTeacher(
         model,
         temperature=config.rollout.temperature,
         training=config.training,
         accelerator=policy.accelerator,
-        world=policy.world,
+        world=world,
         sharding=sharding,
+        weights=weights,
         prompt_ids=prompt_ids,
     )

@@ -1,13 +1,18 @@
 """Checkpoints: complete or absent, never half-written.
 
 checkpoints/step-000010/   model.safetensors, config.json, tokenizer: loadable by transformers
-                           (with LoRA: adapter_model.safetensors and adapter_config.json)
+                           (with LoRA: adapter_model.safetensors and adapter_config.json;
+                           sharded: model-00001-of-00002.safetensors, …)
                            policy.pt      optimizer and step; sharded: policy-0.pt, policy-1.pt, …
                            rng-0.pt       python, numpy and torch random states of process 0
                            state.json     state of the training loop
                            manifest.json  sha256 of each file above; written last
 checkpoints/latest         link to the newest
 checkpoints/best           link to the best by its evaluation (checkpoint.keep_best)
+
+Each process hashes what it writes, while it writes it. `Checkpoints.begin` copies the policy and
+writes the copy in a thread, and `finish` puts the files in their place: a checkpoint is finished
+by all processes together, between two steps.
 """
 
 from __future__ import annotations
@@ -16,14 +21,18 @@ import hashlib
 import json
 import random
 import shutil
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from agenttrain.training.checkpoint_files import (
     PREFIX,
@@ -31,7 +40,6 @@ from agenttrain.training.checkpoint_files import (
     CheckpointError,
     NotWritten,
     digest,
-    latest,
     newest_first,
     only_tensors,
     put_aside,
@@ -41,19 +49,15 @@ from agenttrain.training.checkpoint_files import (
     sync,
     verify,
 )
-from agenttrain.training.lora import adapter_weights, is_adapted, load_adapter, save_adapter
+from agenttrain.training.lora import is_adapted, load_adapter, save_adapter_config
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharding import (
-    PART,
-    WHOLE,
-    assign,
-    full_weights,
-    is_sharded,
-    own_part,
-    read_state,
-    read_tensors,
-)
+from agenttrain.training.sharding import assign, is_sharded, read_state, read_tensors, shard_of
+from agenttrain.training.sliced_weights import BadWeights, SlicedWeights, why_not_sliced
+from agenttrain.training.snapshot import INDEX, Snapshot, take_snapshot, weights_index
+from agenttrain.training.world import World
 
+WAKE_S = 0.5
+"""Longest time that a wait for the writing thread delays the handling of signals."""
 LATEST, BEST = "latest", "best"
 UNWRITABLE = (OSError, CheckpointError)
 
@@ -78,6 +82,7 @@ class Checkpoints:
         if main:
             recover(folder)
         self._keep = keep
+        self._writing: Writing | None = None
 
     @property
     def empty(self) -> bool:
@@ -98,38 +103,61 @@ class Checkpoints:
         `load` restores; None: the current ones. If a process dies meanwhile, earlier checkpoints
         are as they were. Raises OSError or CheckpointError if it cannot be written.
         """
-        path = self.folder / f"{PREFIX}{step:06d}"
-        part = self.folder / f".{path.name}.part"
-        world = policy.world
+        self._begin(policy, step, state, rng, copies=False).write()
+        path = self.finish(policy.world)
+        assert path is not None
+        return path
+
+    def begin(
+        self,
+        policy: Policy,
+        *,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        rng: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Copy the policy, and write the copy while training goes on; `finish` completes it.
+
+        The arguments and errors are those of `save`.
+        """
+        writing = self._begin(policy, step, state, rng, copies=True)
+        writing.thread = threading.Thread(target=writing.write, name="checkpoint", daemon=True)
+        writing.thread.start()
+
+    @property
+    def pending(self) -> int | None:
+        """Step of the checkpoint that was begun and is not finished; None: there is none."""
+        return None if self._writing is None else self._writing.step
+
+    def finish(self, world: World, *, wait: bool = True) -> Path | None:
+        """Complete the checkpoint that was begun and return its folder; all processes together.
+
+        None: there is none, or, unless `wait`, a process is still writing. Raises what `save` does.
+        """
+        writing = self._writing
+        if writing is None:
+            return None
+        name = writing.path.name
+        if wait:
+            writing.wait()
+        elif not all(world.gather([writing.written], f"{name}: whether it is written")):
+            return None
+        self._writing = None
+        part, path = writing.part, writing.path
         try:
-            # All processes gather the weights; only the main one holds them.
-            if is_adapted(policy.model):
-                weights = adapter_weights(policy.model)
-            else:
-                weights = full_weights(policy.model, keep=world.is_main)
-            with world.together(f"{path.name}: its folder", *UNWRITABLE, patient=True):
+            shares = world.exchange(
+                [(writing.digests, writing.snapshot.weights)],
+                f"{name}: each process's part",
+                writing.failure,
+                patient=True,
+            )
+            with world.together(f"{name}: the complete checkpoint", *UNWRITABLE, patient=True):
                 if world.is_main:
-                    shutil.rmtree(part, ignore_errors=True)
-                    part.mkdir(parents=True)
-            with (
-                world.together(f"{path.name}: each process's part", *UNWRITABLE, patient=True),
-                _as_not_written(part),
-            ):
-                torch.save(random_states() if rng is None else rng, part / f"rng-{world.rank}.pt")
-                if is_sharded(policy.model):
-                    torch.save(own_part(policy.state_dict()), part / PART.format(world.rank))
-            with world.together(f"{path.name}: the complete checkpoint", *UNWRITABLE, patient=True):
-                if world.is_main:
-                    with _as_not_written(part):
-                        if is_adapted(policy.model):
-                            save_adapter(policy.model, part, weights)
-                        else:
-                            policy.model.save_pretrained(part, state_dict=weights)
-                        self.tokenizer.save_pretrained(part)
-                        if not is_sharded(policy.model):
-                            torch.save(policy.state_dict(), part / WHOLE)
-                    (part / "state.json").write_text(json.dumps({**(state or {}), "step": step}))
-                    seal(part)
+                    files = [weights for _, weights in shares if weights is not None]
+                    if files:
+                        (part / INDEX).write_text(json.dumps(weights_index(files), indent=2) + "\n")
+                    (part / "state.json").write_text(json.dumps(writing.state))
+                    seal(part, {n: d for digests, _ in shares for n, d in digests.items()})
                     replace(part, path)
                     self._link(LATEST, path)
                     self._prune(path)
@@ -138,26 +166,64 @@ class Checkpoints:
             raise
         return path
 
+    def _begin(
+        self,
+        policy: Policy,
+        step: int,
+        state: Mapping[str, Any] | None,
+        rng: Mapping[str, Any] | None,
+        *,
+        copies: bool,
+    ) -> Writing:
+        """Make the folder with the files that are short; return what is to be written into it."""
+        world, model = policy.world, policy.model
+        self.finish(world)
+        path = self.folder / f"{PREFIX}{step:06d}"
+        part = self.folder / f".{path.name}.part"
+        snapshot = take_snapshot(policy, random_states() if rng is None else rng, copies=copies)
+        try:
+            with world.together(f"{path.name}: its folder", *UNWRITABLE, patient=True):
+                if world.is_main:
+                    shutil.rmtree(part, ignore_errors=True)
+                    part.mkdir(parents=True)
+                    with as_not_written(part):
+                        if is_adapted(model):
+                            save_adapter_config(model, part)
+                        else:
+                            model.save_pretrained(part, state_dict={})
+                            (part / "model.safetensors").unlink(missing_ok=True)
+                        self.tokenizer.save_pretrained(part)
+        except UNWRITABLE:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        self._writing = Writing(path, part, step, {**(state or {}), "step": step}, snapshot)
+        return self._writing
+
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
         """Restore weights, optimizer and random states from `path`; return the saved state.
 
         Any number of processes may have written it. Raises CheckpointError, before anything
         changes, if a file is not what was written.
         """
-        with policy.world.together(f"{path.name}: its files", CheckpointError, patient=True):
-            if policy.world.is_main:
-                verify(path)
-        if is_adapted(policy.model):
-            with only_tensors(path):
-                load_adapter(policy.model, path)
-        else:
-            with only_tensors(path):
-                saved = type(policy.model).from_pretrained(path, dtype=policy.model.dtype)
-            state = saved.state_dict()
-            for name, tensor in policy.model.state_dict().items():
-                assign(tensor, state[name])
-        policy.load_state_dict(read_state(path))
-        rank = policy.world.rank
+        world = policy.world
+        with world.together(f"{path.name}: its files", CheckpointError, patient=True):
+            verify(path, world.rank, world.size)
+        return self._load(policy, path)
+
+    def _load(self, policy: Policy, path: Path) -> dict[str, Any]:
+        """Do what `load` does with a checkpoint that was verified."""
+        world = policy.world
+        with world.together(f"{path.name}: its content", CheckpointError, patient=True):
+            try:
+                load_weights(policy.model, path, world.rank)
+                policy.load_state_dict(read_state(path, shard_of(policy.model)))
+            except BadWeights as error:
+                raise CheckpointError(str(error)) from error
+            except CheckpointError as error:
+                if world.size > 1:
+                    error.args = (f"rank {world.rank}: {error}",)
+                raise
+        rank = world.rank
         if (path / f"rng-{rank}.pt").exists():
             set_random_states(read_tensors(path / f"rng-{rank}.pt"))
         else:
@@ -173,11 +239,8 @@ class Checkpoints:
         Newer ones are renamed `.corrupt-step-<step>`, since the run will write those steps again.
         Raises CheckpointError, and renames nothing, if no checkpoint is intact.
         """
-        world, name = policy.world, None
-        with world.together("the newest checkpoint", CheckpointError, patient=True):
-            name = latest(self.folder).name if world.is_main else None
-        path = self.folder / str(world.broadcast(name, "the newest checkpoint"))
-        state = self.load(policy, path)
+        path = self._newest_intact(policy.world)
+        state = self._load(policy, path)
         # All processes must see the same folder: rename only after all have read it.
         policy.world.barrier(f"{path.name}: read")
         if policy.world.is_main:
@@ -189,6 +252,26 @@ class Checkpoints:
             self._prune(path)  # a run killed between writing and pruning left one too many
         policy.world.barrier(f"{path.name}: the newest")
         return state
+
+    def _newest_intact(self, world: World) -> Path:
+        """Return the newest checkpoint that verifies; the processes share its files."""
+        own = [path.name for path in newest_first(self.folder)] if world.is_main else []
+        for name in world.broadcast(own, "the checkpoints"):
+            problem = None
+            try:
+                verify(self.folder / name, world.rank, world.size)
+            except CheckpointError as error:
+                problem = str(error)
+            problems = world.exchange([problem], f"{name}: its files", patient=True)
+            first = next((one for one in problems if one is not None), None)
+            if first is None:
+                return self.folder / name
+            if world.is_main:
+                print(f"warning: checkpoint skipped: {first}", file=sys.stderr)
+        with world.together("the newest checkpoint", CheckpointError):
+            if world.is_main:
+                raise CheckpointError(f"{self.folder}: no intact checkpoint. Start a new run.")
+        raise AssertionError  # the main process raised for all
 
     def mark_best(self, policy: Policy, step: int) -> None:
         """Mark the checkpoint of `step` as the best: it is kept, the former best is not."""
@@ -221,8 +304,38 @@ class Checkpoints:
                 shutil.rmtree(path.with_name(f"{PRUNED}{path.name}"))
 
 
+@dataclass(slots=True)
+class Writing:
+    """A checkpoint that this process writes its part of."""
+
+    path: Path
+    part: Path
+    """The folder until it is complete."""
+    step: int
+    state: dict[str, Any]
+    snapshot: Snapshot
+    thread: threading.Thread | None = None
+    written: bool = False
+    digests: dict[str, str] = field(default_factory=dict)
+    failure: Exception | None = None
+
+    def write(self) -> None:
+        """Write the files of this process; an error is kept for `Checkpoints.finish`."""
+        try:
+            with as_not_written(self.part):
+                self.digests = self.snapshot.write(self.part)
+        except Exception as error:
+            self.failure = error
+        self.written = True
+
+    def wait(self) -> None:
+        """Wait for the thread; signals are handled meanwhile."""
+        while self.thread is not None and self.thread.is_alive():
+            self.thread.join(WAKE_S)
+
+
 @contextmanager
-def _as_not_written(part: Path) -> Iterator[None]:
+def as_not_written(part: Path) -> Iterator[None]:
     """Turn errors of torch, safetensors and tokenizers on a full disk into NotWritten."""
     try:
         yield
@@ -231,6 +344,23 @@ def _as_not_written(part: Path) -> Iterator[None]:
         if not isinstance(error, RuntimeError | SafetensorError) and type(error) is not Exception:
             raise
         raise NotWritten(f"{part}: cannot be written: {error}") from error
+
+
+def load_weights(model: PreTrainedModel, path: Path, rank: int) -> None:
+    """Load the weights of a checkpoint into `model`, into a sharded one only this process's rows.
+
+    Raises BadWeights and NotRead.
+    """
+    with only_tensors(path):
+        if is_adapted(model):
+            load_adapter(model, path)
+        elif is_sharded(model) and why_not_sliced(path) is None:
+            SlicedWeights(model, path, rank).fill(model)
+        else:
+            saved = type(model).from_pretrained(path, dtype=model.dtype)
+            state = saved.state_dict()
+            for name, tensor in model.state_dict().items():
+                assign(tensor, state[name])
 
 
 def random_states() -> dict[str, Any]:

@@ -98,8 +98,11 @@ def newest_first(folder: Path) -> list[Path]:
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
-def verify(path: Path) -> None:
-    """Raise CheckpointError, naming the file, unless all files are as they were written."""
+def verify(path: Path, index: int = 0, count: int = 1) -> None:
+    """Raise CheckpointError, naming the file, unless all files are as they were written.
+
+    Of `count` processes that verify a checkpoint together, each reads a part of the bytes.
+    """
     try:
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -107,12 +110,18 @@ def verify(path: Path) -> None:
     own = files.pop(MANIFEST, None) if isinstance(files, dict) else None
     if own is None or own != _digest_of(files):
         raise CheckpointError(f"{path / MANIFEST}: its content is not what was written")
-    for name, written in files.items():
+    sizes = {}
+    for name in files:
+        try:
+            sizes[name] = (path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path / name}: {error}") from error
+    for name in sorted(files, key=lambda name: (-sizes[name], name))[index::count]:
         try:
             read = digest(path / name)
         except OSError as error:
             raise CheckpointError(f"{path / name}: {error}") from error
-        if read != written:
+        if read != files[name]:
             raise CheckpointError(f"{path / name}: its content is not what was written")
     for pattern in READ_BY_LOADERS:
         for extra in path.glob(pattern):
@@ -120,14 +129,21 @@ def verify(path: Path) -> None:
                 raise CheckpointError(f"{extra}: was not written with the checkpoint; remove it")
 
 
-def seal(part: Path) -> None:
-    """Write the manifest, apply the umask to all files, force everything to disk."""
+def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
+    """Write the manifest, apply the umask to all files, force everything to disk.
+
+    `digests` are the sha256 by name of files that were hashed while they were written, and are on
+    disk.
+    """
+    known = digests or {}
     files = sorted(path for path in part.rglob("*") if path.is_file())
-    digests = {str(path.relative_to(part)): digest(path) for path in files}
-    text = json.dumps({**digests, MANIFEST: _digest_of(digests)}, indent=1)
+    names = {str(path.relative_to(part)): path for path in files}
+    found = {name: known.get(name) or digest(path) for name, path in names.items()}
+    text = json.dumps({**found, MANIFEST: _digest_of(found)}, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
     copy_mode(part / MANIFEST, files)
-    for path in (*files, part / MANIFEST, part):
+    others = [path for name, path in names.items() if name not in known]
+    for path in (*others, part / MANIFEST, part):
         sync(path)
 
 

@@ -363,6 +363,9 @@ class CheckpointConfig:
     """Steps between checkpoints; None: only at the end."""
     keep: Whole = Field(default=2, ge=1)
     """Newest checkpoints kept."""
+    in_background: bool = False
+    """Write a copy of the policy while training goes on. The copy takes host memory: weights and
+    optimizer once more. The next checkpoint waits for the one before."""
     keep_best: bool = False
     """Also keep the best by the sampled reward of the evaluations while training (`eval.every`) and
     after it, under checkpoints/best; of equals the earlier one."""

@@ -11,6 +11,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+MMAP_THRESHOLD = -3
+"""glibc's M_MMAP_THRESHOLD of `mallopt`."""
+LARGE = 2**20
+"""Bytes from which on blocks are mapped, with `map_large_blocks`."""
 LEAST_FREE = 256 * 2**20
 """Bytes below which nothing is returned, because getting pages back costs time too."""
 
@@ -38,3 +42,14 @@ def return_free_memory(least: int = LEAST_FREE) -> None:
     library.mallinfo2.restype = _Usage
     if library.mallinfo2().fordblks >= least:
         library.malloc_trim(0)
+
+
+def map_large_blocks() -> None:
+    """Have the C library map every large block, so that a freed one is the system's at once.
+
+    For layers that are gathered and dropped one after the other: with blocks of some megabytes in
+    the heap, a process of four grew to the size of the whole model.
+    """
+    library: Any = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(MMAP_THRESHOLD, LARGE)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -107,17 +106,16 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def save_adapter(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write the adapters with the files that transformers needs to load them onto their base."""
+def save_adapter_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write the files beside the adapters that transformers needs to load them onto their base."""
     config: Any = model.peft_config[ADAPTER]
     config.save_pretrained(folder)
     if model.generation_config is not None:  # has the tokens that end a turn
         model.generation_config.save_pretrained(folder)
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Load the weights that `save_adapter` wrote into the adapters of `model`."""
+    """Load the weights of a checkpoint into the adapters of `model`."""
     from peft.utils import load_peft_weights
 
     state = load_peft_weights(str(folder), device="cpu")

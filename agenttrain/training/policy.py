@@ -33,7 +33,7 @@ from agenttrain.training.batch import (
     stand_in,
 )
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
-from agenttrain.training.heap import return_free_memory
+from agenttrain.training.heap import map_large_blocks, return_free_memory
 from agenttrain.training.kernels import check_kernels, kernel_names
 from agenttrain.training.logprobs import (
     Scorer,
@@ -43,12 +43,14 @@ from agenttrain.training.logprobs import (
 )
 from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, listed, place_of
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
-from agenttrain.training.reference import make_reference
+from agenttrain.training.reference import copy_weights, make_reference
 from agenttrain.training.sharding import (
     Sharding,
     full_tensor,
+    give_storage,
     shard_optimizer_state,
 )
+from agenttrain.training.sliced_weights import SlicedWeights, read_shards
 from agenttrain.training.update import (
     Minibatch,
     loss_inputs,
@@ -85,6 +87,7 @@ class Policy:
         accelerator: Any = None,
         world: World | None = None,
         sharding: Sharding | None = None,
+        weights: SlicedWeights | None = None,
         sampled: bool = False,
     ) -> None:
         """Prepare `model` for training; the reference is a copy of it as it is now.
@@ -95,21 +98,24 @@ class Policy:
         probabilities are those after it.
 
         All processes of `world` begin with the main process's weights. `sharding` None: each holds
-        all of them. `sampled`: an engine of this process samples from `sampler`, which is then an
-        unsharded copy.
+        all of them. With `weights`, which are for a sharded policy, `model` is on the meta device
+        and each process reads its part after it is sharded. `sampled`: an engine of this process
+        samples from `sampler`, which is then an unsharded copy.
         """
         self.world = world or World()
         self.accelerator = accelerator or make_accelerator(training.mixed_precision)
         self.device: torch.device = self.accelerator.device
         # Sharded layers are moved to the device one by one, when they are sharded.
         self.model = model if sharding else model.to(self.device)
+        if sharding and self.device.type == "cpu":
+            map_large_blocks()
         # A slow file system may delay one process by minutes: wait without a limit before the first
         # collective, which has one.
         self.world.exchange((), "the model in every process", patient=True)
         share_weights(self.model, self.world)
         self.sampler = self.model
         if sharding and sampled:
-            self.sampler = copy.deepcopy(self.model).requires_grad_(False).to(self.device)
+            self.sampler = copy.deepcopy(self.model).requires_grad_(False)
         self.step = 0
         self.algorithm = algorithm
         self._config = optimizer
@@ -132,6 +138,10 @@ class Policy:
         self._sharding = sharding
         self._reference = make_reference(self._scorer, self.accelerator, algorithm, sharding)
         self._wrapped = wrap(self._scorer, self.accelerator, sharding)
+        if weights is not None:
+            self._read(weights)
+        if self.sampler is not self.model:
+            self.sampler.to(self.device)
         # Find out how rollouts can be computed, now that the weights are where they are trained.
         self._scorer.choose_layout(self.device, self.world, self.accelerator.autocast())
         if self._reference is not None:
@@ -143,6 +153,22 @@ class Policy:
         built = build_optimizer(self.model, optimizer)
         self._masters = built if isinstance(built, MasterWeights) else None
         self.optimizer = self.accelerator.prepare_optimizer(built)
+
+    def _read(self, weights: SlicedWeights) -> None:
+        """Read this process's part of the weights; give the reference and the sampler theirs."""
+        read_shards(weights, self._scorer, self.storage, self.world)
+        if self._reference is not None:
+            copy_weights(self._reference, self._scorer)
+        if self.sampler is not self.model:
+            give_storage(self.sampler, self.device)
+            self.sampler.tie_weights()
+            self.refresh_sampler()
+
+    @property
+    def storage(self) -> torch.device:
+        """The device that holds the weights between updates."""
+        offload = self._sharding is not None and self._sharding.cpu_offload
+        return torch.device("cpu") if offload else self.device
 
     def kernel_metrics(self) -> dict[str, float]:
         """Return each kernel's share of the attention calls: ``{"training/kernel/flash": 1.0}``."""

@@ -16,7 +16,7 @@ from agenttrain.algorithms.config import Reference as Kind
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.lora import is_adapted
-from agenttrain.training.sharding import Sharding, assign
+from agenttrain.training.sharding import Sharding, assign, give_storage, local_part
 from agenttrain.training.wrapping import shard
 
 SYNCED_ADAPTERS = (
@@ -101,13 +101,26 @@ class SyncedCopy(ReferencePolicy):
             assign(weight, state[name])
 
 
+def copy_weights(reference: ReferencePolicy, policy: Scorer) -> None:
+    """Give a reference that was made without storage the weights of the policy, part by part."""
+    own = reference.scorer
+    if own is policy:
+        return
+    device = next(local_part(weight).device for weight in policy.parameters())
+    give_storage(own, device)
+    with torch.no_grad():
+        for copied, weight in zip(own.parameters(), policy.parameters(), strict=True):
+            local_part(copied).copy_(local_part(weight))
+
+
 def make_reference(
     scorer: Scorer, accelerator: Any, config: AlgorithmConfig, sharding: Sharding | None = None
 ) -> ReferencePolicy | None:
     """Return the configured reference; None without a KL penalty.
 
-    It is the policy as it is now: without its adapters, if it has some, else a copy. Raises
-    ValueError for a synced reference of a model with adapters.
+    It is the policy as it is now: without its adapters, if it has some, else a copy. The copy of a
+    policy without storage gets its weights by `copy_weights`. Raises ValueError for a synced
+    reference of a model with adapters.
     """
     if config.beta == 0:
         return None

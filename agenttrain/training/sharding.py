@@ -7,52 +7,97 @@ that stays gathered from the forward pass to the end of the backward pass.
 
 All processes gather together, so all of them run the same number of forward passes.
 
-In a checkpoint each process writes its part of the policy; any number of processes reads them.
+With `distributed.shard_within=node` the processes of each node hold the parts of a whole model, and
+the processes with the same part, one on each node, sum their gradients.
+
+In a checkpoint each process of the first node, or of all nodes together, writes its part of the
+policy; any number of processes reads them.
 
 policy-0.pt, policy-1.pt, …   like the policy.pt of an unsharded policy, but a tensor of which the
                               process has a part is ``{"part": tensor, "shape": [full shape]}``
 
-Parts follow each other along the first dimension, in rank order. Readers map the files into memory
-and join a tensor only where it is used (`TensorParts`).
+Parts follow each other along the first dimension, in rank order. As many processes as wrote them
+read their own files. Others map all files into memory and read the rows of their parts
+(`TensorParts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agenttrain.training.checkpoint_files import only_tensors
+from agenttrain.training.checkpoint_files import CheckpointError, only_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """Settings of a policy that is sharded over all processes."""
+    """Settings of a policy that is sharded over processes."""
 
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory; layers are copied to the GPU to
     compute."""
+    within: int | None = None
+    """Number of successive ranks that share the weights, and with others only gradients; None: all
+    of them."""
+
+
+class Rows(NamedTuple):
+    """Rows of a tensor's first dimension; a number has one row."""
+
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """A process's place among those that hold the parts of a model."""
+
+    index: int
+    count: int
+    replica: int
+    """Number of the group of processes that together hold the model."""
+
+
 class TensorParts:
-    """A tensor in parts, which may be mapped files; it is joined only where it is used.
+    """A tensor in parts, which may be mapped files; only the rows that are used are read.
 
     So a process that needs a part of every tensor never holds all of them.
     """
 
-    parts: tuple[Tensor, ...]
-    """Consecutive slices of the first dimension."""
-    shape: torch.Size
+    def __init__(self, parts: Sequence[tuple[int, Tensor]], shape: torch.Size, source: str) -> None:
+        """`parts` are pairs of (first row, rows); `source` names files and tensor in errors."""
+        self.shape = shape
+        self._parts, self._source = parts, source
+
+    def rows(self, rows: Rows) -> Tensor:
+        """Return a copy of rows. Raises CheckpointError if no part holds one of them."""
+        found, reached = [], rows.start
+        for first, part in sorted(self._parts, key=lambda pair: pair[0]):
+            own = part[max(reached - first, 0) : max(rows.stop - first, 0)]
+            if len(own) and first <= reached:
+                found.append(own)
+                reached += len(own)
+        if reached < rows.stop:
+            raise CheckpointError(
+                f"{self._source}, of shape {list(self.shape)}: no file holds its rows {reached} to "
+                f"{rows.stop}. The files are not of one checkpoint; resume from another"
+            )
+        if not found:
+            return torch.empty(0, *self.shape[1:], dtype=self._parts[0][1].dtype)
+        return torch.cat(found)
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -69,24 +114,103 @@ def assign(target: Tensor, values: Tensor | TensorParts) -> None:
 
 
 def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
-    """Shard `values`, which every process has, as `target` is sharded; without communication."""
-    if isinstance(values, TensorParts):
-        values = torch.cat(values.parts).reshape(values.shape)
+    """Return the part of `values` that a process needs whose part of them is like `target`."""
     if not isinstance(target, DTensor) or isinstance(values, DTensor):
-        return values
-    mesh, placements = target.device_mesh, target.placements
-    placed = values.to(target.to_local().device)
-    return distribute_tensor(placed, mesh, placements, src_data_rank=None)
+        return values.rows(own_rows(target)) if isinstance(values, TensorParts) else values
+    rows = own_rows(target)
+    if isinstance(values, TensorParts):
+        own = values.rows(rows)
+    else:
+        own = values[rows.start : rows.stop].clone()
+    own = own.to(target.to_local().device)
+    return DTensor.from_local(
+        own,
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )
+
+
+def own_rows(tensor: Tensor) -> Rows:
+    """Return the rows of a tensor that this process holds; all of them if it is not sharded."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for dimension, placement in enumerate(tensor.placements):
+            if placement.is_shard():
+                place = mesh.get_local_rank(dimension)
+                return rows_of_part(rows, place, mesh.size(dimension))
+    return Rows(0, rows)
+
+
+def rows_of_part(rows: int, index: int, count: int) -> Rows:
+    """Return the rows of part `index` of `count`. Example: 5 rows in 3 parts are 2, 2 and 1."""
+    size = ceil(rows / count)
+    start = min(rows, index * size)
+    return Rows(start, min(rows, start + size))
+
+
+def shard_of(model: nn.Module) -> Shard | None:
+    """Return this process's place among the parts of a sharded model; None: it is not sharded."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
+            return Shard(mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), replica)
+    return None
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor; all processes together gather one that is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return the full tensor; all processes together gather one that is sharded.
+
+    It is gathered on the device that computes, also if the parts are kept in host memory.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    parts: Any = tensor
+    if tensor.to_local().device.type != tensor.device_mesh.device_type:
+        parts = tensor.to(tensor.device_mesh.device_type)
+    full: Tensor = parts.full_tensor()
+    return full
+
+
+def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Tensor | None:
+    """Return the full tensor in the process with part `owner`; the others get None.
+
+    All processes that hold a part call it together. An unsharded tensor is in each of them.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor if is_owner else None
+    dimension = tensor.device_mesh.ndim - 1
+    group = tensor.device_mesh.get_group(dimension)
+    count = dist.get_world_size(group)
+    rows, local = tensor.shape[0], tensor.to_local()
+    if local.device.type != tensor.device_mesh.device_type:
+        local = local.to(tensor.device_mesh.device_type)
+    size = ceil(rows / count)
+    part = local
+    if len(local) < size:  # collectives need parts of one size
+        part = local.new_zeros(size, *tensor.shape[1:])
+        part[: len(local)] = local
+    full = local.new_empty(size * count, *tensor.shape[1:]) if is_owner else None
+    parts = None if full is None else list(full.chunk(count))
+    dist.gather(part.contiguous(), parts, group=group, group_dst=owner)
+    return None if full is None else full[:rows]
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor; all of it if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def give_storage(model: nn.Module, device: torch.device | str) -> None:
+    """Give weights on the meta device storage on `device`, for a sharded one that of its part.
+
+    Ties between weights that are not sharded are lost.
+    """
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
 
 def release_gathered(module: Any) -> None:
@@ -104,16 +228,25 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def read_state(folder: Path) -> Any:
+def read_state(folder: Path, shard: Shard | None = None) -> Any:
     """Read the state of a policy, written by any number of processes.
 
-    Tensors are on the CPU, as TensorParts if several processes wrote them.
+    Tensors are on the CPU, as TensorParts if several processes wrote them. A process that is one of
+    as many reads its own part only.
     """
     if (folder / WHOLE).exists():
         return read_tensors(folder / WHOLE)
     count = len(list(folder.glob(PART.format("*"))))
-    paths = [folder / PART.format(rank) for rank in range(count)]
-    return _joined([read_tensors(path, mmap=True) for path in paths])
+    if not count:
+        raise CheckpointError(
+            f"{folder}: has neither {WHOLE} nor {PART.format(0)}, which hold the optimizer. Resume "
+            "from another checkpoint, or start a new run with model.path=<this folder>"
+        )
+    read = [shard.index] if shard is not None and shard.count == count else list(range(count))
+    paths = [folder / PART.format(index) for index in read]
+    parts = [read_tensors(path, mmap=True) for path in paths]
+    source = str(paths[0]) if len(paths) == 1 else f"{paths[0]} to {paths[-1].name}"
+    return _joined(parts, read, count, f"{source}: state")
 
 
 def read_tensors(path: Path, *, mmap: bool = False) -> Any:
@@ -122,27 +255,42 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
         return torch.load(path, weights_only=True, mmap=mmap)
 
 
-def own_part(state: Any) -> Any:
-    """Replace each sharded tensor in a state by this process's part and the tensor's shape."""
+def own_part(state: Any, *, copies: bool = False) -> Any:
+    """Replace each sharded tensor in a state by this process's part and the tensor's shape.
+
+    `copies`: the state does not change when the policy does.
+    """
     if isinstance(state, DTensor):
         # A copy: torch.save writes all of the storage that a view belongs to.
         return {"part": state.to_local().detach().cpu().clone(), "shape": list(state.shape)}
+    if isinstance(state, Tensor) and copies:
+        return state.detach().cpu().clone()
     if isinstance(state, Mapping):
-        return {name: own_part(value) for name, value in state.items()}
+        return {name: own_part(value, copies=copies) for name, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(own_part(value) for value in state)
+        return type(state)(own_part(value, copies=copies) for value in state)
     return state
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """Join the states that all processes wrote, in the order of their ranks."""
+def _joined(parts: Sequence[Any], indices: Sequence[int], count: int, source: str) -> Any:
+    """Join the states that the processes `indices` of `count` wrote."""
     first = parts[0]
     if isinstance(first, dict) and first.keys() == {"part", "shape"}:
-        return TensorParts(tuple(part["part"] for part in parts), torch.Size(first["shape"]))
+        shape = torch.Size(first["shape"])
+        start = rows_of_part(shape[0], indices[0], count).start
+        starts = accumulate((len(part["part"]) for part in parts), initial=start)
+        tensors = [part["part"] for part in parts]
+        return TensorParts(list(zip(starts, tensors, strict=False)), shape, source)
     if isinstance(first, dict):
-        return {name: _joined([part[name] for part in parts]) for name in first}
+        return {
+            name: _joined([part[name] for part in parts], indices, count, f"{source}.{name}")
+            for name in first
+        }
     if isinstance(first, list | tuple):
-        return type(first)(_joined(values) for values in zip(*parts, strict=True))
+        values = enumerate(zip(*parts, strict=True))
+        return type(first)(
+            _joined(value, indices, count, f"{source}.{place}") for place, value in values
+        )
     return first.clone() if isinstance(first, Tensor) else first
 
 

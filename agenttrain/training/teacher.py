@@ -30,6 +30,7 @@ from agenttrain.training.batch import SequenceKey, TrainingSequence
 from agenttrain.training.config import TrainingConfig
 from agenttrain.training.logprobs import Scorer, pack_evenly, score_microbatches
 from agenttrain.training.sharding import Sharding
+from agenttrain.training.sliced_weights import SlicedWeights, read_shards
 from agenttrain.training.world import World
 from agenttrain.training.wrapping import shard
 from agenttrain.types import MAIN, AgenttrainError, Rollout, Trajectory
@@ -66,9 +67,12 @@ class ModelTeacher:
         accelerator: Any,
         world: World | None = None,
         sharding: Sharding | None = None,
+        weights: SlicedWeights | None = None,
         prompt_ids: PromptIds | None = None,
     ) -> None:
         """Move `model` to the device, or shard it; `prompt_ids` None: it reads the policy's prompt.
+
+        With `weights`, which are for a sharded one, `model` is on the meta device until then.
 
         Raises UnsupportedModel for a model whose probabilities cannot be computed here.
         """
@@ -92,6 +96,9 @@ class ModelTeacher:
             self._scorer = accelerator.prepare_model(self._scorer, evaluation_mode=True)
         else:
             shard(self._scorer, accelerator, sharding)
+            if weights is not None:
+                device = torch.device("cpu") if sharding.cpu_offload else self._device
+                read_shards(weights, self._scorer, device, self._world)
         self._scorer.choose_layout(self._device, self._world, accelerator.autocast())
 
     def score(self, sequences: Sequence[TrainingSequence]) -> dict[SequenceKey, Tensor]:

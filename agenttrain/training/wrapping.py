@@ -9,7 +9,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.sharding import Sharding, layers
 from agenttrain.training.world import World
+from agenttrain.types import ConfigError
 
 
 def make_accelerator(mixed_precision: str) -> Accelerator:
@@ -42,7 +43,7 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
 
 
 def share_weights(model: nn.Module, world: World) -> None:
-    """Copy the main process's weights into every process.
+    """Copy the main process's weights into every process, if they have storage.
 
     Call it before any copy is made: DDP shares them too late for the reference and for the
     optimizer's float32 copies.
@@ -50,7 +51,8 @@ def share_weights(model: nn.Module, world: World) -> None:
     if world.size > 1:
         with torch.no_grad():
             for parameter in model.parameters():
-                dist.broadcast(parameter, 0)
+                if not parameter.is_meta:
+                    dist.broadcast(parameter, 0)
 
 
 def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
@@ -69,6 +71,23 @@ def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
     return wrapped
 
 
+def make_mesh(device_type: str, sharding: Sharding) -> DeviceMesh:
+    """Return the mesh of all processes: of one dimension, or of nodes by processes.
+
+    Raises ConfigError if the nodes have different numbers of processes.
+    """
+    size, within = dist.get_world_size(), sharding.within
+    if within is None or within == size:
+        return init_device_mesh(device_type, (size,))
+    if size % within:
+        raise ConfigError(
+            f"distributed.shard_within=node: {size} processes cannot be divided into nodes of "
+            f"{within}; start as many on every node, or set distributed.shard_within=run"
+        )
+    names = ("replicate", "shard")
+    return init_device_mesh(device_type, (size // within, within), mesh_dim_names=names)
+
+
 def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
     """Shard the weights of `scorer` in place; of accelerate, use the mixed precision only.
 
@@ -81,7 +100,7 @@ def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
     if not dist.is_initialized():  # one process may still want to offload
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     device = accelerator.device
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = make_mesh(device.type, sharding)
     precision = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
     offload = OffloadPolicy()
     if sharding.cpu_offload:

@@ -113,13 +113,21 @@ def test_a_run_that_is_killed_twenty_times_equals_one_that_was_not(whole, tmp_pa
     assert_same(folder, whole)
 
 
-def save_until(trained, folder: Path, nth: int) -> int:
+def save_until(trained, folder: Path, nth: int, *, beside: bool) -> int:
     """Write the checkpoint of step 2 in a forked process that dies at the nth operation on files;
-    its exit code, or minus the signal."""
+    its exit code, or minus the signal. `beside`: while the weights change."""
     pid = os.fork()
     if pid == 0:
         arm(Moment(kind="checkpoint", nth=nth))
-        checkpoints(folder).save(trained, step=2)
+        saver = checkpoints(folder)
+        if beside:
+            saver.begin(trained, step=2)
+            with torch.no_grad():  # not an update: `arm` counts them
+                for weight in trained.model.parameters():
+                    weight.add_(1.0)
+            saver.finish(trained.world)
+        else:
+            saver.save(trained, step=2)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -128,7 +136,7 @@ def checkpoints(folder: Path) -> Checkpoints:
     return Checkpoints(folder, tokenizer=tiny.tokenizer(), keep=1)
 
 
-def kill_at_operations(folder: Path, stride: int) -> None:
+def kill_at_operations(folder: Path, stride: int, beside: bool) -> None:
     """Every moment leaves one checkpoint to load, the old one or the new one."""
     trained = policy()
     checkpoints(folder).save(trained, step=1)
@@ -139,7 +147,7 @@ def kill_at_operations(folder: Path, stride: int) -> None:
     for nth in itertools.count(1, stride):
         copy = folder.with_name(f"copy-{nth}") / "checkpoints"
         shutil.copytree(folder, copy, symlinks=True)
-        code = save_until(trained, copy, nth)
+        code = save_until(trained, copy, nth, beside=beside)
         assert code in (0, -signal.SIGKILL), code
         for path in newest_first(copy):
             verify(path)
@@ -156,8 +164,9 @@ def kill_at_operations(folder: Path, stride: int) -> None:
     assert steps.count(1) > 10 // stride and steps.count(2) > 3 // stride, steps
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_checkpoint_that_is_killed_while_it_is_written_never_loads_half(tmp_path, stride):
+def test_a_checkpoint_that_is_killed_while_it_is_written_never_loads_half(tmp_path, stride, beside):
     """At each, or each third, of the operations on files and folders that it takes."""
-    work = partial(kill_at_operations, tmp_path / "checkpoints", stride)
+    work = partial(kill_at_operations, tmp_path / "checkpoints", stride, beside)
     in_child(work, tmp_path / "log.txt")

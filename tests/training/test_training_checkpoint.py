@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 from pathlib import Path
 
@@ -49,6 +50,51 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path: Pat
     assert repr(steps(resumed, 2, 4)) == repr(expected[2:])
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_a_checkpoint_that_is_written_beside_training_is_of_its_step(tmp_path: Path) -> None:
+    settings = {"algorithm": ALGORITHM, "warmup_steps": 3}
+    trained, saver = policy(**settings), checkpoints(tmp_path)
+    steps(trained, 0, 2)
+    saver.begin(trained, step=2, state={"cursor": 24})
+    assert saver.pending == 2
+    expected = steps(trained, 2, 4)
+    path = saver.finish(trained.world)
+    assert path == tmp_path / "step-000002" and saver.pending is None
+    assert saver.finish(trained.world) is None
+    verify(path)
+
+    resumed = policy(**settings)
+    assert checkpoints(tmp_path).load_latest(resumed) == {"cursor": 24, "step": 2}
+    assert repr(steps(resumed, 2, 4)) == repr(expected)
+    for name, tensor in weights(trained).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
+    trained, saver = policy(), checkpoints(tmp_path)
+    saver.begin(trained, step=1)
+    saver.begin(trained, step=2)
+    assert (saver.pending, latest(tmp_path).name) == (2, "step-000001")
+    saver.save(trained, step=3)
+    assert (saver.pending, latest(tmp_path).name) == (None, "step-000003")
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-000002", "step-000003"]
+
+
+def test_a_failure_beside_training_is_raised_where_it_is_finished(tmp_path: Path) -> None:
+    trained, saver = policy(), checkpoints(tmp_path)
+    before = saver.save(trained, step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    weights_size = (before / "model.safetensors").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (weights_size - 1, hard))
+    try:
+        saver.begin(trained, step=2)
+        with pytest.raises(OSError, match="File too large"):
+            saver.finish(trained.world)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
+    verify(saver.save(trained, step=2))
 
 
 def test_every_file_is_as_readable_as_the_umask_allows(tmp_path: Path) -> None:
@@ -332,7 +378,7 @@ def test_a_save_that_dies_leaves_the_earlier_one(
     trained, saver = policy(), checkpoints(tmp_path)
     saver.save(trained, step=1)
 
-    def die(part: Path) -> None:
+    def die(part: Path, digests: dict[str, str]) -> None:
         raise OSError(28, "No space left on device", str(part))
 
     with monkeypatch.context() as patch:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
 from training_cases import policy, random_groups, weights
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +15,7 @@ from agenttrain.commands.export import export
 from agenttrain.trainer import update
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.config import LoraSettings
-from agenttrain.training.lora import adapter_weights, add_lora, save_adapter
+from agenttrain.training.lora import adapter_weights, add_lora, save_adapter_config
 
 
 def base(folder: Path, **settings: object) -> Path:
@@ -29,6 +30,12 @@ def adapted(folder: Path, rank: int = 4, **settings: object):
     torch.manual_seed(0)
     add_lora(model, LoraSettings(rank=rank, **settings))
     return model
+
+
+def write_adapter(model: torch.nn.Module, folder: Path) -> None:
+    """A folder of adapters, as a checkpoint has it."""
+    save_adapter_config(model, folder)
+    save_file(adapter_weights(model), folder / "adapter_model.safetensors")
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -161,7 +168,7 @@ def test_adapters_of_embedding_and_head_are_saved_resumed_and_exported(tmp_path:
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": 8}, {"rank": 4, "alpha": 8.0}])
 def test_loaded_adapters_are_not_taken_for_others(settings: dict, tmp_path: Path) -> None:
     model = adapted(base(tmp_path / "base"))
-    save_adapter(model, tmp_path / "adapters", adapter_weights(model))
+    write_adapter(model, tmp_path / "adapters")
     expected = r"set model.lora.rank=4 model.lora.alpha=32 to continue"
     with pytest.raises(ValueError, match=expected):
         adapted(tmp_path / "adapters", **settings)
@@ -170,7 +177,7 @@ def test_loaded_adapters_are_not_taken_for_others(settings: dict, tmp_path: Path
 
 def test_loaded_adapters_of_other_modules_than_asked_for_are_refused(tmp_path: Path) -> None:
     model = adapted(base(tmp_path / "base"), targets=["q_proj", "v_proj"])
-    save_adapter(model, tmp_path / "adapters", adapter_weights(model))
+    write_adapter(model, tmp_path / "adapters")
     with pytest.raises(ValueError, match=r"holds adapters of q_proj, v_proj; leave it out"):
         adapted(tmp_path / "adapters", targets=["k_proj"])
     for targets in (["v_proj", "q_proj"], ["all-linear"]):

@@ -1,0 +1,379 @@
+"""Weights of a model that is sharded before they are read: each process reads only its rows.
+
+The model has its shapes and no storage (the meta device) until it is sharded. Then `SlicedWeights`
+reads this process's rows of each weight from the safetensors files, converted to the format of the
+model, and under the names that transformers gives them. Weights that transformers converts are
+converted here by the same operations: fused experts from the files of this process's experts, any
+other one from all of its parts, one weight at a time.
+
+Processes of several machines may read different copies of a model. Copies are told apart by inode,
+size and time, and compared by checksums of the shards that were read from them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from agenttrain.training.sharding import Rows, give_storage, local_part, own_rows
+from agenttrain.training.tensor_files import (
+    BadTensorFile,
+    StoredTensor,
+    bytes_of,
+    read_header,
+    read_rows,
+)
+from agenttrain.training.world import World
+from agenttrain.types import AgenttrainError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class BadWeights(AgenttrainError):
+    """The files do not hold the model's weights; the message names file, tensor and rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """Weights that transformers makes of tensors with other names or shapes."""
+
+    converter: WeightConverter
+    sources: tuple[tuple[str, StoredTensor], ...]
+    """Pattern of the converter and tensor, in the order in which transformers collects them."""
+    first: str
+    """Name of the first weight that it makes."""
+
+    @property
+    def by_expert(self) -> bool:
+        """True if row i of the weight is made of the i-th tensor of each pattern alone."""
+        first, *others = self.converter.operations
+        stacks = isinstance(first, MergeModulelist) and first.dim == 0
+        return stacks and all(isinstance(op, Concatenate) and op.dim != 0 for op in others)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A weight: what it is read from, its name, and its full shape and format."""
+
+    name: str
+    source: StoredTensor | Conversion
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def why_not_sliced(folder: Path) -> str | None:
+    """Return why the weights in `folder` cannot be read in slices; None if they can."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("quantization_config"):
+        return "its weights are quantized, and only whole ones can be dequantized"
+    if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
+        return "its weights are not in safetensors files"
+    return None
+
+
+def empty_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model in `folder` on the meta device; its buffers are on the CPU."""
+    config = AutoConfig.from_pretrained(folder)
+    config.name_or_path = str(folder)
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    kept = model._get_dtype_plan(dtype)
+    for name, parameter in model.named_parameters():
+        if any(part in kept for part in name.split(".")):
+            parameter.data = parameter.data.to(torch.float32)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in a model's folder by name. Raises BadTensorFile."""
+    if not (folder / INDEX).is_file():
+        return read_header(folder / SINGLE)
+    index = folder / INDEX
+    try:
+        named: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise BadTensorFile(f"{index}: is no index of weights: {error}") from error
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(set(named.values())):
+        if not (folder / name).is_file():
+            raise BadTensorFile(f"{index}: names {name}, which the folder lacks; copy it too")
+        tensors.update(read_header(folder / name))
+    for name, file in named.items():
+        if name not in tensors:
+            raise BadTensorFile(f"{folder / file}: lacks {name}, which {INDEX} says it has")
+    return tensors
+
+
+class SlicedWeights:
+    """Where each weight of a model is in the files of a folder.
+
+    Example: ``weights = SlicedWeights(model, folder)`` while `model` is on the meta device, and
+    ``weights.fill(model)`` when it is sharded and has storage.
+    """
+
+    def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
+        """Find the weights of `model`, which has no adapters yet.
+
+        Raises BadWeights for one that is missing or has another shape.
+        """
+        self.folder, self.rank = folder, rank
+        try:
+            self._stored = stored_tensors(folder)
+        except (BadTensorFile, OSError) as error:
+            raise BadWeights(f"rank {rank}: {error}") from error
+        self._model = model
+        self._places = {place.name: place for place in self._find(model)}
+        tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            if name in self._places or (name in tied and self._tied_place(name) is not None):
+                continue
+            raise BadWeights(
+                f"rank {rank}: {folder}: none of its {len(self._files)} safetensors files holds "
+                f"{name}, a weight of {type(model).__name__} with shape {list(weight.shape)}. Is "
+                "config.json that of these files? Copy the whole model again"
+            )
+
+    @property
+    def _files(self) -> list[Path]:
+        return sorted({stored.file for stored in self._stored.values()})
+
+    def _tied_place(self, name: str) -> Place | None:
+        """Return the place of the weight that is tied to `name`; None: the files lack it too."""
+        pairs = self._model.all_tied_weights_keys.items()
+        others = chain((b for a, b in pairs if a == name), (a for a, b in pairs if b == name))
+        found = (self._places[other] for other in others if other in self._places)
+        return next(found, None)
+
+    def _find(self, model: PreTrainedModel) -> Iterator[Place]:
+        """Yield the place of each weight and buffer, as transformers matches names."""
+        transforms = get_model_conversion_mapping(model)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        state, prefix = model.state_dict(), model.base_model_prefix
+        collected: dict[str, list[tuple[str, StoredTensor]]] = {}
+        for key in sorted(self._stored, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+            if name not in state and key in state:
+                name, pattern = rename_source_key(key, [], [], prefix, state)
+            if name not in state:
+                continue  # as transformers does: weights of another task
+            if pattern is not None:
+                collected.setdefault(name, []).append((pattern, self._stored[key]))
+                continue
+            self._check(name, state[name], self._stored[key].shape, self._stored[key])
+            yield Place(name, self._stored[key], tuple(state[name].shape), state[name].dtype)
+        model._weight_conversions = [one for one in transforms if one.was_used()]
+        for first, sources in collected.items():
+            converter = by_pattern[sources[0][0]]
+            conversion = Conversion(converter=converter, sources=tuple(sources), first=first)
+            made = self._convert(conversion, conversion.sources, torch.device("meta"))
+            for name, tensor in made.items():
+                self._check(name, state[name], tuple(tensor.shape), sources[0][1])
+                yield Place(name, conversion, tuple(tensor.shape), state[name].dtype)
+
+    def _check(
+        self, name: str, weight: Tensor, shape: tuple[int, ...], stored: StoredTensor
+    ) -> None:
+        """Raise BadWeights for a tensor that cannot be the weight `name`."""
+        where = f"rank {self.rank}: {stored.file}: {stored.name}"
+        if shape != tuple(weight.shape):
+            raise BadWeights(
+                f"{where} has shape {list(shape)}, and by config.json {name} has "
+                f"{list(weight.shape)}. Copy config.json and weights of the same model"
+            )
+        numbers = stored.dtype.is_floating_point and stored.dtype.itemsize > 1
+        if weight.dtype.is_floating_point and not numbers:
+            raise BadWeights(
+                f"{where} has the format {stored.format}, and config.json names no quantization "
+                "that would explain it. Give model.path a folder of float32, float16 or bfloat16 "
+                "weights"
+            )
+
+    def fill(self, model: nn.Module) -> None:
+        """Read this process's rows of every weight into a model that has storage, and buffers.
+
+        Adapters are left alone. Raises BadWeights for a file that changed or is cut.
+        """
+        try:
+            for _, tensor, place in self._weights_of(model):
+                self._read(place, own_rows(tensor), local_part(tensor))
+        except (BadTensorFile, OSError) as error:
+            raise BadWeights(f"rank {self.rank}: {error}") from error
+
+    def _weights_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
+        """Yield each weight once with its name in the files' model and its place."""
+        seen: set[int] = set()
+        for full_name, tensor in model.state_dict(keep_vars=True).items():
+            name = full_name.replace(".base_layer.", ".")
+            place = self._places.get(name) or self._tied_place(name)
+            if place is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor, place
+
+    @torch.no_grad()
+    def _read(self, place: Place, rows: Rows, into: Tensor) -> None:
+        """Read rows of a weight into `into`, which has its format."""
+        source = place.source
+        if isinstance(source, StoredTensor):
+            read_rows(source, rows.start, rows.stop, into)
+            return
+        if rows.stop == rows.start:
+            return
+        sources, start = source.sources, rows.start
+        if source.by_expert:
+            patterns = dict.fromkeys(pattern for pattern, _ in sources)
+            each = {p: [one for one in sources if one[0] == p] for p in patterns}
+            sources = tuple(chain(*(each[p][rows.start : rows.stop] for p in patterns)))
+            start = 0
+        made = self._convert(source, sources, torch.device("cpu"), place.dtype)
+        into.copy_(made[place.name][start : start + rows.stop - rows.start])
+
+    def _convert(
+        self,
+        conversion: Conversion,
+        sources: Sequence[tuple[str, StoredTensor]],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the weights that a conversion makes of `sources`."""
+        converter = deepcopy(conversion.converter)
+        for pattern, stored in sources:
+            tensor = torch.empty(stored.shape, dtype=dtype or stored.dtype, device=device)
+            if device.type != "meta":
+                read_rows(stored, 0, stored.shape[0] if stored.shape else 1, tensor)
+            converter.add_tensor(conversion.first, stored.name, pattern, tensor)
+        made = converter.convert(conversion.first, model=self._model, config=self._model.config)
+        return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+
+    def check_copies(self, model: nn.Module, world: World) -> None:
+        """Raise BadWeights in all processes if some read a copy that differs from the main one's.
+
+        Processes that have the main process's files read the parts of those that have others, and
+        compare checksums.
+        """
+        identities = world.gather([self._identity()], "the files of the weights")
+        own, others = identities[0], [r for r, one in enumerate(identities) if one != identities[0]]
+        if not others:
+            return
+        with_main = [rank for rank, one in enumerate(identities) if one == own]
+        parts = {} if self.rank in with_main else self._digests(model, None)
+        share = (str(self.folder), rows_of(model), parts)
+        shares = world.gather([share], "the checksums of shards")
+        mine = with_main.index(self.rank) if self.rank in with_main else None
+        checked = others[mine :: len(with_main)] if mine is not None else []
+        with world.together("the comparison of shards", BadWeights, patient=True):
+            for other in checked:
+                folder, rows, theirs = shares[other]
+                expected = self._digests(model, rows)
+                for name, digest in theirs.items():
+                    if expected[name] != digest:
+                        raise BadWeights(
+                            f"rank {other}: {Path(folder, self._file_name(name))}: its copy of "
+                            f"{name} differs from that of rank {self.rank}. Copy the model to "
+                            "every machine again, or give all of them one shared folder"
+                        )
+
+    def _file_name(self, name: str) -> str:
+        place = self._places.get(name) or self._tied_place(name)
+        assert place is not None
+        source = place.source
+        stored = source if isinstance(source, StoredTensor) else source.sources[0][1]
+        return stored.file.name
+
+    def _identity(self) -> list[tuple[str, int, int, int]]:
+        states = [(file.name, file.stat()) for file in self._files]
+        return [(name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in states]
+
+    def _digests(self, model: nn.Module, rows: dict[str, Rows] | None) -> dict[str, str]:
+        """Return checksums of a process's part of each weight; None: of this process's part."""
+        found = {}
+        for name, tensor, place in self._weights_of(model):
+            part = local_part(tensor)
+            if rows is not None:
+                shape = (rows[name].stop - rows[name].start, *place.shape[1:])
+                part = torch.empty(shape if place.shape else (), dtype=place.dtype)
+                self._read(place, rows[name], part)
+            found[name] = sha256(bytes_of(part.detach().cpu())).hexdigest()
+        return found
+
+
+def rows_of(model: nn.Module) -> dict[str, Rows]:
+    """Return this process's rows of every weight, by its name without adapters."""
+    state = model.state_dict(keep_vars=True)
+    return {name.replace(".base_layer.", "."): own_rows(tensor) for name, tensor in state.items()}
+
+
+def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world: World) -> None:
+    """Give the sharded `scorer.model` storage on `device` and read its weights.
+
+    Processes wait for one another as long as each of them shows life: a file system that answers
+    for the first time may take minutes. Raises BadWeights, or PeerFailed for another process's.
+    """
+    give_storage(scorer, device)
+    with world.together("the weights in every process", BadWeights, patient=True):
+        weights.fill(scorer.model)
+    weights.check_copies(scorer.model, world)
+
+
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Put CPU tensors of one number, expanded to their shapes, in the place of weights on meta.
+
+    In the block peft draws adapters in memory, as it does beside real weights.
+    """
+    _replace(model, lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape), "meta")
+    expanded = {id(p) for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes}
+    try:
+        yield
+    finally:
+        _replace(
+            model,
+            lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device="meta"),
+            "cpu",
+            expanded,
+        )
+
+
+def _replace(
+    model: nn.Module,
+    make: Callable[[Tensor], Tensor],
+    device: str,
+    only: set[int] | None = None,
+) -> None:
+    """Replace the weights on `device`, or those with the ids `only`; tied ones stay tied."""
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is None or weight.device.type != device:
+                continue
+            if only is not None and id(weight) not in only:
+                continue
+            if id(weight) not in replaced:
+                grad = weight.requires_grad
+                replaced[id(weight)] = nn.Parameter(make(weight.detach()), requires_grad=grad)
+            module._parameters[name] = replaced[id(weight)]

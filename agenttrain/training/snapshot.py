@@ -1,0 +1,187 @@
+"""Snapshots: what each process writes of a checkpoint.
+
+A snapshot is complete in memory, and a copy if training is to go on while it is written. The
+weights are a model folder of transformers, written by all processes together:
+
+    model.safetensors                     all weights, by a policy that is not sharded
+    model-00001-of-00002.safetensors, …   otherwise one file by each process that holds a part
+    model.safetensors.index.json          then names each weight's file
+
+Every weight has one writer. The others send it their parts, so that no process ever holds more of
+the model than it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+from agenttrain.training.checkpoint_files import sync
+from agenttrain.training.lora import WEIGHTS_FILE, adapter_weights, is_adapted
+from agenttrain.training.policy import Policy
+from agenttrain.training.sharding import PART, WHOLE, gather_to, own_part, shard_of
+from agenttrain.training.tensor_files import hashed, write_tensors
+
+INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt"}
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The files that one process writes."""
+
+    writers: dict[str, Callable[[Path], str]] = field(default_factory=dict)
+    """Name of a file -> function that writes it and returns its sha256."""
+    weights: tuple[str, dict[str, int]] | None = None
+    """File and weights with their bytes, if the model's weights are in several files."""
+
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write the files, and force them to disk; return their sha256 by name."""
+        digests = {}
+        # A file's tensors are free as soon as it is written.
+        for name in list(self.writers):
+            digests[name] = self.writers.pop(name)(folder / name)
+            sync(folder / name)
+        return digests
+
+
+def take_snapshot(policy: Policy, rng: Mapping[str, Any], *, copies: bool) -> Snapshot:
+    """Return what this process writes of the policy; all processes together.
+
+    `rng` are its random states. `copies`: in memory of its own, so that the policy can go on.
+    """
+    world, model = policy.world, policy.model
+    shard = shard_of(model)
+    snapshot = Snapshot()
+    snapshot.writers[f"rng-{world.rank}.pt"] = partial(save_hashed, rng)
+    if is_adapted(model):
+        adapters = {n: _on_cpu(t, copies) for n, t in adapter_weights(model).items()}
+        if world.is_main:
+            snapshot.writers[WEIGHTS_FILE] = partial(_save_weights, adapters)
+    else:
+        file, tensors = own_weights(model, is_main=world.is_main, copies=copies)
+        if tensors:
+            snapshot.writers[file] = partial(_save_weights, tensors)
+        if shard is not None and tensors:
+            snapshot.weights = (file, {name: t.nbytes for name, t in tensors.items()})
+    if shard is None and world.is_main:
+        state = policy.state_dict()
+        state = own_part(state, copies=True) if copies else state
+        snapshot.writers[WHOLE] = partial(save_hashed, state)
+    elif shard is not None and not shard.replica:
+        state = own_part(policy.state_dict(), copies=copies)
+        snapshot.writers[PART.format(shard.index)] = partial(save_hashed, state)
+    return snapshot
+
+
+def save_hashed(state: Any, path: Path) -> str:
+    """Write tensors and plain values as `torch.save` does; return the file's sha256."""
+    with hashed(path) as file:
+        stream: Any = file  # torch needs `write` and `flush` only
+        torch.save(state, stream)
+    return file.digest
+
+
+def _save_weights(tensors: Mapping[str, Tensor], path: Path) -> str:
+    return write_tensors(path, tensors, METADATA)
+
+
+def own_weights(
+    model: PreTrainedModel, *, is_main: bool, copies: bool
+) -> tuple[str, dict[str, Tensor]]:
+    """Return a file and the weights that this process writes into it, on the CPU, by name.
+
+    All processes that hold a sharded model call it together.
+    """
+    weights, shard = _untied(model), shard_of(model)
+    if shard is None:
+        own = {n: _on_cpu(t.detach(), copies) for n, t in weights.items()} if is_main else {}
+        return "model.safetensors", _original(model, own)
+    file = f"model-{shard.index + 1:05}-of-{shard.count:05}.safetensors"
+    own = {}
+    if not shard.replica:
+        owners = _owners(model, weights, shard.count)
+        for name, tensor in weights.items():
+            full = gather_to(tensor.detach(), owners[name], is_owner=owners[name] == shard.index)
+            if full is not None:
+                own[name] = _on_cpu(full, copies)
+    return file, _original(model, own)
+
+
+def weights_index(shares: Iterable[tuple[str, dict[str, int]]]) -> dict[str, Any]:
+    """Return the content of the index of (file, {name: bytes}) of each process."""
+    shares = list(shares)
+    return {
+        "metadata": {"total_size": sum(sum(sizes.values()) for _, sizes in shares)},
+        "weight_map": dict(sorted((name, file) for file, sizes in shares for name in sizes)),
+    }
+
+
+def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the model's weights and buffers by name, tied ones under the name that is saved."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    tied = set(model.all_tied_weights_keys)
+    names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        known = names.get(id(tensor))
+        if name not in ignored and (known is None or known in tied):
+            names[id(tensor)] = name
+    return {name: state[name] for name in state if names.get(id(state[name])) == name}
+
+
+def _on_cpu(tensor: Tensor, copies: bool) -> Tensor:
+    on_cpu = tensor.cpu()
+    return on_cpu.clone() if copies and on_cpu is tensor else on_cpu
+
+
+def _original(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights under the names and in the shapes of the files that the model is from."""
+    reverted: Mapping[str, Tensor] = revert_weight_conversion(model, weights)
+    return {name: tensor.contiguous() for name, tensor in reverted.items()}
+
+
+def _owners(model: PreTrainedModel, weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
+    """Return the writer of each weight, so that all of them write about as many bytes.
+
+    The first one writes all weights of a model some of whose tensors in files are made of several
+    weights.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if any(isinstance(one, WeightConverter) for one in conversions):
+        shapes = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in weights.items()
+        }
+        if not _one_by_one(model, shapes):
+            return dict.fromkeys(weights, 0)
+    loads = [0] * count
+    owners = {}
+    for name in sorted(weights, key=lambda name: (-weights[name].nbytes, name)):
+        owners[name] = min(range(count), key=lambda rank: loads[rank])
+        loads[owners[name]] += weights[name].nbytes
+    return owners
+
+
+def _one_by_one(model: PreTrainedModel, shapes: dict[str, Tensor]) -> bool:
+    """Return True if converting the weights one by one gives what converting all of them does."""
+    together = {name: t.shape for name, t in _original(model, shapes).items()}
+    alone: dict[str, torch.Size] = {}
+    for name, tensor in shapes.items():
+        try:
+            made = _original(model, {name: tensor})
+        except Exception:  # an operation that misses its other inputs raises anything
+            return False
+        alone.update((n, t.shape) for n, t in made.items())
+    return alone == together

@@ -1,0 +1,213 @@
+"""Safetensors files, read and written in parts.
+
+A process that holds a part of each weight reads only its rows of a tensor, straight into the
+memory where they stay. The library maps files into memory instead, and every mapped page that was
+read counts as the process's own.
+
+    8 bytes     length of the header, little-endian
+    header      JSON: {"name": {"dtype": "BF16", "shape": [4, 2], "data_offsets": [0, 16]}, ...}
+    data        the tensors' bytes, one after the other
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from agenttrain.types import AgenttrainError
+
+FORMATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Number formats by their names in a header."""
+NAMES = {dtype: name for name, dtype in FORMATS.items()}
+LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library."""
+CHUNK = 2**24
+"""Bytes that are read before they are converted or copied to a device."""
+ALIGNMENT = 8
+"""The data begins at a multiple of this."""
+HASHED_BESIDE = 2**20
+"""Bytes from which on a write is hashed in a thread of its own."""
+
+
+class BadTensorFile(AgenttrainError):
+    """A safetensors file does not hold what it should; the message names file and tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    file: Path
+    name: str
+    format: str
+    """Name of its number format, such as BF16."""
+    shape: tuple[int, ...]
+    start: int
+    """Place of its first byte in the file."""
+    size: int
+    """Number of its bytes."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format. Raises BadTensorFile for one that torch does not have."""
+        if self.format not in FORMATS:
+            raise BadTensorFile(f"{self.file}: {self.name}: unknown number format {self.format}")
+        return FORMATS[self.format]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name. Raises BadTensorFile for a cut or foreign file."""
+    length = file.stat().st_size
+    with file.open("rb") as opened:
+        count = int.from_bytes(opened.read(ALIGNMENT), "little")
+        if count > min(LONGEST_HEADER, length):
+            raise BadTensorFile(f"{file}: is no safetensors file, or is cut; copy it again")
+        try:
+            header = json.loads(opened.read(count))
+            data = ALIGNMENT + count
+            tensors = {
+                name: StoredTensor(
+                    file=file,
+                    name=name,
+                    format=entry["dtype"],
+                    shape=tuple(entry["shape"]),
+                    start=data + entry["data_offsets"][0],
+                    size=entry["data_offsets"][1] - entry["data_offsets"][0],
+                )
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadTensorFile(f"{file}: is no safetensors file: {error}") from error
+    for tensor in tensors.values():
+        if tensor.start + tensor.size > length:
+            raise BadTensorFile(f"{file}: is cut before the end of {tensor.name}; copy it again")
+    return tensors
+
+
+def read_rows(stored: StoredTensor, start: int, stop: int, into: Tensor) -> None:
+    """Read rows `start` to `stop` of the first dimension into `into`, converted to its format."""
+    rows = stored.shape[0] if stored.shape else 1
+    row = stored.size // max(rows, 1)
+    target = into.detach().reshape(-1)
+    if target.numel() == 0:
+        return
+    assert into.is_contiguous(), "rows would be read into a copy"
+    with stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.start + start * row)
+        if target.dtype is stored.dtype and target.device.type == "cpu":
+            _read_exactly(file, target, stored)
+            return
+        size = stored.dtype.itemsize
+        buffer = torch.empty(min(CHUNK // size, target.numel()), dtype=stored.dtype)
+        for begin in range(0, target.numel(), len(buffer)):
+            piece = buffer[: target.numel() - begin]
+            _read_exactly(file, piece, stored)
+            target[begin : begin + len(piece)].copy_(piece)
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the bytes of a contiguous tensor on the CPU as a buffer; they are not copied."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def _read_exactly(file: Any, target: Tensor, stored: StoredTensor) -> None:
+    view = memoryview(bytes_of(target))
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise BadTensorFile(f"{stored.file}: is cut within {stored.name}; copy it again")
+        view = view[count:]
+
+
+class HashedFile:
+    """File that is written from its start to its end, and hashed meanwhile.
+
+    Example: ``with hashed(path) as file: torch.save(state, file)``, then ``file.digest``.
+    """
+
+    def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
+        self._file, self._beside = file, beside
+        self._hash = hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the bytes so far, in hex."""
+        return self._hash.hexdigest()
+
+    def write(self, data: Any) -> int:
+        """Write bytes, or any buffer of them."""
+        view = memoryview(data).cast("B")
+        if len(view) < HASHED_BESIDE:
+            self._hash.update(view)
+            self._write(view)
+            return len(view)
+        # Waited for: torch takes its buffer back when this returns.
+        hashing = self._beside.submit(self._hash.update, view)
+        self._write(view)
+        hashing.result()
+        return len(view)
+
+    def _write(self, view: memoryview) -> None:
+        while view:
+            view = view[self._file.write(view) :]
+
+    def flush(self) -> None:
+        """Do nothing: writes are not buffered."""
+
+
+@contextmanager
+def hashed(path: Path) -> Iterator[HashedFile]:
+    """Open a new file whose bytes are hashed as they are written."""
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="hash") as beside,
+        path.open("wb", buffering=0) as file,
+    ):
+        yield HashedFile(file, beside)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Write a safetensors file of tensors on the CPU; return its sha256."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    place = 0
+    # Larger formats first, so that every tensor is aligned to its own.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in ordered:
+        tensor = tensors[name]
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [place, place + tensor.nbytes],
+        }
+        place += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with hashed(path) as file:
+        file.write(len(text).to_bytes(ALIGNMENT, "little") + text)
+        for name in ordered:
+            if math.prod(tensors[name].shape):
+                file.write(bytes_of(tensors[name].contiguous()))
+    return file.digest

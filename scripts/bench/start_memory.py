@@ -1,0 +1,223 @@
+"""Host memory of a sharded start, and time of a sharded checkpoint: 4 processes over gloo.
+
+A random model of an 8B shape scaled down (36 layers, hidden size 512 of 4096, untied embeddings,
+float32: 0.5 GB) is started, and its checkpoint written, as `distributed=fsdp2` does. Memory is the
+peak of resident memory above that of the process after its imports, of the process with the most;
+a share is the model's bytes / 4. Each time is the median of some repetitions, in turn with that of
+plain files of the same size, written and synced by the same 4 processes. The figures:
+
+    start_rss_over_share              peak while weights are read, over a share and one layer
+    start_rss_with_reference          the same with a frozen reference, over two shares and a layer
+    start_rss_with_trial              peak of the whole start, over a share and a layer: a first
+                                      forward pass gathers embeddings, head and two layers
+    start_rss_whole_model             side by side: each process loads the whole model first
+    start_s, start_s_whole_model      seconds
+    checkpoint_time_over_quarter      a checkpoint, over plain files of a quarter of it per process
+    checkpoint_pause_over_write       the time that training waits for one written in background,
+                                      over the time to write it
+    checkpoint_gb, checkpoint_s       size and seconds
+    read_s                            seconds to verify and read it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+
+PROCESSES = 4
+SHAPE = {
+    "vocab_size": 18_992,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """Start the processes and return what the first one measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder, "model"))
+        figures: dict[str, float] = {}
+        for verb in ("start", "reference", "whole", "save"):
+            figures |= launched(verb, Path(folder), 1 if quick else 3)
+    return figures
+
+
+def write_model(folder: Path) -> None:
+    """Write the model in two files, with as little memory as a process of it gets."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    model.save_pretrained(folder, max_shard_size="300MB")
+
+
+def launched(verb: str, folder: Path, repetitions: int) -> dict[str, float]:
+    """Run this script in 4 processes; return the figures of the first one."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run(
+        [*launch, f"--nproc_per_node={PROCESSES}", __file__, verb, str(folder), str(repetitions)],
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PROCESS": "1"},
+        stdout=sys.stderr,
+    )
+    return json.loads((folder / f"{verb}.json").read_text())
+
+
+def resident(name: str) -> int:
+    """Return bytes of this process: VmRSS is resident memory, VmHWM its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def process(verb: str, folder: Path, repetitions: int) -> None:
+    """Measure one verb in this process."""
+    from agenttrain.training.logprobs import Scorer
+    from agenttrain.training.sharding import layers
+    from agenttrain.training.sliced_weights import empty_model
+    from agenttrain.training.world import World
+
+    world = World.start()
+    model = empty_model(folder / "model", torch.float32)
+    weights = sum(p.nbytes for p in model.parameters())
+    share, layer = weights / world.size, sum(p.nbytes for p in layers(model)[0].parameters())
+    peaks: list[int] = []
+    found_out = Scorer.choose_layout
+
+    def choose_layout(*args: Any, **options: Any) -> None:
+        peaks.append(resident("VmHWM"))
+        found_out(*args, **options)
+
+    Scorer.choose_layout = choose_layout  # type: ignore[method-assign]
+    world.barrier("the imports")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    before, started = resident("VmRSS"), time.perf_counter()
+    policy = start(verb, folder / "model", world)
+    seconds = time.perf_counter() - started
+
+    def over(peak: int, shares: int = 1) -> float:
+        return (world.max(peak) - before) / (shares * share + layer)
+
+    figures: dict[str, float] = {}
+    if verb == "start":
+        figures["start_rss_over_share"] = over(peaks[0])
+        figures["start_rss_with_trial"] = over(resident("VmHWM"))
+        figures["start_s"] = seconds
+    elif verb == "reference":
+        figures["start_rss_with_reference"] = over(peaks[0], shares=2)
+    elif verb == "whole":
+        figures["start_rss_whole_model"] = over(peaks[0])
+        figures["start_s_whole_model"] = seconds
+    else:
+        figures |= checkpoint(policy, folder / "checkpoints", repetitions)
+    if world.is_main:
+        (folder / f"{verb}.json").write_text(json.dumps(figures))
+
+
+def start(verb: str, folder: Path, world: Any) -> Any:
+    """Return the policy, as a run makes it."""
+    from transformers import AutoModelForCausalLM
+
+    from agenttrain.algorithms.config import AlgorithmConfig
+    from agenttrain.training.config import AdamWSettings, TrainingConfig
+    from agenttrain.training.policy import Policy
+    from agenttrain.training.sharding import Sharding
+    from agenttrain.training.sliced_weights import SlicedWeights, empty_model
+
+    weights = None
+    if verb == "whole":
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        model = empty_model(folder, torch.float32)
+        weights = SlicedWeights(model, folder, world.rank)
+    return Policy(
+        model,
+        algorithm=AlgorithmConfig(beta=0.1 if verb == "reference" else 0.0),
+        optimizer=AdamWSettings(),
+        training=TrainingConfig(),
+        temperature=1.0,
+        max_completion_tokens=64,
+        steps=2,
+        world=world,
+        sharding=Sharding(),
+        weights=weights,
+    )
+
+
+def checkpoint(policy: Any, folder: Path, repetitions: int) -> dict[str, float]:
+    """Time checkpoints and plain files in turn."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from agenttrain.training.checkpoint import Checkpoints
+
+    world = policy.world
+    for parameter in policy.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    policy.optimizer.step()  # makes the moments
+    policy.optimizer.zero_grad()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    saver = Checkpoints(folder, tokenizer=tokenizer, keep=1, main=world.is_main)
+
+    def timed(work: Callable[[], object]) -> float:
+        world.barrier("the start of a timing")
+        started = time.perf_counter()
+        work()
+        world.barrier("the end of a timing")
+        return time.perf_counter() - started
+
+    saver.save(policy, step=1)
+    size = sum(file.stat().st_size for file in (folder / "latest").iterdir())
+    seconds: dict[str, list[float]] = {"save": [], "plain": [], "pause": [], "rest": []}
+    for step in range(2, 2 + repetitions):
+        seconds["plain"].append(timed(lambda: plain(folder / f"plain-{world.rank}", size)))
+        seconds["save"].append(timed(lambda step=step: saver.save(policy, step=10 * step)))
+        seconds["pause"].append(timed(lambda step=step: saver.begin(policy, step=10 * step + 1)))
+        seconds["rest"].append(timed(lambda: saver.finish(world)))
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    read = timed(lambda: saver.load_latest(policy))
+    if world.is_main:
+        shutil.rmtree(folder)
+    return {
+        "checkpoint_time_over_quarter": middle["save"] / middle["plain"],
+        "checkpoint_pause_over_write": middle["pause"] / (middle["pause"] + middle["rest"]),
+        "checkpoint_gb": size / 1e9,
+        "checkpoint_s": middle["save"],
+        "read_s": read,
+    }
+
+
+def plain(path: Path, size: int) -> None:
+    """Write this process's part of that many bytes, and force it to disk."""
+    chunk = os.urandom(2**24)
+    with path.open("wb", buffering=0) as file:
+        for _ in range(size // PROCESSES // len(chunk)):
+            file.write(chunk)
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+if __name__ == "__main__":
+    if os.environ.get("PROCESS"):
+        process(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+        from agenttrain.launch.worker import leave
+        from agenttrain.utils.exit_codes import DONE
+
+        leave(DONE)
+    harness.run(__doc__ or "", measure)
