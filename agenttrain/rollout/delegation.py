@@ -159,7 +159,9 @@ class SubAgents:
         """Stop the rollout after this turn's calls; return the error that the tool gets."""
         self.stop = reason
         text = text or f"rollout.max_delegated_tokens={self._limits.max_delegated_tokens}"
-        return ToolFailure(f"the sub-agent was not run to its end: {text}")
+        return ToolFailure(
+            f"the sub-agent was not run to its end: {text} is used up; raise it, or delegate less"
+        )
 
     def begin(
         self, request: SubAgentRequest, prompt: Sequence[int], delegation: Delegation

@@ -85,6 +85,22 @@ def _sizes(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _compaction(config: RunConfig) -> Iterator[str]:
+    """Check that a compacted context fits; the length of the request depends on the template."""
+    rollout, context = config.rollout, config.engine.max_context
+    if rollout.compact_at is None or context is None:
+        return
+    summary = rollout.summary_tokens if rollout.compaction == "summary" else 0
+    needed = rollout.compact_at + rollout.max_turn_tokens + summary
+    if needed > context:
+        asked = f" and rollout.summary_tokens={summary}" if summary else ""
+        yield (
+            f"rollout.compact_at={rollout.compact_at}: with rollout.max_turn_tokens="
+            f"{rollout.max_turn_tokens}{asked} that is {needed} tokens, and engine.max_context="
+            f"{context}; lower one of them, or raise engine.max_context"
+        )
+
+
 def _agent(config: RunConfig) -> Iterator[str]:
     """Check settings that only the run's own loop reads, and rollouts that wait for one another."""
     agent, rollout = config.agent, config.rollout
@@ -248,7 +264,7 @@ def _trackers(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    *(_sizes, _agent, _reference, section_problems, _texts_and_files),
+    *(_sizes, _compaction, _agent, _reference, section_problems, _texts_and_files),
     *(_updates, engine_problems, _evaluation, _guards, shared_problems, _trackers),
 )
 

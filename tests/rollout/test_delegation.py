@@ -97,7 +97,8 @@ def test_delegating_deeper_than_allowed_ends_the_rollout(depth: int) -> None:
     assert len(done.trajectories) == depth + 1
     deepest = done.tool_results[0]
     assert deepest.content == (
-        f"Error: the sub-agent was not run to its end: rollout.max_delegation_depth={depth}"
+        f"Error: the sub-agent was not run to its end: rollout.max_delegation_depth={depth} "
+        "is used up; raise it, or delegate less"
     )
 
 

@@ -429,6 +429,15 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             "user._target_=agenttrain.environments.user.LlmUser: an outside agent holds its own",
         ),
         (
+            (
+                *("engine.max_context=600", "rollout.max_turn_tokens=64"),
+                *("rollout.compaction=summary", "rollout.compact_at=281"),
+            ),
+            # 281 + 64 + 256 = 601
+            "rollout.compact_at=281: with rollout.max_turn_tokens=64 and rollout.summary_tokens=256 "
+            "that is 601 tokens, and engine.max_context=600; lower one of them, or raise",
+        ),
+        (
             ("agent=endpoint", "rollout.compaction=summary", "rollout.compact_at=100"),
             "an outside agent keeps its own context; leave compaction and compact_at out",
         ),
