@@ -434,7 +434,7 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
                 *("rollout.compaction=summary", "rollout.compact_at=281"),
             ),
             # 281 + 64 + 256 = 601
-            "rollout.compact_at=281: with rollout.max_turn_tokens=64 and rollout.summary_tokens=256 "
+            "compact_at=281: with rollout.max_turn_tokens=64 and rollout.summary_tokens=256 "
             "that is 601 tokens, and engine.max_context=600; lower one of them, or raise",
         ),
         (
