@@ -401,6 +401,10 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             "agent.reuse=true",
         ),
         (
+            ("agent=endpoint", "agent.sandbox=bwrap", "agent._target_=my_pkg.solve"),
+            "agent.sandbox=bwrap: only processes are confined; add agent.command=[…]",
+        ),
+        (
             ("agent=endpoint", "agent.port=8000", "distributed=ddp", "distributed.processes=2"),
             "agent.port=8000: with distributed=ddp each process of the run has an endpoint of its",
         ),
