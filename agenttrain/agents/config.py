@@ -74,6 +74,14 @@ def command_parts(value: object) -> list[str]:
     raise ValueError("expected a list of texts, or one text as in a shell")
 
 
+class Sandbox(StrEnum):
+    """Confinement of an agent's processes."""
+
+    none = "none"
+    bwrap = "bwrap"
+    """By bubblewrap: no network but the endpoint, a read-only disk, an empty /tmp of its own."""
+
+
 Command = Annotated[Any, PlainValidator(command_parts, json_schema_input_type=str | list[str])]
 
 
@@ -111,6 +119,8 @@ class AgentConfig:
     per_process: Whole = Field(default=1, ge=1)
     """Tasks that a reused process has at once. With several it must be asynchronous, and the object
     that it prints when one is done has its `rollout_id`."""
+    sandbox: Sandbox = Sandbox.none
+    """Confinement of the processes of `command`; needs Linux and the program bwrap."""
     exit_code_reward: bool = False
     """The exit code is the reward: 0 gives 1, another gives 0 and is no crash."""
     env: list[str] = field(default_factory=list)
@@ -139,6 +149,10 @@ class AgentConfig:
             problems.append(f"agent.{key}: has no effect with agent=none; add agent=endpoint")
         if self.reuse and not self.command:
             problems.append("agent.reuse=true: only processes are reused; add agent.command=[…]")
+        if self.sandbox is not Sandbox.none and not self.command:
+            problems.append(
+                f"agent.sandbox={self.sandbox}: only processes are confined; add agent.command=[…]"
+            )
         if self.per_process > 1 and not self.reuse:
             problems.append(
                 f"agent.per_process={self.per_process}: only reused processes have several tasks "

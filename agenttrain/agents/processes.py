@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -106,8 +106,11 @@ class AgentProcess:
 class CommandAgent:
     """A process for each rollout."""
 
-    def __init__(self, command: Sequence[str], env: dict[str, str], *, exit_code: bool) -> None:
-        """`exit_code`: it is the reward, 1 for 0 and 0 for any other."""
+    def __init__(
+        self, command: Callable[[], Sequence[str]], env: dict[str, str], *, exit_code: bool
+    ) -> None:
+        """`command` returns it when a rollout begins; `exit_code`: it is the reward, 1 for 0 and 0
+        for any other."""
         self._command, self._env, self._exit_code = command, env, exit_code
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
@@ -115,7 +118,7 @@ class CommandAgent:
         out, err = log.with_suffix(".stdout"), log.with_suffix(".stderr")
         with out.open("wb") as stdout, err.open("wb") as stderr:
             env = {**self._env, **assignment.environment()}
-            program = await AgentProcess.start(self._command, env, stdout=stdout, stderr=stderr)
+            program = await AgentProcess.start(self._command(), env, stdout=stdout, stderr=stderr)
         try:
             await program.send(assignment.line())
             assert program.process.stdin is not None

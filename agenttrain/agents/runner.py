@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import socket
+import tempfile
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -23,10 +24,11 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from agenttrain.agents.app import ON_RESET, Open, build_app
 from agenttrain.agents.attempt import Attempt, EndpointRollout, ServedPolicy
-from agenttrain.agents.config import AgentConfig, OnFailure, Served
+from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
 from agenttrain.agents.conversations import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
+from agenttrain.agents.sandbox import check_sandbox, confined
 from agenttrain.agents.task import AgentFailed, AgentTask
 from agenttrain.agents.transport import EndpointTransport
 from agenttrain.agents.workers import WorkerAgent
@@ -157,12 +159,14 @@ class Agents:
         self._asked = asked or (lambda session, question: None)
         self._on_restart = restarted or self._warn_of_restart
         self.folder, self.lockstep = folder, lockstep
-        self._agent = make_agent(settings, folder)
+        self._agent = make_agent(settings, folder, self._command)
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, Open] = {}
         self._app = build_app(self._open.get)
         self._problems: dict[str, str | None] = {}
         self._restarted: set[Restart] = set()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        """Folder of the socket by which sandboxes reach the endpoint."""
         self._server: LoopServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._starting, self._certifying = asyncio.Lock(), asyncio.Lock()
@@ -222,6 +226,16 @@ class Agents:
             self._server.should_exit = True
             await self._serving
             self._server = self._serving = None
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _command(self) -> list[str]:
+        """Return the command of a process, in a sandbox if it is to have one."""
+        command: list[str] = self.settings.command
+        if self._folder is None:
+            return command
+        port = int(self.address.rpartition(":")[2])
+        return confined(command, Path(self._folder.name, "endpoint"), port)
 
     async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
         """Run the agent of a rollout to its end; return its failure and its reward."""
@@ -297,7 +311,13 @@ class Agents:
                 timeout_graceful_shutdown=1,
             )
             self._server = LoopServer(config)
-            self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+            listeners = [listener]
+            if self.settings.sandbox is Sandbox.bwrap:
+                self._folder = tempfile.TemporaryDirectory(prefix="agenttrain-")
+                listeners.append(socket.socket(socket.AF_UNIX))
+                listeners[-1].bind(f"{self._folder.name}/endpoint")
+                listeners[-1].listen(2048)
+            self._serving = asyncio.ensure_future(self._server.serve(sockets=listeners))
             while not self._server.started and not self._serving.done():
                 await asyncio.sleep(0.001)
             shown = ANY_ADDRESS.get(host, host)
@@ -354,8 +374,13 @@ def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
     )
 
 
-def make_agent(settings: AgentConfig, folder: Path) -> OutsideAgent:
-    """Return the agent that the settings describe; `folder` is for output. Raises ValueError."""
+def make_agent(
+    settings: AgentConfig, folder: Path, command: Callable[[], Sequence[str]] = tuple
+) -> OutsideAgent:
+    """Return the agent that the settings describe. Raises ValueError.
+
+    `folder` is for output; `command` returns the command of a process when one is started.
+    """
     if settings._target_ is not None:
         function = locate(settings._target_, key="agent._target_")
         if not asyncio.iscoroutinefunction(function):
@@ -366,7 +391,9 @@ def make_agent(settings: AgentConfig, folder: Path) -> OutsideAgent:
         return FunctionAgent(function)
     if not settings.command:
         return ExternalAgent()
+    if settings.sandbox is Sandbox.bwrap:
+        check_sandbox()
     env = environment_of(settings.env)
     if settings.reuse:
-        return WorkerAgent(settings.command, env, folder, at_once=settings.per_process)
-    return CommandAgent(settings.command, env, exit_code=settings.exit_code_reward)
+        return WorkerAgent(command, env, folder, at_once=settings.per_process)
+    return CommandAgent(command, env, exit_code=settings.exit_code_reward)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -108,9 +108,17 @@ class WorkerAgent:
     """Workers that are used again for further rollouts, unless one was ended in the middle."""
 
     def __init__(
-        self, command: Sequence[str], env: dict[str, str], folder: Path, *, at_once: int = 1
+        self,
+        command: Callable[[], Sequence[str]],
+        env: dict[str, str],
+        folder: Path,
+        *,
+        at_once: int = 1,
     ) -> None:
-        """`at_once`: rollouts of a worker at a time; `folder` gets their common output."""
+        """`command` returns that of a new worker; `at_once`: rollouts of a worker at a time.
+
+        `folder` gets their common output.
+        """
         self._command, self._env = command, env
         self._folder, self._at_once = folder, at_once
         self._workers: list[Worker] = []
@@ -143,7 +151,7 @@ class WorkerAgent:
         places = [w for w in self._workers if not w.retired and len(w.pending) < self._at_once]
         if places:
             return max(places, key=lambda worker: len(worker.pending))
-        worker = Worker(self._command, self._env)
+        worker = Worker(self._command(), self._env)
         if self._at_once > 1:
             self._folder.mkdir(parents=True, exist_ok=True)
             worker.log = (self._folder / f"worker-{self._count}.log").open("ab")

@@ -9,7 +9,7 @@ reinforcement learning differ).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import isqrt
 from pathlib import Path
 
@@ -34,6 +34,8 @@ from agenttrain.utils.text_templates import TextTemplate
 DIVISORS = 6
 """Number of divisors that are suggested, the nearest."""
 LARGEST_DIVISOR_TRIED = 10**6
+BUNDLED_REWARDS = "agenttrain.rewards.builtin."
+ADAPTERS = "agenttrain.environments.adapters."
 
 
 def validate(
@@ -111,6 +113,11 @@ def _agent(config: RunConfig) -> Iterator[str]:
         yield (
             f"environment.{name}: has no effect with agent=endpoint, whose program has its own; "
             "leave it out, or set agent=none"
+        )
+    if agent.port and config.distributed.name is not DistributedName.single:
+        yield (
+            f"agent.port={agent.port}: with distributed={config.distributed.name} each process of "
+            "the run has an endpoint of its own; leave it out"
         )
     if config.user:
         yield (
@@ -259,6 +266,21 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _environments(config: RunConfig) -> Iterator[str]:
+    """Check that some reward reads the turns' rewards of adapters that give them to turns."""
+    targets = [str(section.get("_target_")) for section in config.reward.values()]
+    if not all(target.startswith(BUNDLED_REWARDS) for target in targets):
+        return  # a function of the user's may read them
+    for name, section in config.environment.items():
+        by_turn = isinstance(section, Mapping) and section.get("rewards") == "turns"
+        ours = by_turn and str(section.get("_target_")).startswith(ADAPTERS)
+        if ours and not any(target.endswith(".turn_rewards") for target in targets):
+            yield (
+                f"environment.{name}.rewards=turns: no reward reads the rewards of turns; add "
+                "reward=[turn_rewards], or leave it out"
+            )
+
+
 def _trackers(config: RunConfig) -> Iterator[str]:
     yield from tracker_problems(config.tracker)
 
@@ -266,6 +288,7 @@ def _trackers(config: RunConfig) -> Iterator[str]:
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_sizes, _compaction, _agent, _reference, section_problems, _texts_and_files),
     *(_updates, engine_problems, _evaluation, _guards, shared_problems, _trackers),
+    _environments,
 )
 
 

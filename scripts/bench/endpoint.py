@@ -13,10 +13,9 @@ figures are the medians of the rounds, which start with each of them in turn:
 wall_over_loop_coroutine  an async function with `agent.http_client()`
 wall_over_loop_network    the same with an httpx client of its own for each rollout
 wall_over_loop_reuse      a reused process, `agent.per_process=128`
-wall_over_loop_processes  a process for each rollout, two steps; mostly their start
 cpu_over_loop_…           CPU seconds of the whole command, agents included
-reuse_start_s             seconds that its first step takes longer than the loop's: the start of the
-                          process
+process_start_cpu_s       CPU seconds to start and end the agent's program, which a process for each
+                          rollout adds to each of them
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ SHOP = {
     "coroutine": ["agent=endpoint", "agent._target_=shop_agents.in_process"],
     "network": ["agent=endpoint", "agent._target_=shop_agents.with_httpx"],
     "reuse": ["agent=endpoint", PROGRAM, "agent.reuse=true", "agent.per_process=128"],
-    "processes": ["agent=endpoint", PROGRAM, "steps=2"],
 }
 """The shop agent in the loop and as programs of others."""
 TOOL = {
@@ -140,10 +138,16 @@ def bench(rounds: int) -> dict[str, float]:
     }
 
 
+def children_cpu() -> float:
+    """Return the CPU seconds of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def shop(name: str, steps: int) -> tuple[list[float], float]:
     """Train the shop agent; return the seconds of each step, and the CPU seconds of it all."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = children_cpu()
     with tempfile.TemporaryDirectory() as folder:
         words = [f"steps={steps}", "eval.questions=0", "tracker=none", *SHOP[name]]
         command = [sys.executable, "-m", "agenttrain.cli", "experiment=shop", *words]
@@ -155,9 +159,7 @@ def shop(name: str, steps: int) -> tuple[list[float], float]:
         )
         lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return [row["time/rollout_s"] + row["time/train_s"] for row in rows], cpu
+    return [row["time/rollout_s"] + row["time/train_s"] for row in rows], children_cpu() - before
 
 
 def bench_shop(rounds: int, steps: int) -> dict[str, float]:
@@ -168,22 +170,25 @@ def bench_shop(rounds: int, steps: int) -> dict[str, float]:
         runs = {name: shop(name, steps) for name in names}
         loop, cpu = runs.pop("loop")
         for name, (seconds, spent) in runs.items():
-            among = loop[: len(seconds)]
-            ratios.setdefault(f"wall_over_loop_{name}", []).append(sum(seconds) / sum(among))
-            if name != "processes":
-                ratios.setdefault(f"cpu_over_loop_{name}", []).append(spent / cpu)
-        ratios.setdefault("reuse_start_s", []).append(runs["reuse"][0][0] - loop[0])
+            ratios.setdefault(f"wall_over_loop_{name}", []).append(sum(seconds) / sum(loop))
+            ratios.setdefault(f"cpu_over_loop_{name}", []).append(spent / cpu)
+        before = children_cpu()
+        program = [sys.executable, str(TESTS / "shop_agents.py")]
+        path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "PYTHONPATH": path}
+        subprocess.run(program, check=True, input=b"", env=env)
+        ratios.setdefault("process_start_cpu_s", []).append(children_cpu() - before)
     return {name: round(statistics.median(values), 3) for name, values in ratios.items()}
 
 
 def main() -> None:
     """Print the figures, and write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round of each instead of five")
+    parser.add_argument("--quick", action="store_true", help="one round of each")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
-    rounds = 1 if arguments.quick else 5
-    figures = bench(rounds) | bench_shop(rounds, steps=4 if arguments.quick else 8)
+    figures = bench(1 if arguments.quick else 5)
+    figures |= bench_shop(1 if arguments.quick else 3, steps=4)
     print(json.dumps(figures, indent=2))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures) + "\n")

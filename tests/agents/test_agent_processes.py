@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -157,6 +160,52 @@ def test_a_process_that_holds_a_task_too_long_gets_no_other(tmp_path: Path) -> N
     text = "import time\ndef stall(given):\n    time.sleep(60)\n" + text
     done = asyncio.run(attempts(tmp_path, text, "r0", "r1", reuse=True, per_process=2, timeout_s=2))
     assert [str(rollout.error) for rollout in done] == ["agent.timeout_s=2 passed"] * 2
+
+
+CONFINED = """
+import socket
+given = json.loads(sys.stdin.readline())
+ask(given)
+seen = {}
+try:
+    socket.create_connection(("OUTSIDE", 0), timeout=5)
+except OSError as error:
+    seen["network"] = type(error).__name__
+try:
+    open("WRITTEN", "w")
+except OSError as error:
+    seen["disk"] = error.strerror
+open("/tmp/own", "w").write("x")
+seen["processes"] = len([name for name in os.listdir("/proc") if name.isdecimal()]) < 10
+print(json.dumps({"reward": 1, **seen}))
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_sandbox_reaches_the_endpoint_and_nothing_else(tmp_path: Path, reuse: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # a service of the machine
+        outside = f'"127.0.0.1", {listening.getsockname()[1]}'
+        text = CONFINED.replace('"OUTSIDE", 0', outside)
+        text = text.replace("WRITTEN", str(Path(__file__).parent / "written"))
+        # The program must lie outside /tmp, which the sandbox has for itself.
+        folder = Path(tempfile.mkdtemp(dir=Path(__file__).parent, prefix=".sandbox-"))
+        try:
+            command = program(folder, text)
+            done = rollout(
+                unused, SEVEN, folder=tmp_path, command=command, sandbox="bwrap", reuse=reuse
+            )
+        finally:
+            shutil.rmtree(folder)
+    assert (done.stop_reason, done.error) == (StopReason.completed, None)
+    assert done.environment_reward == 1.0
+    if not reuse:
+        assert json.loads((tmp_path / "rollout.stdout").read_text()) == {
+            "reward": 1,
+            "network": "ConnectionRefusedError",
+            "disk": "Read-only file system",
+            "processes": True,
+        }
 
 
 ORPHANS = """

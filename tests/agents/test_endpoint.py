@@ -16,7 +16,11 @@ import pytest
 import tiny
 from agent_kit import ADD, ASK, TOOLS, ask, client, post, reply, rollout
 
+from agenttrain.agents.attempt import Attempt
+from agenttrain.agents.config import AgentConfig
+from agenttrain.agents.runner import Agents
 from agenttrain.agents.task import AgentTask
+from agenttrain.engines.config import Sampling
 from agenttrain.rollout.ledger import verify
 from agenttrain.tracking.rollouts import read_rollout, rollout_record
 from agenttrain.types import Rollout, StopReason, ToolError
@@ -487,3 +491,39 @@ def test_an_answer_of_which_a_client_read_a_part_is_sampled_once() -> None:
     done = rollout(drive, ADD, SEVEN)
     assert done.counts["agent/requests"] == 2  # the first answer, sent again; another sample
     assert "add" in bodies[0] and "It is 7." in bodies[1]
+
+
+def test_a_large_request_does_not_hold_up_another_rollout(tmp_path) -> None:
+    began, ended = asyncio.Event(), []
+
+    async def drive(agent: AgentTask) -> None:
+        async with client(agent) as http:
+            if agent.rollout_id == "small":
+                await began.wait()
+                await asyncio.sleep(0.05)  # the large one has arrived
+                await ask(http, ASK)
+            else:
+                began.set()
+                large = [{"role": "user", "content": "7 and 8, " * 15_000}]
+                assert (await post(http, large)).status_code == 400
+            ended.append(agent.rollout_id)
+
+    async def both() -> None:
+        config = AgentConfig(name="endpoint", _target_="agent_kit.driven")
+        agents = Agents(config, agent_kit.shared_chat(), tmp_path)
+        engine = agent_kit.engine_of(SEVEN)
+        attempts = [
+            Attempt(task=parts.TASK, sampling=Sampling(), rollout_id=name)
+            for name in ("large", "small")
+        ]
+        agent_kit._drives.append(drive)
+        try:
+            await asyncio.gather(
+                *(agents.attempt(attempt, engine, parts.LIMITS) for attempt in attempts)
+            )
+        finally:
+            agent_kit._drives.pop()
+            await agents.aclose()
+
+    asyncio.run(both())
+    assert ended == ["small", "large"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import shop_agents
+from process_runs import agenttrain
 from same_run import assert_same_weights, metrics
 
 from agenttrain.cli import main
@@ -38,10 +40,10 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sampled(folder: Path) -> list[tuple]:
+def sampled(folder: Path, steps: int = 5) -> list[tuple]:
     """Ids, mask, log-probabilities and rewards of all steps' rollouts, in their order."""
     rows = []
-    for step in range(1, 6):
+    for step in range(1, steps + 1):
         for line in (folder / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines():
             rollout = json.loads(line)
             (trajectory,) = rollout["trajectories"]
@@ -65,3 +67,14 @@ def test_every_program_trains_as_the_loop(agent: str, loop: Path, tmp_path: Path
     assert min(row["grad_norm"] for row in metrics(loop)) > 0  # there is something to learn
     assert sampled(run) == expected
     assert_same_weights(run, loop)
+
+
+def test_two_processes_have_an_endpoint_each(tmp_path: Path, monkeypatch) -> None:
+    """The rollouts and weights of two processes whose agent is the loop, to the bit."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    two = (*SETTINGS, "steps=2", "distributed=ddp", "distributed.processes=2")
+    agenttrain(*two, f"hydra.run.dir={tmp_path / 'loop'}")
+    agent = ("agent=endpoint", WORKER, "agent.reuse=true", "agent.per_process=16")
+    agenttrain(*two, *agent, f"hydra.run.dir={tmp_path / 'run'}")
+    assert sampled(tmp_path / "run", 2) == sampled(tmp_path / "loop", 2)
+    assert_same_weights(tmp_path / "run", tmp_path / "loop")

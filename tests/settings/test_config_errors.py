@@ -425,6 +425,19 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             "agent.reuse=true",
         ),
         (
+            ("agent=endpoint", "agent.sandbox=bwrap", "agent._target_=my_pkg.solve"),
+            "agent.sandbox=bwrap: only processes are confined; add agent.command=[…]",
+        ),
+        (
+            ("agent=endpoint", "agent.port=8000", "distributed=ddp", "distributed.processes=2"),
+            "agent.port=8000: with distributed=ddp each process of the run has an endpoint of its",
+        ),
+        (
+            ("environment=frozen_lake", "environment.gymnasium.rewards=turns"),
+            "environment.gymnasium.rewards=turns: no reward reads the rewards of turns; add "
+            "reward=[turn_rewards], or leave it out",
+        ),
+        (
             ("agent=endpoint", "user=llm", "user.url=http://x/v1", "user.model=x"),
             "user._target_=agenttrain.environments.user.LlmUser: an outside agent holds its own",
         ),
