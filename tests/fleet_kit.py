@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,15 @@ class OutsideStub:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    async def ready(self) -> None:
+        """Wait until it answers."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                with suppress(httpx.HTTPError):
+                    await self.call("GET", "/version")
+                    return
+                await asyncio.sleep(0.05)
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Speak with it."""

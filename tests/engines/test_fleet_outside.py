@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,7 @@ def test_one_that_does_not_load_what_it_was_sent(tmp_path: Path) -> None:
 def test_fewer_than_the_run_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         with outside_stubs(None) as servers:
+            await servers[0].ready()
             later = free_port()
             urls = [servers[0].url, f"http://127.0.0.1:{later}"]
             engine = stubs(tmp_path / "two", count=2, admin_urls=urls, start_s=1.0)
@@ -318,5 +320,7 @@ def test_a_server_by_hand_is_refused_early(
     assert "port=x: give a number from 1 to 65535" in refused("port=x")
     assert "number=1: has no effect beside port=" in refused("port=8000", "number=1")
     assert "servers.cuont=1: unknown key" in refused("port=8000", "servers.cuont=1")
-    with outside_stubs(None) as servers:
-        assert "in use; take another" in refused(f"port={servers[0].port}")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "in use; take another" in refused(f"port={taken.getsockname()[1]}")

@@ -247,7 +247,7 @@ def killed_in_flight(servers: Servers, number: int, victim: Callable[[int], int]
         again = await work
         assert [one.token_ids for one in again] == [one.token_ids for one in expected]
         assert servers.engine.fleet.resent > resent
-        assert await asyncio.to_thread(gone, [group])  # clients go on meanwhile
+        assert await asyncio.to_thread(gone, [group])  # meanwhile the fleet goes on watching
         await until(lambda: servers.all_live())
         assert servers.record(number).boot == boot + 1
         # It serves, and with the weights of now only.
