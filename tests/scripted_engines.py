@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterable, Sequence
 
 from agenttrain import EngineInputs, EngineSpec
@@ -81,6 +82,12 @@ COPY = EngineSpec(
 def broken_reward(rollout) -> float:
     """A reward function with a mistake."""
     return 1 / 0
+
+
+def hanging_reward(rollout) -> float:
+    """A reward function that never ends."""
+    time.sleep(100_000)
+    return 0.0
 
 
 def loud_reward(completions) -> list[float]:

@@ -50,6 +50,10 @@ class Watched(Protocol):
         """Return the rollouts and what each waits for; callable from any thread."""
         ...
 
+    def print_stacks(self) -> None:
+        """Print the stacks of the process that makes them, if it is another one."""
+        ...
+
 
 class Watchdog:
     """Watches one process of a run from a thread, while it is entered.
@@ -181,6 +185,8 @@ class Watchdog:
                 update_summary(folder, status="stalled", stalled_phase=phase, error=message)
 
         tasks = [] if self._collector is None else self._collector.in_flight.tasks()
+        if self._collector is not None:
+            self._collector.print_stacks()
         end_run(Stall(message=message, waiting=self._waiting(), tasks=tasks), path, record)
 
     def _progress(self) -> int:

@@ -64,6 +64,9 @@ class Collector(RolloutContext):
         boxes = (self.toolbox, *self.environments.toolboxes.values())
         return self.in_flight.waiting(call for box in boxes for call in box.running_calls)
 
+    def print_stacks(self) -> None:
+        """Do nothing: the watchdog prints the stacks of this process."""
+
     def blocking(self, limit_s: float) -> str | None:
         """Return the async tool that has blocked the event loop for longer than `limit_s`.
 

@@ -19,6 +19,8 @@ from agenttrain.utils.output import protect
 
 ORPHANED_S = 60.0
 """Seconds that it has to end in good order once the trainer has ended."""
+STACKS = signal.SIGUSR2
+"""Signal at which it prints the stacks of all threads, also while C code holds the interpreter."""
 LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -29,6 +31,7 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     protect()
     faulthandler.enable()
+    faulthandler.register(STACKS)
     end_with_parent(after_s=ORPHANED_S)
     connection = socket.socket(fileno=int(sys.argv[1]))
     # `python -m` has put the current folder first, where it can hide a package.

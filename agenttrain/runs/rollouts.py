@@ -11,6 +11,7 @@ import json
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ from typing import Any
 from agenttrain.engines.base import EngineDead
 from agenttrain.rollout.monitoring import InFlight, Waiting
 from agenttrain.runs.rollout_messages import CODEC, Answered, Begin, Failed, RolloutStatus, Stop
+from agenttrain.runs.rollout_process import STACKS
 from agenttrain.training.world import PeerFailed, World
 from agenttrain.utils.channel import Channel, ChannelClosed
 from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.signals import StopRequest
 
 MODULE = "agenttrain.runs.rollout_process"
+STACKS_S = 1.0
+"""Seconds for the stacks of its threads."""
 END_S = 30.0
 """Seconds that the rollout process has to close its engine and tools before it is killed."""
 
@@ -64,6 +68,12 @@ class RolloutProcess:
     def waiting(self) -> list[Waiting]:
         """Return the rollouts in flight and what each waited for some tenths of a second ago."""
         return self._waiting
+
+    def print_stacks(self) -> None:
+        """Have it print the stacks of its threads, and wait until they are printed here."""
+        with suppress(OSError):
+            self._child.signal(STACKS)
+            time.sleep(STACKS_S)
 
     async def send(self, request: Begin | Stop | Any) -> None:
         """Send a request; raises RolloutsDead."""

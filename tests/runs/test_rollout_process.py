@@ -17,7 +17,7 @@ import pytest
 import scripted_engines
 import yaml
 from process_runs import agenttrain, same
-from same_run import assert_same, metrics
+from same_run import assert_same, assert_same_weights, metrics
 from scripted_engines import KILLED_AT
 
 from agenttrain.cli import main
@@ -54,6 +54,19 @@ def rollouts(folder: Path, step: int) -> list[dict]:
 def state(folder: Path) -> dict:
     """The state of the newest checkpoint, the policy aside."""
     return json.loads((folder / "checkpoints" / "latest" / "state.json").read_text())
+
+
+def without_probe(folder: Path) -> list[dict]:
+    """The metrics of a run but those of the probe."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith("weight_sync/")}
+        for row in metrics(folder)
+    ]
+
+
+def log(folder: Path) -> str:
+    """What the rollout process printed."""
+    return (folder / "logs" / "rollouts.log").read_text()
 
 
 def assert_nothing_left(folder: Path) -> None:
@@ -165,7 +178,7 @@ def test_what_it_prints_goes_to_the_terminal_and_a_file(
     run = (*TINY, SCRIPTED, "steps=1", "eval.questions=0", OWN, f"hydra.run.dir={folder}")
     assert main([*run, reward]) == 0
     assert "12 to score" in capsys.readouterr().err
-    assert (folder / "logs" / "rollouts.log").read_text() == "12 to score\n"
+    assert log(folder) == "12 to score\n"
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["rollout"]["process"] == "own"
 
@@ -173,15 +186,17 @@ def test_what_it_prints_goes_to_the_terminal_and_a_file(
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_two_training_processes_sample_as_one(way: str, tmp_path: Path) -> None:
-    run = (*TINY, COPY, "steps=6", OWN)
+    run = (*TINY, COPY, "steps=5", OWN)
     agenttrain(*run, f"hydra.run.dir={tmp_path / 'one'}")
     two = (f"distributed={way}", "distributed.processes=2")
     agenttrain(*run, *two, f"hydra.run.dir={tmp_path / 'two'}")
-    same(tmp_path / "two", tmp_path / "one", 6)
-    # Stopped and resumed, with a curriculum's and the costs' state from the rollout process.
-    agenttrain(*run, *two, "steps=3", f"hydra.run.dir={tmp_path / 'again'}")
-    agenttrain(f"resume={tmp_path / 'again'}", "steps=6")
-    assert_same(tmp_path / "again", tmp_path / "two")
+    same(tmp_path / "two", tmp_path / "one", 5)
+    # Stopped and resumed: the state of the rollout process is in the checkpoint.
+    agenttrain(*run, *two, "steps=2", f"hydra.run.dir={tmp_path / 'again'}")
+    agenttrain(f"resume={tmp_path / 'again'}", "steps=5")
+    assert_same_weights(tmp_path / "again", tmp_path / "two")
+    # The text of the probe is chosen at the first sync of each process: its rounding is another.
+    assert without_probe(tmp_path / "again") == without_probe(tmp_path / "two")
 
 
 @pytest.mark.slow
@@ -238,6 +253,19 @@ def test_sigterm_saves_and_a_killed_trainer_leaves_nothing(tmp_path: Path) -> No
     agenttrain(f"resume={folder}", f"steps={last}")
     agenttrain(*TINY, COPY, OWN, f"steps={last}", f"hydra.run.dir={tmp_path / 'whole'}")
     assert_same(folder, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_the_watchdog_names_what_hangs_in_the_other_process(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    reward = "reward.exact_match._target_=scripted_engines.hanging_reward"
+    run = (*TINY, SCRIPTED, OWN, "steps=1", "eval.questions=0", f"hydra.run.dir={folder}")
+    with started(*run, reward, "watchdog.rollout_s=5") as hanging:
+        printed, _ = hanging.communicate()
+        assert hanging.returncode == 70
+    assert "stalled: phase rollout of step 1" in printed
+    assert "in hanging_reward" in printed and "in hanging_reward" in log(folder)
+    assert_nothing_left(folder)
 
 
 @pytest.mark.slow
