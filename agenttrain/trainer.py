@@ -176,7 +176,8 @@ class Trainer:
         with self.run.phase("train", n, rollouts=batch.rollouts):
             if isinstance(self.engine, Separate):  # it has a copy of the weights
                 await self.engine.sleep()  # frees its GPU memory for the update
-            training = update(self.policy, batch.groups, self.teacher)
+            with self.policy.updating():
+                training = update(self.policy, batch.groups, self.teacher)
         with self.run.phase("check", n, rollouts=batch.rollouts):
             check_weights(self.policy.model, f"after the update of step {n}", self.run.world)
         if self.engine is not None:

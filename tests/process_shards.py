@@ -24,7 +24,7 @@ from agenttrain.training.config import LoraSettings
 from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding, local_part, own_rows
-from agenttrain.training.sliced_weights import BadWeights, SlicedWeights, empty_model, stand_ins
+from agenttrain.training.sliced_weights import SlicedWeights, WrongWeights, empty_model, stand_ins
 from agenttrain.training.world import PeerFailed, World
 from agenttrain.utils.exit_codes import DONE
 
@@ -111,7 +111,7 @@ def copies(folder: Path, world: World) -> str:
     world.barrier("the copy")
     try:
         start(STARTS["tied"], own, world)
-    except (BadWeights, PeerFailed) as error:
+    except (WrongWeights, PeerFailed) as error:
         return str(error)
     return "none"
 

@@ -91,6 +91,11 @@ HOW = {
     ),
     "adapters": Case(lora=True, algorithm={"beta": 0.1}),
     "offload": Case(offload=True),
+    "state elsewhere between updates": Case(
+        training={"token_budget": 100, "offload_during_rollouts": True},
+        dtype=torch.bfloat16,
+        tolerance=0.02,
+    ),
     "weights for pictures": Case(**RECORDED, pictures=True),
     "teacher": Case(algorithm={"teacher": TeacherConfig(path="t", gate=Gate.failed)}),
     "teacher, none left": Case(
@@ -274,7 +279,8 @@ def run(case: Case, mode: str, world: World) -> dict[str, object]:
     for seed in range(case.steps):
         made = groups(seed, branches=case.branches)
         own = [made[i] if i in share else [] for i in range(GROUPS)]
-        found.append(update(trained, own, teacher))
+        with trained.updating():
+            found.append(update(trained, own, teacher))
         mine = dict(pair for i in share for one in made[i] for pair in advantages_of(one))
         everyone = world.gather([mine])
         advantages.append(dict(sorted(pair for d in everyone for pair in d.items())))

@@ -28,7 +28,7 @@ from agenttrain.training.lora import add_lora, is_adapted
 from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding
-from agenttrain.training.sliced_weights import BadWeights, stand_ins
+from agenttrain.training.sliced_weights import WrongWeights, stand_ins
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import is_hub_id
@@ -86,7 +86,7 @@ def make_policy(
     world = world or World()
     seed_random(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
     sharding = sharding_of(config)
-    with world.together("the files of model.path", BadWeights, patient=True):
+    with world.together("the files of model.path", WrongWeights, patient=True):
         empty = None if sharding is None else load_empty(config, world.rank)
     model, weights = empty or (load_model(config), None)
     if config.model.lora.rank or is_adapted(model):

@@ -20,8 +20,8 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint_files import MANIFEST, loading_options, only_tensors, verify
 from agenttrain.training.policy import Policy
 from agenttrain.training.sliced_weights import (
-    BadWeights,
     SlicedWeights,
+    WrongWeights,
     empty_model,
     why_not_sliced,
 )
@@ -135,7 +135,7 @@ def make_teacher(config: RunConfig, policy: Policy, prompt_ids: PromptIds | None
     model: Any
     if sharding is not None and why_not_sliced(folder) is None:
         model = empty_model(folder, dtype)
-        with world.together(f"the files of {KEY}", BadWeights, patient=True):
+        with world.together(f"the files of {KEY}", WrongWeights, patient=True):
             weights = SlicedWeights(model, folder, world.rank)
     else:
         with only_tensors(folder):

@@ -259,6 +259,12 @@ def _guards(config: RunConfig) -> Iterator[str]:
 def shared_problems(config: RunConfig) -> Iterator[str]:
     """Yield settings that contradict the way in which processes share the policy."""
     mixed = config.training.mixed_precision
+    if config.training.offload_during_rollouts and config.distributed.cpu_offload:
+        yield (
+            "training.offload_during_rollouts=true: has no effect with "
+            "distributed.cpu_offload=true, which keeps the optimizer in host memory during updates "
+            "too; leave one of them out"
+        )
     if config.distributed.name is DistributedName.fsdp2 and mixed is MixedPrecision.fp16:
         yield (
             "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "

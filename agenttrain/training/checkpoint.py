@@ -52,7 +52,7 @@ from agenttrain.training.checkpoint_files import (
 from agenttrain.training.lora import is_adapted, load_adapter, save_adapter_config
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import assign, is_sharded, read_state, read_tensors, shard_of
-from agenttrain.training.sliced_weights import BadWeights, SlicedWeights, why_not_sliced
+from agenttrain.training.sliced_weights import SlicedWeights, WrongWeights, why_not_sliced
 from agenttrain.training.snapshot import INDEX, Snapshot, take_snapshot, weights_index
 from agenttrain.training.world import World
 
@@ -217,7 +217,7 @@ class Checkpoints:
             try:
                 load_weights(policy.model, path, world.rank)
                 policy.load_state_dict(read_state(path, shard_of(policy.model)))
-            except BadWeights as error:
+            except WrongWeights as error:
                 raise CheckpointError(str(error)) from error
             except CheckpointError as error:
                 if world.size > 1:
@@ -349,7 +349,7 @@ def as_not_written(part: Path) -> Iterator[None]:
 def load_weights(model: PreTrainedModel, path: Path, rank: int) -> None:
     """Load the weights of a checkpoint into `model`, into a sharded one only this process's rows.
 
-    Raises BadWeights and NotRead.
+    Raises WrongWeights and NotRead.
     """
     with only_tensors(path):
         if is_adapted(model):

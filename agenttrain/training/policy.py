@@ -42,6 +42,7 @@ from agenttrain.training.logprobs import (
     score_microbatches,
 )
 from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, listed, place_of
+from agenttrain.training.offload import StateOffload
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
 from agenttrain.training.reference import copy_weights, make_reference
 from agenttrain.training.sharding import (
@@ -153,6 +154,10 @@ class Policy:
         built = build_optimizer(self.model, optimizer)
         self._masters = built if isinstance(built, MasterWeights) else None
         self.optimizer = self.accelerator.prepare_optimizer(built)
+        self._offload: StateOffload | None = None
+        if training.offload_during_rollouts:
+            self._offload = StateOffload(built, self.storage)
+            self._offload.to_host()
 
     def _read(self, weights: SlicedWeights) -> None:
         """Read this process's part of the weights; give the reference and the sampler theirs."""
@@ -411,6 +416,18 @@ class Policy:
             for name, parameter in self.model.named_parameters():
                 copied[name].copy_(full_tensor(parameter))
 
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Keep the optimizer's state on the device for the block, if it is elsewhere otherwise."""
+        if self._offload is None:
+            yield
+            return
+        self._offload.to_device()
+        try:
+            yield
+        finally:
+            self._offload.to_host()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next update depends on, besides the weights."""
         scaler = self.accelerator.scaler
@@ -426,7 +443,8 @@ class Policy:
         """Continue from `state_dict()`, written by any number of processes."""
         self.step = state["step"]
         optimizer = self.optimizer.optimizer  # inside accelerate's wrapper
-        self.optimizer.load_state_dict(shard_optimizer_state(optimizer, state["optimizer"]))
+        with self.updating():
+            self.optimizer.load_state_dict(shard_optimizer_state(optimizer, state["optimizer"]))
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self._bonus = EntropyBonus(*state["entropy_bonus"])

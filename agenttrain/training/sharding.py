@@ -54,8 +54,8 @@ class Sharding:
     of them."""
 
 
-class Rows(NamedTuple):
-    """Rows of a tensor's first dimension; a number has one row."""
+class RowRange(NamedTuple):
+    """RowRange of a tensor's first dimension; a number has one row."""
 
     start: int
     stop: int
@@ -82,7 +82,7 @@ class TensorParts:
         self.shape = shape
         self._parts, self._source = parts, source
 
-    def rows(self, rows: Rows) -> Tensor:
+    def rows(self, rows: RowRange) -> Tensor:
         """Return a copy of rows. Raises CheckpointError if no part holds one of them."""
         found, reached = [], rows.start
         for first, part in sorted(self._parts, key=lambda pair: pair[0]):
@@ -133,7 +133,7 @@ def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
     )
 
 
-def own_rows(tensor: Tensor) -> Rows:
+def own_rows(tensor: Tensor) -> RowRange:
     """Return the rows of a tensor that this process holds; all of them if it is not sharded."""
     rows = tensor.shape[0] if tensor.ndim else 1
     if isinstance(tensor, DTensor):
@@ -142,14 +142,14 @@ def own_rows(tensor: Tensor) -> Rows:
             if placement.is_shard():
                 place = mesh.get_local_rank(dimension)
                 return rows_of_part(rows, place, mesh.size(dimension))
-    return Rows(0, rows)
+    return RowRange(0, rows)
 
 
-def rows_of_part(rows: int, index: int, count: int) -> Rows:
+def rows_of_part(rows: int, index: int, count: int) -> RowRange:
     """Return the rows of part `index` of `count`. Example: 5 rows in 3 parts are 2, 2 and 1."""
     size = ceil(rows / count)
     start = min(rows, index * size)
-    return Rows(start, min(rows, start + size))
+    return RowRange(start, min(rows, start + size))
 
 
 def shard_of(model: nn.Module) -> Shard | None:

@@ -36,7 +36,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from agenttrain.training.sharding import Rows, give_storage, local_part, own_rows
+from agenttrain.training.sharding import RowRange, give_storage, local_part, own_rows
 from agenttrain.training.tensor_files import (
     BadTensorFile,
     StoredTensor,
@@ -50,7 +50,7 @@ from agenttrain.types import AgenttrainError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-class BadWeights(AgenttrainError):
+class WrongWeights(AgenttrainError):
     """The files do not hold the model's weights; the message names file, tensor and rank."""
 
 
@@ -138,20 +138,20 @@ class SlicedWeights:
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
         """Find the weights of `model`, which has no adapters yet.
 
-        Raises BadWeights for one that is missing or has another shape.
+        Raises WrongWeights for one that is missing or has another shape.
         """
         self.folder, self.rank = folder, rank
         try:
             self._stored = stored_tensors(folder)
         except (BadTensorFile, OSError) as error:
-            raise BadWeights(f"rank {rank}: {error}") from error
+            raise WrongWeights(f"rank {rank}: {error}") from error
         self._model = model
         self._places = {place.name: place for place in self._find(model)}
         tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
         for name, weight in model.named_parameters(remove_duplicate=False):
             if name in self._places or (name in tied and self._tied_place(name) is not None):
                 continue
-            raise BadWeights(
+            raise WrongWeights(
                 f"rank {rank}: {folder}: none of its {len(self._files)} safetensors files holds "
                 f"{name}, a weight of {type(model).__name__} with shape {list(weight.shape)}. Is "
                 "config.json that of these files? Copy the whole model again"
@@ -199,16 +199,16 @@ class SlicedWeights:
     def _check(
         self, name: str, weight: Tensor, shape: tuple[int, ...], stored: StoredTensor
     ) -> None:
-        """Raise BadWeights for a tensor that cannot be the weight `name`."""
+        """Raise WrongWeights for a tensor that cannot be the weight `name`."""
         where = f"rank {self.rank}: {stored.file}: {stored.name}"
         if shape != tuple(weight.shape):
-            raise BadWeights(
+            raise WrongWeights(
                 f"{where} has shape {list(shape)}, and by config.json {name} has "
                 f"{list(weight.shape)}. Copy config.json and weights of the same model"
             )
         numbers = stored.dtype.is_floating_point and stored.dtype.itemsize > 1
         if weight.dtype.is_floating_point and not numbers:
-            raise BadWeights(
+            raise WrongWeights(
                 f"{where} has the format {stored.format}, and config.json names no quantization "
                 "that would explain it. Give model.path a folder of float32, float16 or bfloat16 "
                 "weights"
@@ -217,13 +217,13 @@ class SlicedWeights:
     def fill(self, model: nn.Module) -> None:
         """Read this process's rows of every weight into a model that has storage, and buffers.
 
-        Adapters are left alone. Raises BadWeights for a file that changed or is cut.
+        Adapters are left alone. Raises WrongWeights for a file that changed or is cut.
         """
         try:
             for _, tensor, place in self._weights_of(model):
                 self._read(place, own_rows(tensor), local_part(tensor))
         except (BadTensorFile, OSError) as error:
-            raise BadWeights(f"rank {self.rank}: {error}") from error
+            raise WrongWeights(f"rank {self.rank}: {error}") from error
 
     def _weights_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
         """Yield each weight once with its name in the files' model and its place."""
@@ -236,7 +236,7 @@ class SlicedWeights:
                 yield name, tensor, place
 
     @torch.no_grad()
-    def _read(self, place: Place, rows: Rows, into: Tensor) -> None:
+    def _read(self, place: Place, rows: RowRange, into: Tensor) -> None:
         """Read rows of a weight into `into`, which has its format."""
         source = place.source
         if isinstance(source, StoredTensor):
@@ -271,7 +271,7 @@ class SlicedWeights:
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 
     def check_copies(self, model: nn.Module, world: World) -> None:
-        """Raise BadWeights in all processes if some read a copy that differs from the main one's.
+        """Raise WrongWeights in all processes if some read a copy that differs from the main one's.
 
         Processes that have the main process's files read the parts of those that have others, and
         compare checksums.
@@ -286,13 +286,13 @@ class SlicedWeights:
         shares = world.gather([share], "the checksums of shards")
         mine = with_main.index(self.rank) if self.rank in with_main else None
         checked = others[mine :: len(with_main)] if mine is not None else []
-        with world.together("the comparison of shards", BadWeights, patient=True):
+        with world.together("the comparison of shards", WrongWeights, patient=True):
             for other in checked:
                 folder, rows, theirs = shares[other]
                 expected = self._digests(model, rows)
                 for name, digest in theirs.items():
                     if expected[name] != digest:
-                        raise BadWeights(
+                        raise WrongWeights(
                             f"rank {other}: {Path(folder, self._file_name(name))}: its copy of "
                             f"{name} differs from that of rank {self.rank}. Copy the model to "
                             "every machine again, or give all of them one shared folder"
@@ -309,7 +309,7 @@ class SlicedWeights:
         states = [(file.name, file.stat()) for file in self._files]
         return [(name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in states]
 
-    def _digests(self, model: nn.Module, rows: dict[str, Rows] | None) -> dict[str, str]:
+    def _digests(self, model: nn.Module, rows: dict[str, RowRange] | None) -> dict[str, str]:
         """Return checksums of a process's part of each weight; None: of this process's part."""
         found = {}
         for name, tensor, place in self._weights_of(model):
@@ -322,7 +322,7 @@ class SlicedWeights:
         return found
 
 
-def rows_of(model: nn.Module) -> dict[str, Rows]:
+def rows_of(model: nn.Module) -> dict[str, RowRange]:
     """Return this process's rows of every weight, by its name without adapters."""
     state = model.state_dict(keep_vars=True)
     return {name.replace(".base_layer.", "."): own_rows(tensor) for name, tensor in state.items()}
@@ -332,10 +332,10 @@ def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world
     """Give the sharded `scorer.model` storage on `device` and read its weights.
 
     Processes wait for one another as long as each of them shows life: a file system that answers
-    for the first time may take minutes. Raises BadWeights, or PeerFailed for another process's.
+    for the first time may take minutes. Raises WrongWeights, or PeerFailed for another process's.
     """
     give_storage(scorer, device)
-    with world.together("the weights in every process", BadWeights, patient=True):
+    with world.together("the weights in every process", WrongWeights, patient=True):
         weights.fill(scorer.model)
     weights.check_copies(scorer.model, world)
 

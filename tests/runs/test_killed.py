@@ -113,6 +113,24 @@ def test_a_run_that_is_killed_twenty_times_equals_one_that_was_not(whole, tmp_pa
     assert_same(folder, whole)
 
 
+@pytest.mark.slow
+def test_a_run_that_saves_beside_training_equals_one_that_does_not(whole, tmp_path):
+    """Also after it was killed amid one of its checkpoints."""
+    folder = tmp_path / "run"
+    beside = ("checkpoint.in_background=true", "training.offload_during_rollouts=true")
+    ended = agenttrain(
+        *(*words(folder), *beside),
+        log=tmp_path / "log.txt",
+        prepare=partial(arm, Moment(kind="checkpoint", steps=6, nth=4)),
+    )
+    assert ended.code == -signal.SIGKILL, ended.said
+    assert 0 < saved(folder) < 8
+    ended = agenttrain(*words(folder), *beside, log=tmp_path / "log.txt")
+    assert ended.code == DONE, ended.said
+    assert saved(folder) == 12
+    assert_same(folder, whole)
+
+
 def save_until(trained, folder: Path, nth: int, *, beside: bool) -> int:
     """Write the checkpoint of step 2 in a forked process that dies at the nth operation on files;
     its exit code, or minus the signal. `beside`: while the weights change."""

@@ -317,6 +317,17 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             "has no effect with distributed=ddp; add distributed=fsdp2",
         ),
         (
+            ("distributed=ddp", "distributed.shard_within=node"),
+            "has no effect with distributed=ddp; add distributed=fsdp2",
+        ),
+        (
+            (
+                *("distributed=fsdp2", "distributed.cpu_offload=true"),
+                "training.offload_during_rollouts=true",
+            ),
+            "which keeps the optimizer in host memory during updates too; leave one of them out",
+        ),
+        (
             ("distributed=fsdp2", "training.mixed_precision=fp16"),
             "each process would scale a part of the gradient; set training.mixed_precision=bf16",
         ),

@@ -14,10 +14,10 @@ from torchrun import torchrun
 from transformers import AutoModelForCausalLM
 
 from agenttrain.training.checkpoint_files import CheckpointError
-from agenttrain.training.sharding import Rows, TensorParts, rows_of_part
+from agenttrain.training.sharding import RowRange, TensorParts, rows_of_part
 from agenttrain.training.sliced_weights import (
-    BadWeights,
     SlicedWeights,
+    WrongWeights,
     empty_model,
     why_not_sliced,
 )
@@ -39,7 +39,7 @@ def test_four_processes_start_with_their_rows_of_the_weights(tmp_path: Path) -> 
         "that of rank 0. Copy the model to every machine again, or give all of them one shared "
         "folder"
     )
-    assert [told[rank]["copies"].removeprefix("rank 0: BadWeights: ") for rank in range(4)] == [
+    assert [told[rank]["copies"].removeprefix("rank 0: WrongWeights: ") for rank in range(4)] == [
         error
     ] * 4
 
@@ -98,7 +98,7 @@ def sliced(folder: Path, rank: int = 2) -> SlicedWeights:
 def test_files_that_miss_a_weight(tmp_path: Path) -> None:
     folder = files(tmp_path)
     changed(folder, model__layers__1__mlp__up_proj__weight=None)
-    with pytest.raises(BadWeights) as raised:
+    with pytest.raises(WrongWeights) as raised:
         sliced(folder)
     assert str(raised.value) == (
         f"rank 2: {folder}: none of its 1 safetensors files holds "
@@ -110,7 +110,7 @@ def test_files_that_miss_a_weight(tmp_path: Path) -> None:
 def test_a_weight_of_another_shape(tmp_path: Path) -> None:
     folder = files(tmp_path)
     changed(folder, model__norm__weight=torch.ones(31))
-    with pytest.raises(BadWeights) as raised:
+    with pytest.raises(WrongWeights) as raised:
         sliced(folder)
     assert str(raised.value) == (
         f"rank 2: {folder}/model.safetensors: model.norm.weight has shape [31], and by config.json "
@@ -123,7 +123,7 @@ def test_a_weight_of_another_number_format(tmp_path: Path, dtype: torch.dtype) -
     folder = files(tmp_path)
     changed(folder, model__norm__weight=torch.ones(32).to(dtype))
     name = {torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}[dtype]
-    with pytest.raises(BadWeights) as raised:
+    with pytest.raises(WrongWeights) as raised:
         sliced(folder)
     assert str(raised.value) == (
         f"rank 2: {folder}/model.safetensors: model.norm.weight has the format {name}, and "
@@ -137,7 +137,7 @@ def test_a_file_that_the_index_names_and_the_folder_lacks(tmp_path: Path) -> Non
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     gone = sorted(set(index["weight_map"].values()))[1]
     (tmp_path / gone).unlink()
-    with pytest.raises(BadWeights) as raised:
+    with pytest.raises(WrongWeights) as raised:
         sliced(tmp_path)
     assert str(raised.value) == (
         f"rank 2: {tmp_path}/model.safetensors.index.json: names {gone}, which the folder lacks; "
@@ -149,7 +149,9 @@ def test_a_file_that_is_cut(tmp_path: Path) -> None:
     folder = files(tmp_path)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(BadWeights, match=r"rank 2: .*model\.safetensors: is cut before the end of"):
+    with pytest.raises(
+        WrongWeights, match=r"rank 2: .*model\.safetensors: is cut before the end of"
+    ):
         sliced(folder)
 
 
@@ -169,22 +171,19 @@ def test_quantized_weights_and_pickles_are_loaded_whole(tmp_path: Path) -> None:
 
 def test_rows_of_parts() -> None:
     # 5 rows in 3 parts: 2, 2, 1; 2 rows in 4 parts: 1, 1, 0, 0
-    assert [rows_of_part(5, i, 3) for i in range(3)] == [Rows(0, 2), Rows(2, 4), Rows(4, 5)]
-    assert [rows_of_part(2, i, 4) for i in range(4)] == [
-        *(Rows(0, 1), Rows(1, 2)),
-        *(Rows(2, 2), Rows(2, 2)),
-    ]
+    assert [tuple(rows_of_part(5, i, 3)) for i in range(3)] == [(0, 2), (2, 4), (4, 5)]
+    assert [tuple(rows_of_part(2, i, 4)) for i in range(4)] == [(0, 1), (1, 2), (2, 2), (2, 2)]
 
 
 def test_rows_that_lie_in_several_parts() -> None:
     rows = torch.arange(10.0).reshape(5, 2)
     parts = TensorParts([(0, rows[:2]), (2, rows[2:4]), (4, rows[4:])], rows.shape, "policy-0.pt")
-    assert parts.rows(Rows(1, 5)).tolist() == [[2, 3], [4, 5], [6, 7], [8, 9]]
-    assert parts.rows(Rows(5, 5)).shape == (0, 2)
+    assert parts.rows(RowRange(1, 5)).tolist() == [[2, 3], [4, 5], [6, 7], [8, 9]]
+    assert parts.rows(RowRange(5, 5)).shape == (0, 2)
     own = TensorParts([(2, rows[2:4])], rows.shape, "policy-1.pt: state.moment")
-    assert own.rows(Rows(2, 4)).tolist() == [[4, 5], [6, 7]]
+    assert own.rows(RowRange(2, 4)).tolist() == [[4, 5], [6, 7]]
     with pytest.raises(CheckpointError) as raised:
-        own.rows(Rows(3, 5))
+        own.rows(RowRange(3, 5))
     assert str(raised.value) == (
         "policy-1.pt: state.moment, of shape [5, 2]: no file holds its rows 4 to 5. The files are "
         "not of one checkpoint; resume from another"

@@ -2,13 +2,14 @@
 
 The model's `Sizes` are read from its config.json and traced without weights. With distributed=ddp
 everything is on every GPU. fsdp2 divides weights, gradients, optimizer state and reference by the
-number of GPUs, and gathers one layer at a time. The engine estimates its own memory.
+number of GPUs, or of those of a node, and gathers one layer at a time. The engine estimates its own
+memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil
 from typing import Any, TypeVar
@@ -17,13 +18,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from agenttrain.engines.memory import EngineLoad, EngineMemory, MemoryItem, When
+from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of, specs
-from agenttrain.launch.config import DistributedName
+from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding
-from agenttrain.training.config import LoraSettings, ModelConfig
+from agenttrain.training.config import Init, LoraSettings, ModelConfig
 from agenttrain.training.footprint import (
     LAYER_GRADIENTS,
     Saved,
@@ -229,14 +230,21 @@ def _training(
     """Yield the parts of weights, gradients, optimizer and a microbatch."""
     distributed = config.distributed
     sharded, host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
-    by, divided = (load.devices, f" / {load.devices}") if sharded else (1, "")
+    by = _parts(config, load)
+    divided = f" / {by}" if sharded else ""
     state = updating(sizes.model, config.optimizer)
     count = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
     yield MemoryItem(name="weights", bytes=sizes.weights // by, why=count, on_host=host)
     numbers = (state.moments + state.masters) // by
     copies = " and float32 copies" if state.masters else ""
     moments = f"{config.optimizer.name}: moments{copies}{divided}"
-    yield MemoryItem(name="optimizer", bytes=numbers, why=moments, on_host=host)
+    if config.training.offload_during_rollouts and machine.kind != "cpu":
+        optimizer = MemoryItem(name="optimizer", bytes=numbers, why=moments, when=(When.update,))
+        yield optimizer
+        moved = f"{moments}; pinned, and kept during updates"
+        yield replace(optimizer, name="offloaded", why=moved, when=EVER, on_host=True)
+    else:
+        yield MemoryItem(name="optimizer", bytes=numbers, why=moments, on_host=host)
     if config.algorithm.beta > 0 and not config.model.lora.rank:
         reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
         yield MemoryItem(name="reference", bytes=sizes.weights // by, why=reference)
@@ -272,6 +280,20 @@ def _training(
     yield from _microbatch(config, sizes, machine, load)
 
 
+def _parts(config: RunConfig, load: Load) -> int:
+    """Return the number of processes that share the weights."""
+    if config.distributed.name is not DistributedName.fsdp2:
+        return 1
+    return load.local if config.distributed.shard_within is ShardWithin.node else load.devices
+
+
+def _read_in_slices(config: RunConfig, model: PreTrainedModel) -> bool:
+    """Return True if each process reads only its rows of the weights (`SlicedWeights`)."""
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    sharded = config.distributed.name is DistributedName.fsdp2
+    return sharded and config.model.init is Init.pretrained and not quantized
+
+
 def _gathered(model: PreTrainedModel) -> int:
     """Return the bytes of a sharded model's weights that are whole during a forward pass.
 
@@ -301,29 +323,46 @@ def _files(
     """Yield the parts of the host's memory that loading and saving take."""
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
     copied = sharded and config.algorithm.beta > 0 and not config.model.lora.rank
+    by = _parts(config, load)
     if sharded or on_gpu:
-        loading = sizes.weights * (2 if copied else 1)
-        why = "each process loads the whole model" + ", and copies it as reference" * copied
+        if _read_in_slices(config, sizes.model):
+            loading, why = sizes.largest_weight, "each process reads its rows, weight by weight"
+        else:
+            loading = sizes.weights * (2 if copied else 1)
+            why = "each process loads the whole model" + ", and copies it as reference" * copied
         if config.algorithm.teacher.path is not None:  # one after the other
-            taught = (weight_bytes(_teacher(config)), "each process loads the whole teacher")
+            teacher = _teacher(config)
+            taught = (weight_bytes(teacher), "each process loads the whole teacher")
+            if _read_in_slices(config, teacher):
+                largest = max(p.nbytes for p in teacher.parameters())
+                taught = (largest, "each process reads its rows of the teacher, weight by weight")
             loading, why = max((loading, why), taught)
         yield MemoryItem(name="loading", bytes=loading, why=why, when=(When.start,), on_host=on_gpu)
-    if (sharded or on_gpu) and not config.model.lora.rank:
-        why = "the first process writes all weights"
+    beside = config.checkpoint.in_background
+    # A copy that is written in background stays while training goes on.
+    when = EVER if beside else (When.checkpoint,)
+    copy = ", a copy that is written in background" if beside else ""
+    if (sharded or on_gpu or beside) and not config.model.lora.rank:
+        why = f"each process writes its part of the weights{copy}"
         yield MemoryItem(
             name="written weights",
-            bytes=sizes.weights,
-            why=why,
-            when=(When.checkpoint,),
+            bytes=sizes.weights // by,
+            why=why if sharded else f"the first process writes all weights{copy}",
+            when=when,
             on_host=on_gpu,
-            once=True,
+            once=not sharded,
         )
-    if sharded:
+    if sharded or beside:
         state = updating(sizes.model, config.optimizer)
-        written = (state.moments + state.masters) // load.devices
-        why = "each process writes a copy of its part of the optimizer"
-        when = (When.checkpoint,)
-        yield MemoryItem(name="written state", bytes=written, why=why, when=when, on_host=on_gpu)
+        who = "each process writes a copy of its part" if sharded else "the first process: a copy"
+        yield MemoryItem(
+            name="written state",
+            bytes=(state.moments + state.masters) // by,
+            why=f"{who} of the optimizer{', in background' if beside else ''}",
+            when=when,
+            on_host=on_gpu,
+            once=not sharded,
+        )
 
 
 def _microbatch(
