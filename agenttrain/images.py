@@ -28,8 +28,10 @@ MOST_PIXELS = 16_777_216
 MOST_ASPECT = 200
 """Longest side of an image relative to its shortest: image processors refuse more."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
-"""First bytes of these formats; WEBP is recognised apart."""
+MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"II*\x00", b"MM\x00*")
+"""First bytes of these formats. WEBP is recognised apart, and BMP, whose two are a common text, is
+not."""
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 KEPT = ("PNG", "JPEG")
 """Formats whose files are kept as they are, where nothing about them has to change."""
 
@@ -245,6 +247,18 @@ def is_array(value: object) -> bool:
     """Return True for an array of the shape and type of an image: uint8 [h, w, 1, 3 or 4]."""
     shape = getattr(value, "shape", ())
     return str(getattr(value, "dtype", "")) == "uint8" and len(shape) == 3 and shape[2] in (1, 3, 4)
+
+
+def is_image(value: object) -> bool:
+    """Return True for a value of a tool that is an image: of Pillow, an array, a file, its path.
+
+    A text is never one.
+    """
+    if isinstance(value, Image) or is_picture(value) or is_array(value):
+        return True
+    if isinstance(value, bytes | bytearray):
+        return is_file(bytes(value[:16]))
+    return isinstance(value, Path) and value.suffix.lower() in ENDINGS
 
 
 def is_file(data: bytes) -> bool:

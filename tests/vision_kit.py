@@ -82,7 +82,7 @@ def pixels(width: int = 16, height: int = 8, seed: int = 0) -> np.ndarray:
 def file_bytes(width: int = 16, height: int = 8, seed: int = 0, kind: str = "PNG") -> bytes:
     """A picture as the bytes of a file."""
     file = io.BytesIO()
-    Pillow.fromarray(pixels(width, height, seed)).save(file, kind)
+    Pillow.fromarray(pixels(width, height, seed)).save(file, kind, compress_level=1)
     return file.getvalue()
 
 

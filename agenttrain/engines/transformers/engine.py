@@ -24,6 +24,7 @@ from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.decoder import Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler
 from agenttrain.engines.transformers.worker import EngineStats, EngineWorker
+from agenttrain.images import PlacedImage
 from agenttrain.types import Completion
 from agenttrain.utils.threads import current_gpu, settle
 
@@ -65,7 +66,7 @@ class TransformersEngine:
         *,
         session: str,
         parent: str | None = None,
-        images: Sequence[object] = (),
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
         """Implement `Engine.generate`; prefill only the tokens that the session's cache lacks.
 
