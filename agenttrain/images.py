@@ -70,8 +70,13 @@ class PlacedImage:
     image: Image
     start: int
     """Position of the first placeholder."""
-    tokens: int
-    """Number of placeholders."""
+    grid: tuple[int, int]
+    """Rows and columns of the image's vectors."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of placeholders."""
+        return self.grid[0] * self.grid[1]
 
     @property
     def end(self) -> int:
@@ -81,7 +86,7 @@ class PlacedImage:
 
 def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
     """Return the images at positions that are larger by `by`."""
-    return tuple(PlacedImage(one.image, one.start + by, one.tokens) for one in images)
+    return tuple(PlacedImage(one.image, one.start + by, one.grid) for one in images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +157,7 @@ class Placeholders:
         for image in images:
             while position < len(ids) and ids[position] != self.token_id:
                 position += 1
-            placed.append(PlacedImage(image, position, self.tokens(image)))
+            placed.append(PlacedImage(image, position, self.grid(image)))
             position = placed[-1].end
         covered = {i for one in placed for i in range(one.start, one.end)}
         if covered != {i for i, token_id in enumerate(ids) if token_id == self.token_id}:
@@ -233,7 +238,7 @@ def read_image(value: Any, *, most_pixels: int = MOST_PIXELS, folder: Path | Non
     if is_picture(value):
         return _from_pillow(value, most_pixels)
     if is_array(value):
-        return _from_pillow(_picture_of(value), most_pixels)
+        return _from_pillow(_from_array(value), most_pixels)
     raise BadImage(f"a {type(value).__name__} is no image")
 
 
@@ -341,7 +346,7 @@ def _from_pillow(picture: Any, most_pixels: int) -> Image:
     return _image(file.getvalue(), *picture.size)
 
 
-def _picture_of(array: Any) -> Any:
+def _from_array(array: Any) -> Any:
     from PIL import Image as Pillow
 
     height, width, channels = array.shape
@@ -352,3 +357,12 @@ def _picture_of(array: Any) -> Any:
 def _image(data: bytes, width: int, height: int) -> Image:
     digest = hashlib.sha256(data).hexdigest()
     return Image(data=data, sha256=digest, width=width, height=height)
+
+
+def picture_of(image: Image) -> Any:
+    """Return an image as one of Pillow's."""
+    from PIL import Image as Pillow
+
+    with Pillow.open(io.BytesIO(image.data), formats=KEPT) as picture:
+        picture.load()
+        return picture

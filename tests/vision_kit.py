@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import tiny
 import torch
 from PIL import Image as Pillow
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.loading import load_spec
+from agenttrain.engines.vision import Vision
 from agenttrain.images import Image, Placeholders, read_image
 
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -151,10 +154,15 @@ PREPROCESSOR = {
 }
 
 
+def vision(*, frozen: bool = True) -> Vision:
+    """The image processor of `model()`."""
+    names = ("patch_size", "merge_size", "temporal_patch_size", "size", "image_mean", "image_std")
+    processor = Qwen2VLImageProcessorPil(**{name: PREPROCESSOR[name] for name in names})
+    return Vision(placeholders(), processor, frozen=frozen)
+
+
 def save(folder: Path) -> Path:
     """Write model, tokenizer and image processor to a folder."""
-    import json
-
     model().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))

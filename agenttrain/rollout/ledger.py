@@ -135,12 +135,12 @@ def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> Non
     if placed != [one for one in trajectory.images if one.start >= trajectory.context_length]:
         raise LedgerError(f"{trajectory.name}: its images are not those of its spans")
     for one in trajectory.images:
-        wanted = chat.placeholders.tokens(one.image)
+        wanted = chat.placeholders.grid(one.image)
         found = sum(token_id == placeholder for token_id in ids[one.start : one.end])
-        if not wanted == one.tokens == found:
+        if wanted != one.grid or found != one.tokens:
             raise LedgerError(
                 f"{trajectory.name} position {one.start}: the {one.image} has {wanted} vectors, "
-                f"its span says {one.tokens}, and {found} placeholders stand there"
+                f"its span says {one.grid}, and {found} placeholders stand there"
             )
     context = [span for span in trajectory.spans if span.origin is not Origin.sampled]
     count = sum(token_id == placeholder for span in context for token_id in span.token_ids)

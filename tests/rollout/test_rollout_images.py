@@ -200,12 +200,12 @@ def test_broken_ledgers_are_refused() -> None:
         first, second = (i for i, s in enumerate(trajectory.spans) if s.images and i)
         for here, there in ((first, WIDE_OTHER), (second, SMALL_OTHER)):
             (own,) = trajectory.spans[here].images
-            other = (PlacedImage(there, own.start, own.tokens),)
+            other = (PlacedImage(there, own.start, own.grid),)
             trajectory.spans[here] = replace(trajectory.spans[here], images=other)
 
     def of_another_size(trajectory: Any) -> None:
         at = next(i for i, s in enumerate(trajectory.spans) if s.images and i)
-        other = (PlacedImage(vision_kit.picture(64, 8), 0, 3),)
+        other = (PlacedImage(vision_kit.picture(64, 8), 0, (1, 3)),)
         trajectory.spans[at] = replace(trajectory.spans[at], images=other)
 
     def lost_message(trajectory: Any) -> None:
@@ -214,7 +214,7 @@ def test_broken_ledgers_are_refused() -> None:
     assert "7 placeholders of images, but its spans know images with 4" in broken(dropped)
     assert "its spans know images with" in broken(duplicated)
     assert "its messages hold the images" in broken(swapped)
-    assert "has 8 vectors, its span says 3, and 3 placeholders stand there" in broken(
+    assert "has (1, 8) vectors, its span says (1, 3), and 3 placeholders stand there" in broken(
         of_another_size
     )
     assert "its messages hold the images" in broken(lost_message)
