@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +76,13 @@ class Layout:
     """
 
     images: tuple[PlacedImage, ...]
+
+    def __post_init__(self) -> None:
+        for one, following in pairwise(self.images):
+            if one.end > following.start:
+                raise BadImage(
+                    f"{one.image} and {following.image}: both stand at position {following.start}"
+                )
 
     def positions(self, first: int, last: int) -> np.ndarray:
         """Return the positions of tokens `first` to `last` - 1, [3, T]."""

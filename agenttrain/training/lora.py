@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from agenttrain.training.attention import backbone
 from agenttrain.training.checkpoint_files import loading_options
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.sharding import assign, full_tensor
@@ -22,6 +23,8 @@ from agenttrain.utils.names import did_you_mean
 ADAPTER = "default"
 """peft's name of the only adapter."""
 WEIGHTS_FILE = "adapter_model.safetensors"
+VISION_TOWER = r".*\bvisual\b.*"
+"""Matches the modules of a vision tower, which gets no adapters."""
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -53,6 +56,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
             target_modules="all-linear" if targets == ["all-linear"] else list(targets),
+            exclude_modules=VISION_TOWER if hasattr(backbone(model), "visual") else None,
             task_type="CAUSAL_LM",
         )
         try:
