@@ -97,9 +97,8 @@ class Placeholders:
     an image of 64 x 96 pixels has ``grid(image) == (3, 2)`` and 6 tokens.
     """
 
-    token: str
-    """Text of the placeholder, e.g. ``<|image_pad|>``."""
     token_id: int
+    """Id of the placeholder, e.g. of ``<|image_pad|>``."""
     patch: int
     """Pixels of a patch's side."""
     merge: int
@@ -137,8 +136,8 @@ class Placeholders:
         count = sum(token_id == self.token_id for token_id in ids)
         if count != len(images):
             raise BadImage(
-                f"the chat template writes {count} placeholders ({self.token}) for {len(images)} "
-                "images"
+                f"the chat template writes {count} placeholders (id {self.token_id}) for "
+                f"{len(images)} images"
             )
         left = iter(images)
         expanded: list[int] = []

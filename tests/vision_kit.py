@@ -55,7 +55,6 @@ def pad() -> int:
 def placeholders() -> Placeholders:
     """The placeholders of `model()`."""
     return Placeholders(
-        token="<|image_pad|>",
         token_id=pad(),
         patch=PATCH,
         merge=2,

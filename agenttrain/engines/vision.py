@@ -22,6 +22,7 @@ from torch import Tensor
 
 from agenttrain.images import BadImage, Image, PlacedImage, Placeholders, picture_of
 
+PROCESSOR_FILE = "preprocessor_config.json"
 CACHED_TOKENS = 2**18
 """Placeholders whose features are kept: at hidden size 2,048 in 16 bits, with three deepstack
 layers, 4 GiB."""
@@ -124,8 +125,19 @@ def _text(position: int, count: int) -> np.ndarray:
 class Vision:
     """The images of one model: pixels by its image processor, features by its vision tower."""
 
-    def __init__(self, placeholders: Placeholders, processor: Any, *, frozen: bool = True) -> None:
-        """`frozen`: the tower is never trained, so that features stay the same all run."""
+    def __init__(
+        self,
+        placeholders: Placeholders,
+        processor: Any,
+        *,
+        frozen: bool = True,
+        settings: bytes = b"",
+    ) -> None:
+        """`frozen`: the tower is never trained, so that features stay the same all run.
+
+        `settings` is the content of the processor's file, for checkpoints.
+        """
+        self.settings = settings
         self.placeholders, self.frozen = placeholders, frozen
         self._processor = processor
         self._cache: OrderedDict[str, Features] = OrderedDict()
@@ -135,7 +147,11 @@ class Vision:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Vision:
         # The copy of a model, e.g. the reference, has the same frozen tower, or another one.
-        return self if self.frozen else Vision(self.placeholders, self._processor, frozen=False)
+        return (
+            self
+            if self.frozen
+            else Vision(self.placeholders, self._processor, frozen=False, settings=self.settings)
+        )
 
     def forget(self) -> None:
         """Drop the features, after the weights have changed."""
@@ -243,9 +259,10 @@ def load_vision(folder: Path, placeholders: Placeholders, *, frozen: bool) -> Vi
     """Load the image processor of a model's folder, by Pillow; `placeholders` are the model's."""
     from transformers import AutoImageProcessor
 
+    settings = (folder / PROCESSOR_FILE).read_bytes()
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     processor.size = {
         "shortest_edge": placeholders.least_pixels,
         "longest_edge": placeholders.most_pixels,
     }
-    return Vision(placeholders, processor, frozen=frozen)
+    return Vision(placeholders, processor, frozen=frozen, settings=settings)

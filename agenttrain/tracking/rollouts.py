@@ -126,7 +126,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return str(value)
+    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
 def replies(messages: Sequence[Message]) -> dict[str, list[str]]:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from agenttrain.engines.vision import PROCESSOR_FILE
 from agenttrain.training.checkpoint_files import (
     PREFIX,
     PRUNED,
@@ -126,6 +127,8 @@ class Checkpoints:
                         else:
                             policy.model.save_pretrained(part, state_dict=weights)
                         self.tokenizer.save_pretrained(part)
+                        if policy.vision is not None:
+                            (part / PROCESSOR_FILE).write_bytes(policy.vision.settings)
                         if not is_sharded(policy.model):
                             torch.save(policy.state_dict(), part / WHOLE)
                     (part / "state.json").write_text(json.dumps({**(state or {}), "step": step}))

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agenttrain.training.attention import backbone
-from agenttrain.training.checkpoint_files import loading_options
+from agenttrain.training.checkpoint_files import auto_class, loading_options
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.sharding import assign, full_tensor
 from agenttrain.utils.model_path import base_folder
@@ -138,5 +138,5 @@ def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
 
     base = base_folder(str(folder))
     assert base is not None
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **loading_options(base))
+    model = auto_class(base).from_pretrained(base, dtype=dtype, **loading_options(base))
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
