@@ -174,10 +174,10 @@ def parts(content: Any) -> list[str | Image]:
         return [content or ""]
     joined: list[str | Image] = []
     for part in content:
-        value = part["image"] if part["type"] == "image" else part["text"]
+        value = part.get("image") if part.get("type") == "image" else part.get("text")
         if isinstance(value, str) and joined and isinstance(joined[-1], str):
             joined[-1] += value
-        elif value != "":
+        elif value not in ("", None):
             joined.append(value)
     return joined
 

@@ -37,6 +37,7 @@ from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox
+from agenttrain.tracking.pictures import recorded_messages
 from agenttrain.tracking.rollouts import (
     added_messages,
     completions,
@@ -260,7 +261,7 @@ def difference(
             return where + _token_difference(before, after, decode, made.get("error"))
         if _mask(before) != _mask(after):
             return f"{where}: the ids are the same, the mask is not"
-        old, new = before["messages"], after["messages"]
+        old, new = recorded_messages(before["messages"]), after["messages"]
         for index, (was, now) in enumerate(zip(old, new, strict=False)):
             if was != now:
                 return f"{where} in message {index}\n  recorded  {was}\n  replayed  {now}"

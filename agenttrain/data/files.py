@@ -116,6 +116,10 @@ class FileRows:
         file, position = self._place(index)
         return file.where(position)
 
+    def folder(self, index: int) -> Path:
+        """Return the folder of a row's file."""
+        return self._place(index)[0].folder
+
     def _place(self, index: int) -> tuple[_File, int]:
         number = bisect_right(self._starts, index) - 1
         return self._files[number], index - self._starts[number]
@@ -155,17 +159,21 @@ class _File:
         return len(self._lines if self._table is None else self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        folder = Path(self._path).expanduser().absolute()
-        folder = folder if folder.is_dir() else folder.parent
         if self._table is not None:
-            return absolute_paths(self._table[index], folder)
+            return absolute_paths(self._table[index], self.folder)
         try:
             row = json.loads(self._lines[index][1])
         except json.JSONDecodeError as error:
             raise BadRow(f"column {error.colno}: is not JSON: {error.msg}") from error
         if not isinstance(row, dict):
             raise BadRow('is no row such as {"prompt": "2+2?", "answer": "4"}')
-        return absolute_paths(row, folder)
+        return absolute_paths(row, self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the file, or the folder itself."""
+        path = Path(self._path).expanduser().absolute()
+        return path if path.is_dir() else path.parent
 
     def where(self, index: int) -> str:
         if self._table is not None:
