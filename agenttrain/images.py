@@ -172,18 +172,26 @@ def parts(content: Any) -> list[str | Image]:
     """
     if not isinstance(content, list | tuple):
         return [content or ""]
+    values = [
+        part.get("image") if part.get("type") == "image" else part.get("text") for part in content
+    ]
+    return _joined(value for value in values if value is not None)
+
+
+def _joined(values: Iterable[str | Image]) -> list[str | Image]:
+    """Join neighbouring texts, and leave out empty ones."""
     joined: list[str | Image] = []
-    for part in content:
-        value = part.get("image") if part.get("type") == "image" else part.get("text")
+    for value in values:
         if isinstance(value, str) and joined and isinstance(joined[-1], str):
             joined[-1] += value
-        elif value not in ("", None):
+        elif value != "":
             joined.append(value)
     return joined
 
 
 def content_of(values: Sequence[str | Image]) -> str | list[dict[str, Any]]:
     """Return a message's content of texts and images; only texts give one text."""
+    values = _joined(values)
     if all(isinstance(value, str) for value in values):
         return "".join(map(str, values))
     return [
@@ -295,6 +303,8 @@ def _from_file(data: bytes, most_pixels: int) -> Image:
     try:
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
             _check_size(*picture.size, most_pixels)
+            picture.verify()  # a file that lacks its end, though it can be decoded
+        with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
             upright = picture.getexif().get(0x0112, 1) == 1
             frames = getattr(picture, "n_frames", 1)
             picture.load()
@@ -334,7 +344,7 @@ def _from_pillow(picture: Any, most_pixels: int) -> Image:
         picture = picture.point(lambda grey: grey / 256).convert("L")
     if picture.mode in ("I", "F"):
         raise BadImage(f"its mode {picture.mode} has no fixed range; save it with 8 bits a channel")
-    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+    if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         white = Pillow.new("RGBA", picture.size, "white")
         picture = Pillow.alpha_composite(white, picture)

@@ -32,7 +32,9 @@ CONTENT = """\
 {%- endif %}
 {%- endmacro %}
 """
-TEMPLATE = CONTENT + tiny.TEMPLATE.replace("+ m.content +", "+ show(m.content) +")
+TEMPLATE = CONTENT + tiny.TEMPLATE.replace("+ m.content +", "+ show(m.content) +").replace(
+    "messages[0].content +", "show(messages[0].content) +"
+)
 PATCH = 4
 LEAST, MOST = 64, 4096
 """Pixels: 1 to 64 placeholders of 8 x 8 pixels."""

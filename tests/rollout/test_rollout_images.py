@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from agenttrain.images import Image, PlacedImage, content_of, images_in
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.tracking.pictures import with_pictures
+from agenttrain.tracking.rollouts import read_rollout, read_step, write_step
 from agenttrain.types import LedgerError, Origin, Rollout, Task, ToolError
 
 PAD = vision_kit.pad()
@@ -229,3 +232,64 @@ def test_messages_hold_the_images_that_the_spans_know() -> None:
     (trajectory,) = done.trajectories
     shown: list[Image] = [*images_in(trajectory.messages)]
     assert shown == [one.image for one in trajectory.images]
+
+
+@pytest.mark.slow
+def test_two_thousand_random_rollouts_break_no_ledger(tmp_path: Path) -> None:
+    """0 to 4 images in random places of prompts and replies, under limits that clip and drop."""
+    for seed in range(2000):
+        random_rollout(seed, tmp_path)
+
+
+def test_random_rollouts_break_no_ledger(tmp_path: Path) -> None:
+    for seed in range(40):
+        random_rollout(seed, tmp_path)
+
+
+def random_rollout(seed: int, folder: Path) -> None:
+    """Run a rollout whose ledger is checked, record it, and check what is read again."""
+    rng = random.Random(seed)
+
+    def mixed(most: int) -> list[str | Image]:
+        """Texts with up to so many images among them."""
+        texts = ["left ", " right ", "<|image_pad|>", "", "a " * rng.randint(0, 40)]
+        values: list[str | Image] = [rng.choice(texts) for _ in range(rng.randint(0, 3))]
+        for _ in range(rng.randint(0, most)):
+            size = rng.choice([(16, 8), (24, 8), (8, 8), (32, 24)])
+            picture = vision_kit.picture(*size, seed=rng.randrange(5))
+            values.insert(rng.randint(0, len(values)), picture)
+        return values
+
+    def give(number: int) -> object:
+        """Give something.
+
+        Args:
+            number: Its number.
+        """
+        return mixed(4)
+
+    prompt = [{"role": "user", "content": content_of(["look: ", *mixed(4)])}]
+    if rng.random() < 0.3:
+        prompt.insert(0, {"role": "system", "content": content_of(["be ", *mixed(1)])})
+    calls = "\n".join(
+        call("give", f'{{"number": {n}}}').removesuffix("<|im_end|>")
+        for n in range(rng.randint(1, 3))
+    )
+    turns = [calls + "<|im_end|>"] * rng.randint(0, 3)
+    done, engine = rollout(
+        *turns,
+        "It.<|im_end|>",
+        tools=parts.toolbox(give, stop_tools=["give"] if rng.random() < 0.1 else ()),
+        task=Task(task_id="t", messages=tuple(prompt)),
+        max_result_tokens=rng.choice([4, 20, 60, 200]),
+        max_completion_tokens=rng.choice([60, 150, 400, 2000]),
+        max_turns=5,
+    )
+    (trajectory,) = done.trajectories
+    for sent in engine.sent:
+        assert sent.images == tuple(one for one in trajectory.images if one.end <= len(sent.ids))
+    write_step(folder, 1, [done])
+    (record,) = read_step(folder, 1)
+    again = read_rollout(with_pictures(record, folder / "rollouts"), done.task, (2,))
+    assert again.trajectories[0].images == trajectory.images
+    verify(again, vision_kit.chat(), parts.toolbox(give).schemas(None))
