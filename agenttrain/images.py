@@ -202,6 +202,21 @@ def content_of(values: Sequence[str | Image]) -> str | list[dict[str, Any]]:
     ]
 
 
+def read_content(values: Sequence[Any]) -> str | list[dict[str, Any]]:
+    """Return a message's content of texts, images as `is_image` knows them, and parts of messages.
+
+    Raises BadImage for an image that cannot be read and for any other value.
+    """
+    read: list[str | Image] = []
+    for value in values:
+        if isinstance(value, Mapping) and value.get("type") in ("text", "image"):
+            value = value.get(value["type"])
+        if not isinstance(value, str) and not is_image(value):
+            raise BadImage(f"a {type(value).__name__} is neither a text nor an image")
+        read.append(value if isinstance(value, str) else read_image(value))
+    return content_of(read)
+
+
 def text_of(values: Sequence[str | Image]) -> str:
     """Return the texts, with ``[image of 640x480 pixels (9f2b0c11)]`` for each image."""
     return "".join(value if isinstance(value, str) else f"[{value}]" for value in values)
