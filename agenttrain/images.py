@@ -272,7 +272,7 @@ def is_picture(value: object) -> bool:
 
 def is_array(value: object) -> bool:
     """Return True for an array of the shape and type of an image: uint8 [h, w, 1, 3 or 4]."""
-    shape = getattr(value, "shape", ())
+    shape: Any = getattr(value, "shape", ())
     return str(getattr(value, "dtype", "")) == "uint8" and len(shape) == 3 and shape[2] in (1, 3, 4)
 
 
@@ -317,7 +317,7 @@ def _from_file(data: bytes, most_pixels: int) -> Image:
 
     try:
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
-            _check_size(*picture.size, most_pixels)
+            _check_size(picture.size, most_pixels)
             picture.verify()  # a file that lacks its end, though it can be decoded
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
             upright = picture.getexif().get(0x0112, 1) == 1
@@ -325,7 +325,7 @@ def _from_file(data: bytes, most_pixels: int) -> Image:
             picture.load()
             plain = picture.mode == "RGB" and "transparency" not in picture.info
             if plain and picture.format in KEPT and upright and frames == 1:
-                return _image(data, *picture.size)
+                return _image(data, picture.size)
             return _from_pillow(picture, most_pixels)
     except BadImage:
         raise
@@ -335,7 +335,8 @@ def _from_file(data: bytes, most_pixels: int) -> Image:
         raise BadImage(f"it cannot be decoded: {str(error) or type(error).__name__}") from error
 
 
-def _check_size(width: int, height: int, most_pixels: int) -> None:
+def _check_size(size: tuple[int, int], most_pixels: int) -> None:
+    width, height = size
     if not width or not height:
         raise BadImage("it has no pixels")
     if width * height > most_pixels:
@@ -351,7 +352,7 @@ def _from_pillow(picture: Any, most_pixels: int) -> Image:
     from PIL import Image as Pillow
     from PIL import ImageOps
 
-    _check_size(*picture.size, most_pixels)
+    _check_size(picture.size, most_pixels)
     if getattr(picture, "n_frames", 1) > 1:
         picture.seek(0)
     picture = ImageOps.exif_transpose(picture)
@@ -367,7 +368,7 @@ def _from_pillow(picture: Any, most_pixels: int) -> Image:
     clean = Pillow.new("RGB", picture.size)  # without the notes that a file carries
     clean.paste(picture.convert("RGB"))
     clean.save(file, "PNG", compress_level=1)
-    return _image(file.getvalue(), *picture.size)
+    return _image(file.getvalue(), picture.size)
 
 
 def _from_array(array: Any) -> Any:
@@ -378,9 +379,9 @@ def _from_array(array: Any) -> Any:
     return Pillow.frombytes(mode, (width, height), array.tobytes())
 
 
-def _image(data: bytes, width: int, height: int) -> Image:
+def _image(data: bytes, size: tuple[int, int]) -> Image:
     digest = hashlib.sha256(data).hexdigest()
-    return Image(data=data, sha256=digest, width=width, height=height)
+    return Image(data=data, sha256=digest, width=size[0], height=size[1])
 
 
 def picture_of(image: Image) -> Any:

@@ -446,7 +446,7 @@ class Trajectory:
         if token_ids:
             turn = max(self.turns - 1, 0)
             self.spans.append(Span(origin, tuple(token_ids), turn=turn, images=images))
-            self.images += moved(images, len(self._ids))
+            self.images += moved(images, len(self._ids)) if images else ()
             self._ids.extend(self.spans[-1].token_ids)
 
     @property

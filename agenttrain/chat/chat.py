@@ -191,9 +191,9 @@ class Chat:
 
     def place(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[PlacedImage, ...]:
         """Return the images of messages at their placeholders in `ids`, which hold all of them."""
-        images = [*images_in(messages)]
-        if not images or self.placeholders is None:
+        if self.placeholders is None:
             return ()
+        images = [*images_in(messages)]
         try:
             return self.placeholders.place(ids, images)
         except BadImage as error:
@@ -267,8 +267,10 @@ class Chat:
         turn, replies = self.as_rendered(turn, replies)
         suffix = self._suffix(turn, replies, generation_prompt)
         texts: list[str] = []
+        has_images = False
         for reply in replies:
             if isinstance(reply.get("content"), list):
+                has_images = True
                 texts += self._reply_text.beside_images(reply)
             else:
                 texts.append(self._reply_text(reply))
@@ -278,7 +280,7 @@ class Chat:
             spans[0][1][:0] = missing
         elif missing:
             spans.insert(0, (Origin.template, missing))
-        return self._with_images(spans, replies) if any(images_in(replies)) else spans
+        return self._with_images(spans, replies) if has_images else spans
 
     def _with_images(
         self, spans: Sequence[tuple[Origin, list[int]]], replies: Sequence[Message]

@@ -45,7 +45,7 @@ def with_images(
             raise ValueError(f"{COLUMN}: there is no user message to show them in")
         text = users[0].get("content") or ""
         own = text if isinstance(text, list) else [{"type": "text", "text": text}]
-        users[0]["content"] = [*content_of(unplaced), *own]  # type: ignore[misc]
+        users[0]["content"] = [*content_of(unplaced), *own]
     elif unplaced:
         raise ValueError(
             f"{COLUMN}: holds {len(given)} images, and the messages name "

@@ -95,7 +95,7 @@ def append_suffix(
     trajectory: Trajectory, suffix: Suffix, replies: Sequence[Message], chat: Chat
 ) -> None:
     """Append the suffix of `replies` to a trajectory, each of their images with its span."""
-    images = [*images_in(replies)]
+    images = [] if chat.placeholders is None else [*images_in(replies)]
     for origin, token_ids in suffix:
         placed: tuple[PlacedImage, ...] = ()
         if (

@@ -247,7 +247,9 @@ def _packed_images(
 
     Each has the layout of a sequence that it belongs to.
     """
-    positions, pieces, start = [], [], 0
+    positions: list[Tensor] = []
+    pieces: list[Piece] = []
+    start = 0
     for layout, branch in sources:
         layout = layout or Layout(())
         positions.append(torch.from_numpy(layout.positions(branch.start, branch.end).copy()))
