@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.engines.scripted import ScriptedEngine as ScriptedEngine
     from agenttrain.engines.spec import EngineInputs as EngineInputs
     from agenttrain.engines.spec import EngineSpec as EngineSpec
+    from agenttrain.images import Image as Image
+    from agenttrain.images import read_image as read_image
     from agenttrain.rewards.function import RewardError as RewardError
     from agenttrain.rewards.function import RewardUnavailable as RewardUnavailable
     from agenttrain.rewards.rubric import Rubric as Rubric
@@ -86,6 +88,7 @@ _MODULES = {
     "EngineSpec": "agenttrain.engines.spec",
     "Finish": "agenttrain.types",
     "FunctionTool": "agenttrain.tools.tool",
+    "Image": "agenttrain.images",
     "LedgerError": "agenttrain.types",
     "MemoryItem": "agenttrain.engines.memory",
     "Message": "agenttrain.types",
@@ -123,6 +126,7 @@ _MODULES = {
     "load_chat": "agenttrain.chat.loading",
     "model_folder": "agenttrain.utils.model_path",
     "objective": "agenttrain.algorithms.objectives.config",
+    "read_image": "agenttrain.images",
     "run_rollout": "agenttrain.rollout.loop",
 }
 

@@ -1,6 +1,6 @@
 """The nouns of agenttrain: Task, Span, Trajectory, Rollout and their parts.
 
-All other modules may import from this one. A Task is attempted in a group of Rollouts. A Rollout is
+All but `images.py` may import this one. A Task is attempted in a group of Rollouts. A Rollout is
 one or more Trajectories. A Trajectory is a list of Spans: runs of token ids of one origin, of which
 only the sampled ones are trained. A trajectory of two turns::
 
@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from agenttrain.images import Image, PlacedImage, moved
 
 Message = dict[str, Any]
 """One chat message: `role`, `content`, and, if they apply, `reasoning_content`, `tool_calls`,
@@ -90,7 +92,7 @@ class StopReason(StrEnum):
     agent_failed = "agent_failed"
     """An outside agent crashed or ran out of time, and `agent.on_failure=zero` scores that 0."""
     error = "error"
-    """The rollout failed; `Rollout.error` has the reason."""
+    """It failed; `Rollout.error` has the reason."""
 
 
 class AgenttrainError(Exception):
@@ -114,10 +116,8 @@ class ToolFailure(AgenttrainError):
 
 
 class ToolUnavailable(AgenttrainError):
-    """Raised by a tool that is broken (its server or sandbox failed): not the model's fault.
-
-    The rollout ends as `error` and is never scored.
-    """
+    """Raised by a tool that is broken (its server or sandbox failed), which is not the model's
+    fault: the rollout ends as `error` and is never scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +148,9 @@ class Task:
     messages: tuple[Message, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[str | RowTool, ...] | None = None
-    """Tools of this task: its own, and names of the run's and its environment's; None: all of the
-    run's and its environment's."""
+    """Tools of its own, and names of the run's and its environment's; None: all of the latter."""
     user_turns: tuple[str, ...] = ()
-    """Later messages of the user, one after each answer of the model without a tool call."""
+    """Later messages of the user, one after each answer without a tool call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +253,8 @@ class ToolResult:
     """Value of the `TurnReward` that the tool returned; None: it returned another value."""
     executor: str | None = None
     """Tool of the run that did the work of a row's own tool; None if the model called it itself."""
+    parts: tuple[str | Image, ...] = ()
+    """Texts and images that the model reads in place of `content`; empty without an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,10 +269,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class TurnReward:
-    """Return value by which a tool rewards the turn that called it, beside its reply.
+    """Return value by which a tool, or an environment's `user`, rewards the turn beside its reply.
 
-    An environment's `user` may return one too. The reward function `turn_rewards` hands the values
-    on to `algorithm.credit`. `content` may be a `Done`. Example: ``TurnReward(0.2, "It opens.")``
+    The reward function `turn_rewards` hands the values on to `algorithm.credit`. `content` may be a
+    `Done`. Example: ``TurnReward(0.2, "It opens.")``
     """
 
     value: float
@@ -310,10 +311,8 @@ class ToolContext:
         ToolUnavailable if it fails. Example: ``(await context.delegate([message])).content``
         """
         if self.run_policy is None:
-            raise ToolUnavailable(
-                f"tool {self.tool}: has no policy to delegate to; it needs a rollout, and an "
-                "`async def` tool without isolation"
-            )
+            needs = "it needs a rollout, and an `async def` tool without isolation"
+            raise ToolUnavailable(f"tool {self.tool}: has no policy to delegate to; {needs}")
         return await self.run_policy(
             self, messages, tools=tools, role=role, max_turns=max_turns, max_tokens=max_tokens
         )
@@ -327,7 +326,7 @@ class Delegated:
     """Text of its last message; empty if that is no answer of its own."""
     stop_reason: StopReason
     messages: tuple[Message, ...]
-    """Its whole conversation."""
+    """Its conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,31 +351,29 @@ class Span:
     """Same length as token_ids; sampled spans only."""
     turn: int = 0
     policy_version: int | None = None
-    """The training step whose weights sampled these tokens, 0 for the initial ones; sampled spans
-    only."""
+    """Step whose weights sampled these tokens, 0 for the initial ones; sampled spans only."""
     finish: Finish | None = None
     """On the last sampled span of a turn only."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images whose placeholders are among its ids, at positions within the span."""
 
     def __post_init__(self) -> None:
         sampled = self.origin is Origin.sampled
         if sampled != (self.logprobs is not None) or sampled != (self.policy_version is not None):
             raise LedgerError(f"{self.origin} span: only sampled spans carry logprobs and versions")
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
-            raise LedgerError(
-                f"sampled span of turn {self.turn}: {len(self.token_ids)} tokens, "
-                f"{len(self.logprobs)} logprobs"
-            )
+            counts = f"{len(self.token_ids)} tokens, {len(self.logprobs)} logprobs"
+            raise LedgerError(f"sampled span of turn {self.turn}: {counts}")
 
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
     """One append-only sequence of token ids that the model saw, as spans, with their messages.
 
-    It grows only through `append_sampled` and `append_context`. ``token_ids``, ``loss_mask``,
-    ``rollout_logprobs`` and ``prompt_length`` are derived from the spans, so they cannot disagree.
-    One that branches from another (`Rollout.branch`) begins with tokens of that one as context, and
-    has spans, mask and logprobs of its own tokens only, so that each sampled token is in one
-    trajectory.
+    It grows only through `append_sampled` and `append_context`; all else about its tokens is
+    derived from the spans. One that branches from another (`Rollout.branch`) begins with tokens of
+    that one as context, and has spans, mask and logprobs of its own tokens only, so that each
+    sampled token is in one trajectory.
     """
 
     rollout_id: str
@@ -389,7 +386,7 @@ class Trajectory:
     delegation: Delegation | None = None
     """Request for the sub-agent whose trajectory this is; None: the task's own agent."""
     schemas: tuple[Mapping[str, Any], ...] | None = None
-    """Schemas of the tools that an outside agent sent; None: the task's, or the delegation's."""
+    """Schemas of an outside agent's tools; None: the task's, or the delegation's."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
@@ -397,11 +394,9 @@ class Trajectory:
     turns: int = 0
     """Sampled completions so far."""
     trainer_logprobs: array[float] | None = None
-    """[S] The trainer's logprobs of the sampled tokens before its first update with them; None if
-    it did not compute them."""
+    """[S] The trainer's logprobs before its first update with the tokens; None: not computed."""
     entropies: array[float] | None = None
-    """[S] Entropy, in nats, of the trainer's distribution at each sampled token; None if it did
-    not compute them."""
+    """[S] Entropy, in nats, of the trainer's distribution at each token; None: not computed."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
     """Turn -> the sum of what tools and environment returned as `TurnReward` in it."""
     states: list[str] = field(default_factory=list)
@@ -409,6 +404,8 @@ class Trajectory:
     advantages: array[float] | None = None
     """[S] Advantage of each sampled token, set by the trainer; None without a reward."""
     _ids: array[int] = field(default_factory=lambda: array("q"))
+    images: tuple[PlacedImage, ...] = ()
+    """Images of all ids, those of the context included, in order."""
 
     def append_sampled(self, completion: Completion, sent: Sequence[int]) -> None:
         """Append one completion; `sent` are the ids that the engine was asked to continue.
@@ -440,12 +437,16 @@ class Trajectory:
             start += count
         self.turns += 1
 
-    def append_context(self, token_ids: Sequence[int], origin: Origin) -> None:
-        """Append ids that the policy did not sample (mask 0), if there are any."""
+    def append_context(
+        self, token_ids: Sequence[int], origin: Origin, images: tuple[PlacedImage, ...] = ()
+    ) -> None:
+        """Append ids that the policy did not sample (mask 0), if any, with the images in them."""
         if origin is Origin.sampled:
             raise LedgerError(f"{self.name}: context cannot be of origin `sampled`")
         if token_ids:
-            self.spans.append(Span(origin, tuple(token_ids), turn=max(self.turns - 1, 0)))
+            turn = max(self.turns - 1, 0)
+            self.spans.append(Span(origin, tuple(token_ids), turn=turn, images=images))
+            self.images += moved(images, len(self._ids)) if images else ()
             self._ids.extend(self.spans[-1].token_ids)
 
     @property
@@ -482,10 +483,8 @@ class Trajectory:
         parent, position = self.parent
         if not 0 <= parent < len(earlier) or not 0 < position <= earlier[parent].length:
             lengths = [trajectory.length for trajectory in earlier]
-            raise LedgerError(
-                f"{self.name}: parent=({parent}, {position}), but the trajectories before it have "
-                f"{lengths} tokens"
-            )
+            known = f"the trajectories before it have {lengths} tokens"
+            raise LedgerError(f"{self.name}: parent=({parent}, {position}), but {known}")
         return earlier[parent].token_ids[:position]
 
     @property
@@ -541,14 +540,13 @@ class Rollout:
     tool_results: list[ToolResult] = field(default_factory=list)
     stop_reason: StopReason | None = None
     error: str | None = None
-    """The failure if `stop_reason` is `error`, or why a reward function gave no score."""
+    """The failure if `stop_reason` is `error`, or why a reward gave no score."""
     environment_reward: float | None = None
-    """Value of the environment's `reward`, perhaps NaN; None if there is none to give."""
+    """Value of the environment's `reward`, perhaps NaN; None if there is none."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Value of each reward function; None: it does not apply."""
     turn_scores: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Values by turn of each reward function that gave one for every turn; their sum is in
-    `rewards`. Turns are counted through the trajectories."""
+    """Values by turn, through all trajectories, of each reward function that gave one for each."""
     reward: float | None = None
     """Weighted sum of `rewards`; None: no reward function applies, or one could not score."""
     seconds: float = 0.0
@@ -584,6 +582,8 @@ class Rollout:
         branched = self.begin(role=role, delegation=delegation)
         branched.parent = (parent, position)
         branched._ids = branched.context(self.trajectories[:-1])
+        earlier = self.trajectories[parent].images
+        branched.images = tuple(one for one in earlier if one.end <= position)
         return branched
 
     def begin(self, *, role: str, delegation: Delegation | None) -> Trajectory:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from agenttrain.chat.encoding import ChatError, Encoder, clean, unmark
 from agenttrain.chat.probing import USER, Render
+from agenttrain.images import parts
 from agenttrain.types import AssistantTurn, Message, Origin, ToolCall
 
 BODY = "\ufdd2"
@@ -153,9 +154,24 @@ class ReplyTexts:
         role, content = reply["role"], reply.get("content") or ""
         if not isinstance(content, str):
             raise ChatError(f"a reply of the role {role} holds {type(content).__name__}, not text")
+        return clean(content) if self._is_verbatim(role) else self._transformed(role, content)
+
+    def beside_images(self, reply: Message) -> list[str]:
+        """Return the texts of a reply with images, as they are rendered.
+
+        Raises ChatError if the template changes the texts of such replies.
+        """
+        if not self._is_verbatim(reply["role"]):
+            raise ChatError(
+                f"the chat template changes the texts of replies of the role {reply['role']}, so "
+                "that they cannot hold images; set chat_template"
+            )
+        return [clean(part) for part in parts(reply["content"]) if isinstance(part, str)]
+
+    def _is_verbatim(self, role: str) -> bool:
         if role not in self._verbatim:
             self._verbatim[role] = all(self._transformed(role, p) == p for p in REPLY_PROBES)
-        return clean(content) if self._verbatim[role] else self._transformed(role, content)
+        return self._verbatim[role]
 
     def after_turn(self, role: str, text: str) -> tuple[str, str]:
         """Split the text behind a turn that gets one reply of `role`."""

@@ -17,7 +17,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import (
     CLOCK,
     FEATURES,
-    USER_TEXT,
+    QUESTION,
     Misfit,
     Probe,
     Status,
@@ -26,6 +26,7 @@ from agenttrain.chat.features import (
 )
 from agenttrain.chat.loading import load_spec, reads_back, spec_names
 from agenttrain.chat.parsers.export import response_template
+from agenttrain.images import Image, content_of
 from agenttrain.types import AgenttrainError, AssistantTurn, Finish, Message, ToolCall
 
 Step = tuple[AssistantTurn, list[Message]]
@@ -75,9 +76,39 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
     yield "later user message", [thought, last, _step(2, tools[:1], ["9"], reasoning="4 and 5")]
 
 
+PICTURES = tuple(
+    Image(data=b"", sha256=f"probe{number}", width=width, height=height)
+    for number, (width, height) in enumerate(((64, 64), (192, 64), (64, 320)))
+)
+"""Images of the probes: only their sizes matter, which give different numbers of placeholders."""
+
+
+def with_images(schemas: Sequence[dict]) -> Iterator[tuple[str, Message, list[Step]]]:
+    """Yield probe conversations with images by name, each with its first message."""
+    one, two, three = PICTURES
+    answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
+    seen: Message = {"role": "user", "content": content_of(["Read ", one, " and ", two, "."])}
+    shown: Message = {"role": "user", "content": content_of([three, "And this?"])}
+    yield "images in the prompt", seen, [(answer, [{"role": "user", "content": "Again."}])]
+    yield "image in a user reply", QUESTION[0], [(answer, [shown])]
+    if not schemas:
+        return
+    tools = [schema.get("function", schema) for schema in schemas]
+    yield "image in a tool reply", seen, [_step(0, tools[:1], ["it: "], images=[one])]
+    calls = _step(0, [tools[0], tools[-1]], ["", "both"], images=[two, three])
+    plain = _step(1, tools[:1], ["8"])
+    yield "several images in a turn", QUESTION[0], [calls, plain, _step(2, tools[:1], ["9"])]
+
+
 def _step(
-    turn: int, tools: list[dict], texts: list[str], content: str = "", reasoning: str | None = None
+    turn: int,
+    tools: list[dict],
+    texts: list[str],
+    content: str = "",
+    reasoning: str | None = None,
+    images: Sequence[Image] = (),
 ) -> Step:
+    """Return a turn that calls each tool, and the replies; all `images` are in each of these."""
     calls = []
     for index, tool in enumerate(tools):
         properties = (tool.get("parameters") or {}).get("properties", {})
@@ -86,7 +117,12 @@ def _step(
         arguments = {name: value for name, value in examples.items() if value is not None}
         calls.append(ToolCall(id=f"call_{turn}_{index}", name=tool["name"], arguments=arguments))
     replies: list[Message] = [
-        {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+        {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "name": call.name,
+            "content": content_of([text, *images]),
+        }
         for call, text in zip(calls, texts, strict=True)
     ]
     return AssistantTurn(content=content, reasoning=reasoning, calls=tuple(calls)), replies
@@ -217,6 +253,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
             kwargs=chat.kwargs,
             eos_token_ids=chat.eos_token_ids,
             plain=chat.plain,
+            placeholders=chat.placeholders,
         )
         stock = _probes(stock_chat, schemas)
         preserving = all(probe.passed or probe.name in FEATURES for probe in stock)
@@ -249,9 +286,12 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
 
 def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
     probes = feature_probes(chat, schemas)
-    for name, steps in conversations(chat, schemas):
+    probed = [(name, QUESTION[0], steps) for name, steps in conversations(chat, schemas)]
+    if chat.placeholders is not None:
+        probed += with_images(schemas)
+    for name, question, steps in probed:
         try:
-            ids, remarks = _ledger(chat, schemas, steps)
+            ids, remarks = _ledger(chat, schemas, question, steps)
         except _Mismatch as error:
             probe = refused_probe(name, error.reason, error.detail)
             probes.append(replace(probe, misfit=error.misfit))
@@ -339,13 +379,15 @@ class _Mismatch(Exception):
     misfit: Misfit = Misfit.chat_template
 
 
-def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[list[int], list[str]]:
+def _ledger(
+    chat: Chat, schemas: Sequence[dict], question: Message, steps: list[Step]
+) -> tuple[list[int], list[str]]:
     """Replay a conversation as the loop does; return the ids between turns, and remarks.
 
     The remarks say what the template leaves out. Raises _Mismatch if the full rendering has other
     ids, or if a call is not parsed as it was rendered.
     """
-    messages: list[Message] = [{"role": "user", "content": USER_TEXT}]
+    messages: list[Message] = [question]
     ledger = chat.prompt_ids(messages, schemas)
     context: list[int] = []
     remarks: dict[str, None] = {}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from agenttrain.chat.boundary import (
@@ -24,6 +25,15 @@ from agenttrain.chat.fixes import Fix
 from agenttrain.chat.grammar import CallGrammar
 from agenttrain.chat.parsers.base import ResponseSpec, parse_response
 from agenttrain.chat.probing import REASONING_KEYS, USER, adapt_message, probe_behaviour, render
+from agenttrain.images import (
+    BadImage,
+    Image,
+    PlacedImage,
+    Placeholders,
+    content_of,
+    images_in,
+    parts,
+)
 from agenttrain.types import AssistantTurn, Finish, Message, Origin
 
 CACHED_SHAPES = 4096
@@ -74,13 +84,19 @@ class Chat:
         eos_token_ids: Sequence[int] = (),
         fix: Fix | None = None,
         plain: Mapping[str, str] | None = None,
+        placeholders: Placeholders | None = None,
+        no_images: str = "this model reads text only",
     ) -> None:
-        """`plain` maps added tokens that are ordinary text to the reason, as in `Family.plain`."""
+        """`plain` maps added tokens that are ordinary text to the reason, as in `Family.plain`.
+
+        `placeholders` are those of the model's images; None: it reads none, because of `no_images`.
+        """
         self.tokenizer = tokenizer
         self.template = template
         self.fix = fix or Fix(family=None, stock=template, template=template)
         self.kwargs = dict(kwargs or {})
         self.plain = dict(plain or {})
+        self.placeholders, self.no_images = placeholders, no_images
         self.encoder = Encoder(tokenizer, template, self.plain)
         self.response = response
         self.eos_token_ids = tuple(eos_token_ids)
@@ -137,24 +153,51 @@ class Chat:
         """Return [T] the ids of the messages and the generation prompt.
 
         Control tokens in messages and schemas are encoded as plain text, except the marks of
-        reasoning and calls in assistant messages. Raises ChatError for content that is no text,
-        and if the template refuses the messages.
+        reasoning and calls in assistant messages. An image's placeholder stands as often as the
+        image needs. Raises ChatError for content that the model cannot read, and if the template
+        refuses the messages.
         """
+        pictures = False
         for message in messages:
             content = message.get("content")
             for part in content if isinstance(content, list | tuple) else ():
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                if kind != "text":
+                is_image = kind == "image" and isinstance(part["image"], Image)
+                if kind != "text" and not (is_image and self.placeholders):
+                    why = self.no_images if is_image else "only text and images are supported"
                     raise ChatError(
                         f"a message of the role {message.get('role')} holds a part of type "
-                        f"{kind!r}: only text is supported; remove it from the data"
+                        f"{kind!r}: {why}; remove it from the data"
                     )
+                pictures = pictures or is_image
         marked = [
             self.encoder.mark(m, self._marks if m.get("role") == "assistant" else ())
             for m in messages
         ]
         tools = self.encoder.mark(schemas)
-        return self.encoder.encode(self.render(marked, tools, generation_prompt=True))
+        ids = self.encoder.encode(self.render(marked, tools, generation_prompt=True))
+        return self._expand(ids, messages) if pictures else ids
+
+    def _expand(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Repeat the placeholders in `ids` for the images of the messages."""
+        assert self.placeholders is not None
+        try:
+            return self.placeholders.expand(ids, [*images_in(messages)])
+        except BadImage as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ChatError(
+                f"{error} in messages of the roles {roles}; set chat_template"
+            ) from error
+
+    def place(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[PlacedImage, ...]:
+        """Return the images of messages at their placeholders in `ids`, which hold all of them."""
+        if self.placeholders is None:
+            return ()
+        images = [*images_in(messages)]
+        try:
+            return self.placeholders.place(ids, images)
+        except BadImage as error:
+            raise ChatError(str(error)) from error
 
     def render(
         self,
@@ -223,15 +266,47 @@ class Chat:
         """
         turn, replies = self.as_rendered(turn, replies)
         suffix = self._suffix(turn, replies, generation_prompt)
-        spans = fill_suffix(
-            suffix.blocks, [self._reply_text(reply) for reply in replies], self.encoder
-        )
+        texts: list[str] = []
+        has_images = False
+        for reply in replies:
+            if isinstance(reply.get("content"), list):
+                has_images = True
+                texts += self._reply_text.beside_images(reply)
+            else:
+                texts.append(self._reply_text(reply))
+        spans = fill_suffix(suffix.blocks, texts, self.encoder)
         missing = list(_missing_end(suffix, completion_ids, finish))
         if missing and spans and spans[0][0] is Origin.template:
             spans[0][1][:0] = missing
         elif missing:
             spans.insert(0, (Origin.template, missing))
-        return spans
+        return self._with_images(spans, replies) if has_images else spans
+
+    def _with_images(
+        self, spans: Sequence[tuple[Origin, list[int]]], replies: Sequence[Message]
+    ) -> list[tuple[Origin, list[int]]]:
+        """Give the placeholders of each image a span of their own, of the origin `tool`."""
+        if self.placeholders is None:
+            raise ChatError(f"a reply holds an image: {self.no_images}")
+        ids = self._expand([token_id for _, own in spans for token_id in own], replies)
+        origins = iter([origin for origin, own in spans for _ in own])
+        images = iter(self.place(ids, replies))
+        split: list[tuple[Origin, list[int]]] = []
+        position, image = 0, next(images, None)
+        while position < len(ids):
+            if image is not None and image.start == position:
+                next(origins)  # that of the placeholder as the template wrote it
+                split.append((Origin.tool, ids[position : image.end]))
+                position, image = image.end, next(images, None)
+                continue
+            origin = next(origins)
+            after_image = bool(split) and split[-1][1][-1] == self.placeholders.token_id
+            if split and split[-1][0] is origin and not after_image:
+                split[-1][1].append(ids[position])
+            else:
+                split.append((origin, [ids[position]]))
+            position += 1
+        return split
 
     def as_rendered(
         self, turn: AssistantTurn, replies: Sequence[Message]
@@ -245,8 +320,12 @@ class Chat:
             return turn, replies
         tools = [reply for reply in replies if reply["role"] == "tool"]
         others = [reply for reply in replies if reply["role"] != "tool"]
-        texts = [str(text) for reply in tools if (text := reply.get("content"))]
-        one = [{**tools[0], "content": "\n".join(texts)}] if tools else []
+        merged: list[str | Image] = []
+        for reply in tools:
+            own = parts(reply.get("content"))
+            merged += ["\n"] if merged and any(own) else []
+            merged += [part for part in own if part]
+        one = [{**tools[0], "content": content_of(merged)}] if tools else []
         return replace(turn, calls=turn.calls[:1]), [*one, *others]
 
     def end_ids(
@@ -338,6 +417,9 @@ class Chat:
                 elif key != "content":
                     # A value that is no text is keyed by its repr in a tuple: no text equals it.
                     shape.append((key, value if isinstance(value, str) else (repr(value),)))
+                elif isinstance(value, list):
+                    kinds = tuple(type(part).__name__ for part in parts(value))
+                    shape.append((key, kinds))
             shapes.append(tuple(shape))
         named = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
         known = (generation_prompt, named, tuple(shapes))
@@ -346,14 +428,24 @@ class Chat:
             return cached
         mark = self.encoder.mark
         calls = tuple(replace(call, name=mark(call.name), id=mark(call.id)) for call in turn.calls)
-        stand_ins = [
-            {**mark({**reply, "content": None}), "content": placeholder(index)}
-            for index, reply in enumerate(replies)
-        ]
+        slots = count()
+        stand_ins = []
+        for reply in replies:
+            content: Any = reply.get("content")
+            if isinstance(content, list):
+                content = content_of(
+                    [
+                        placeholder(next(slots)) if isinstance(part, str) else part
+                        for part in parts(content)
+                    ]
+                )
+            else:
+                content = placeholder(next(slots))
+            stand_ins.append({**mark({**reply, "content": None}), "content": content})
         end, text = self._boundary.split(
             replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
-        suffix = build_suffix(end, text, self.encoder, replies=len(replies))
+        suffix = build_suffix(end, text, self.encoder, replies=next(slots))
         if end and not calls:
             last = tuple(self.encoder.encode(self._boundary.answer_end()))
             # Phi-3 ends its last answer like any other and adds an end of text.

@@ -44,6 +44,7 @@ from agenttrain.chat.parsers.marked import MarkedSpec
 from agenttrain.chat.parsers.response_schema import make_schema_spec
 from agenttrain.chat.parsers.response_template import TemplateSpec, make_template_spec
 from agenttrain.chat.probing import USER, probe_behaviour, render, syntax_problem
+from agenttrain.images import Placeholders
 from agenttrain.types import ConfigError, Message
 from agenttrain.utils.files import conf_folder, parse_yaml
 from agenttrain.utils.model_path import TOKENIZER_CONFIG, template_file
@@ -71,10 +72,12 @@ def load_chat(
     response_schema: ResponseSchemaConfig,
     *,
     tools: bool = True,
+    placeholders: Placeholders | str = "this model reads text only",
 ) -> Chat:
     """Make the chat that the two groups describe.
 
-    `tools`: the run has tools; a tokenizer may carry a template of its own for that. Raises
+    `tools`: the run has tools; a tokenizer may carry a template of its own for that.
+    `placeholders` are those of the model's images, or the reason why it reads none. Raises
     ChatError that names the group and the key to change.
     """
     known = dict(families())
@@ -100,6 +103,8 @@ def load_chat(
         eos_token_ids=eos_token_ids,
         fix=fix,
         plain={text: plain.why for one in taken for plain in one.plain for text in plain.tokens},
+        placeholders=None if isinstance(placeholders, str) else placeholders,
+        no_images=placeholders if isinstance(placeholders, str) else "",
     )
     response = family.response if family else None
     if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):

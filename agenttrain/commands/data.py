@@ -11,6 +11,7 @@ from math import ceil
 
 from agenttrain.data.build import column_names
 from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource
+from agenttrain.images import images_in
 from agenttrain.rollout.episode import end_episode, start_episode
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
@@ -122,6 +123,22 @@ def _summary(components: Components, context: int | None) -> Iterator[str]:
         yield from _lengths(source, components, context)
 
 
+def _images(first: Sequence[Task], components: Components, note: str) -> Iterator[str]:
+    """Yield the number of images, their sizes and their tokens."""
+    images = [image for task in first for image in images_in(task.messages)]
+    placeholders = components.chat.placeholders
+    if not images or placeholders is None:
+        return
+    sizes = sorted({(one.width * one.height, f"{one.width}x{one.height}") for one in images})
+    tokens = sorted(map(placeholders.tokens, images))
+    rows = sum(any(images_in(task.messages)) for task in first)
+    span = sizes[0][1] if len(sizes) == 1 else f"{sizes[0][1]} to {sizes[-1][1]}"
+    yield (
+        f"  images  {len(images)} in {rows} of {len(first):,} rows, {span} pixels, "
+        f"{tokens[0]} to {tokens[-1]} tokens each{note}"
+    )
+
+
 def _kind(value: object) -> str:
     """Return the name of a value's type."""
     return next((name for kind, name in TYPES.items() if isinstance(value, kind)), "list")
@@ -140,6 +157,7 @@ def _lengths(source: TaskSource, components: Components, context: int | None) ->
     note = "" if len(first) == len(source) else f", of the first {len(first):,} rows"
     note += ", without what the environment's reset adds" if resets else ""
     yield f"  prompt tokens  min {lengths[0]}  {spread}  max {lengths[-1]}{note}"
+    yield from _images(first, components, note)
     if context is None:
         return
     overlong = sum(length >= context for length in lengths)

@@ -112,10 +112,11 @@ def export(
     model's in its card. Raises CheckpointError for an incomplete checkpoint.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from agenttrain.training.checkpoint_files import only_tensors, verify
+    from agenttrain.engines.vision import PROCESSOR_FILE
+    from agenttrain.training.checkpoint_files import auto_class, only_tensors, verify
     from agenttrain.training.lora import merged
 
     logging.disable_progress_bar()
@@ -133,9 +134,11 @@ def export(
                 if (checkpoint / ADAPTER_FILES[0]).is_file():
                     model = merged(checkpoint, wanted)
                 else:
-                    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=wanted)
+                    model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=wanted)
             model.save_pretrained(part)
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)
+        if (checkpoint / PROCESSOR_FILE).is_file():
+            shutil.copyfile(checkpoint / PROCESSOR_FILE, part / PROCESSOR_FILE)
         _describe(checkpoint, part, name or folder.name, adapter=form == "adapter")
         for path in (part, *part.rglob("*")):
             path.chmod(ENTERABLE if path.is_dir() else READABLE)

@@ -13,7 +13,8 @@ from agenttrain.rollout.declared import read_declared
 from agenttrain.runs.setup import rubric_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import arithmetic
-from agenttrain.tracking.rollouts import read_step
+from agenttrain.tracking.pictures import with_pictures
+from agenttrain.tracking.rollouts import read_step, step_path
 from agenttrain.types import ConfigError, RowTool, Task
 
 Record = Mapping[str, Any]
@@ -35,7 +36,8 @@ def step_records(folder: Path, step: int, command: str) -> list[dict[str, Any]]:
     if step not in written:
         known = f"there are {written[0]} to {written[-1]}"
         raise ConfigError(f"{command} step={step}: no rollouts of that step; {known}")
-    return list(read_step(folder, step))
+    pictures = step_path(folder, step).parent
+    return [with_pictures(record, pictures) for record in read_step(folder, step)]
 
 
 def recorded_rubric(

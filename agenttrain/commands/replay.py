@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agenttrain.commands.recorded import EVALUATED, Record, recorded_tasks, step_records
-from agenttrain.engines.base import EngineError, refuse_images
+from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.environments.config import UserSettings
 from agenttrain.environments.environment import EnvironmentKind, Episode, Instance, Reward, Start
@@ -37,6 +37,7 @@ from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox
+from agenttrain.tracking.pictures import recorded_messages
 from agenttrain.tracking.rollouts import (
     added_messages,
     completions,
@@ -260,7 +261,7 @@ def difference(
             return where + _token_difference(before, after, decode, made.get("error"))
         if _mask(before) != _mask(after):
             return f"{where}: the ids are the same, the mask is not"
-        old, new = before["messages"], after["messages"]
+        old, new = recorded_messages(before["messages"]), after["messages"]
         for index, (was, now) in enumerate(zip(old, new, strict=False)):
             if was != now:
                 return f"{where} in message {index}\n  recorded  {was}\n  replayed  {now}"
@@ -512,8 +513,8 @@ class RecordedEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """Return the next completion; raises EngineError if none is left or it is over budget."""
-        refuse_images(self, images, session)
+        """Return the next completion, whatever the ids and images; raises EngineError if none is
+        left or it is over budget."""
         if not self._left:
             raise EngineError(f"{session}: another completion is asked for; no more were recorded")
         completion = self._left.pop(0)

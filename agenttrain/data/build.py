@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.data.config import HOLD_OUT, DataConfig, names_test_rows
+from agenttrain.data.images import ImageLimits
 from agenttrain.data.tasks import COLUMN_SAMPLE, GeneratedRows, Rows, TaskSource
 from agenttrain.data.transform import (
     RowCheck,
@@ -71,11 +72,19 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
         test_rows = build_rows(config.test, "data.test")
         train = _usable(train_rows, change, config, "data.train", notes, needs_prompt)
         test = _usable(test_rows, change, config, "data.test", notes, needs_prompt)
+    images = limits_of(config)
     return Splits(
-        train=TaskSource(train, shuffle=config.shuffle, seed=seed, needs_prompt=needs_prompt),
-        test=TaskSource(test, needs_prompt=needs_prompt, may_be_empty=True),
+        train=TaskSource(
+            train, shuffle=config.shuffle, seed=seed, needs_prompt=needs_prompt, images=images
+        ),
+        test=TaskSource(test, needs_prompt=needs_prompt, may_be_empty=True, images=images),
         notes=tuple(notes),
     )
+
+
+def limits_of(config: DataConfig) -> ImageLimits:
+    """Return the limits on the images of a row."""
+    return ImageLimits(pixels=config.max_image_pixels, count=config.max_images)
 
 
 def build_rows(section: Mapping[str, Any], key: str) -> Rows:
@@ -130,7 +139,8 @@ def _checked(
     """Check all rows of the dataset at `key`; append notes on those that are left out."""
     if note := getattr(rows.rows, "note", None):
         notes.append(f"{key}: {note}")
-    usable = check_rows(rows, rows.change, key, needs_prompt=needs_prompt)
+    images = limits_of(config)
+    usable = check_rows(rows, rows.change, key, needs_prompt=needs_prompt, images=images)
     if config.where is not None:
         share = f"{usable.kept} of {len(rows)} rows of {key}"
         notes.append(f"data.where={config.where}: is true of {share}")

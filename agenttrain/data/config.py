@@ -19,6 +19,7 @@ from pydantic import Field, PlainValidator, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from agenttrain.images import MOST_PIXELS
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import (
     SETTINGS,
@@ -123,6 +124,10 @@ class DataConfig:
     executor: str | None = None
     """Tool of the run that does the work of the rows' own tools that name none; None: the run's
     tool of the same name."""
+    max_image_pixels: Whole = Field(default=MOST_PIXELS, ge=1)
+    """Pixels of the largest image that is read; a row with a larger one is a bad row."""
+    max_images: Whole = Field(default=8, ge=1)
+    """Images that the prompt of a row may have."""
     on_bad_row: OnBadRow = OnBadRow.error
     """Consequence of a row that cannot become a task."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)

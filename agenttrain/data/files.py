@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.data.config import check_hub, check_row_file, check_row_files
+from agenttrain.data.images import absolute_paths
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import DATA, data_commit, explained
 
 BLOCK = 128
 """Rows that are decoded together; reading in order is then many times faster."""
-NOT_TEXT = ("Image", "Audio", "Video", "Pdf")
-"""Features that hold no text."""
+NOT_TEXT = ("Audio", "Video", "Pdf")
+"""Features that hold neither texts nor images."""
 
 
 class BadRow(ValueError):
@@ -36,12 +37,13 @@ class ArrowRows:
     """Arrow gives every struct the keys of all rows; those that a row lacks are None."""
 
     def __init__(self, table: Any, *, name: str, limit: int | None = None) -> None:
-        """`name` is for error messages. Raises ValueError for columns of images, audio or video."""
+        """`name` is for error messages. Raises ValueError for columns of audio or video."""
         for column, feature in table.features.items():
+            table = _with_files(table, column, feature)
             if type(feature).__name__ in NOT_TEXT:
                 raise ValueError(
                     f"path={name}: the column {column!r} holds {type(feature).__name__.lower()}s, "
-                    "and only text can be trained on; take a dataset without it"
+                    "and only texts and images can be trained on; take a dataset without it"
                 )
         self._table = table if limit is None else table.select(range(min(limit, len(table))))
         self._name = name
@@ -59,6 +61,17 @@ class ArrowRows:
     def where(self, index: int) -> str:
         """Return the row's place for error messages: the first is row 1."""
         return f"{self._name}, row {index + 1}"
+
+
+def _with_files(table: Any, column: str, feature: Any) -> Any:
+    """Return the table with the images of a column, or of its lists, as files, not decoded."""
+    inner = getattr(feature, "feature", None)
+    if "Image" not in (type(feature).__name__, type(inner).__name__):
+        return table
+    import datasets
+
+    files = datasets.Image(decode=False)
+    return table.cast_column(column, files if inner is None else type(feature)(files))
 
 
 class FileRows:
@@ -103,6 +116,10 @@ class FileRows:
         file, position = self._place(index)
         return file.where(position)
 
+    def folder(self, index: int) -> Path:
+        """Return the folder of a row's file."""
+        return self._place(index)[0].folder
+
     def _place(self, index: int) -> tuple[_File, int]:
         number = bisect_right(self._starts, index) - 1
         return self._files[number], index - self._starts[number]
@@ -143,14 +160,20 @@ class _File:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self._table is not None:
-            return self._table[index]
+            return absolute_paths(self._table[index], self.folder)
         try:
             row = json.loads(self._lines[index][1])
         except json.JSONDecodeError as error:
             raise BadRow(f"column {error.colno}: is not JSON: {error.msg}") from error
         if not isinstance(row, dict):
             raise BadRow('is no row such as {"prompt": "2+2?", "answer": "4"}')
-        return row
+        return absolute_paths(row, self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the file, or the folder itself."""
+        path = Path(self._path).expanduser().absolute()
+        return path if path.is_dir() else path.parent
 
     def where(self, index: int) -> str:
         if self._table is not None:

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+from agenttrain.data.images import COLUMN, ImageLimits, with_images
 from agenttrain.types import Message, RowTool, Task
 from agenttrain.utils.names import did_you_mean
 
-RESERVED = ("task_id", "messages", "tools", "user_turns")
+RESERVED = ("task_id", "messages", "tools", "user_turns", COLUMN)
 COLUMN_SAMPLE = 20
 """First rows from which the columns of a dataset are collected; single rows may lack some."""
 
@@ -55,6 +56,7 @@ class TaskSource:
         seed: int = 0,
         needs_prompt: bool = True,
         may_be_empty: bool = False,
+        images: ImageLimits | None = None,
     ) -> None:
         """`needs_prompt=False`: rows may lack a prompt, because an environment makes one.
 
@@ -68,7 +70,7 @@ class TaskSource:
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
             )
         self._rows, self._shuffle, self._seed = rows, shuffle, seed
-        self._needs_prompt = needs_prompt
+        self._needs_prompt, self._images = needs_prompt, images
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
 
     def __len__(self) -> int:
@@ -96,7 +98,8 @@ class TaskSource:
 
     def row(self, index: int) -> Task:
         """Return the task of a row, by its number in the dataset."""
-        return to_task(self._rows[index], index, needs_prompt=self._needs_prompt)
+        row, needs_prompt = self._rows[index], self._needs_prompt
+        return to_task(row, index, needs_prompt=needs_prompt, images=self._images)
 
     def where(self, index: int) -> str:
         """Return the row's place for error messages."""
@@ -124,12 +127,19 @@ def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
             )
 
 
-def to_task(row: Mapping[str, Any], index: int, *, needs_prompt: bool = True) -> Task:
+def to_task(
+    row: Mapping[str, Any],
+    index: int,
+    *,
+    needs_prompt: bool = True,
+    images: ImageLimits | None = None,
+) -> Task:
     """Make a Task from a row.
 
-    The row holds `messages` or `prompt`, perhaps `task_id`, `tools` (see `read_tools`) and
-    `user_turns`; its other columns are the task's. A column whose value is None counts as missing.
-    Rows may share a `task_id`: it is a name, and each occurrence is a group of its own.
+    The row holds `messages` or `prompt`, perhaps `task_id`, `tools` (see `read_tools`), `images`
+    (see `with_images`) and `user_turns`; its other columns are the task's. A column whose value is
+    None counts as missing. Rows may share a `task_id`: it is a name, and each occurrence is a group
+    of its own.
 
     Example: ``to_task({"prompt": "2+2?", "answer": "4"}, 0)`` has one user message and the column
     `answer`. Raises ValueError that names the row and what it lacks.
@@ -146,11 +156,16 @@ def to_task(row: Mapping[str, Any], index: int, *, needs_prompt: bool = True) ->
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(f"data row {index}: {message!r} is no chat message with a `role`")
-        if not isinstance(message.get("content"), str | None):
+        if not isinstance(message.get("content"), str | list | tuple | None):
             raise ValueError(
                 f"data row {index}: the content of the {message['role']} message is a "
-                f"{type(message['content']).__name__}; only text can be trained on (no images yet)"
+                f"{type(message['content']).__name__}, neither a text nor a list of parts"
             )
+    if COLUMN in row or any(isinstance(m.get("content"), list | tuple) for m in messages):
+        try:
+            messages = with_images(messages, row.get(COLUMN), images or ImageLimits())
+        except ValueError as error:
+            raise ValueError(f"data row {index}: {error}") from error
     tools = read_tools(row.get("tools"), index)
     turns = row.get("user_turns", ())
     if not isinstance(turns, list | tuple) or not all(isinstance(text, str) for text in turns):

@@ -14,6 +14,7 @@ from typing import Any
 
 from agenttrain.data.config import DataConfig, OnBadRow
 from agenttrain.data.files import BadRow
+from agenttrain.data.images import ImageLimits
 from agenttrain.data.tasks import Rows, to_task, with_executor
 from agenttrain.types import Message
 from agenttrain.utils.expressions import compiled
@@ -201,7 +202,12 @@ class RowCheck:
 
 
 def check_rows(
-    rows: TransformedRows, change: RowTransform, key: str, *, needs_prompt: bool
+    rows: TransformedRows,
+    change: RowTransform,
+    key: str,
+    *,
+    needs_prompt: bool,
+    images: ImageLimits | None = None,
 ) -> RowCheck:
     """Try to make a task of every row of the dataset at `key`.
 
@@ -219,7 +225,7 @@ def check_rows(
             usable.kept += 1
             row = rows.changed(given)
             seen.update(row)
-            task = to_task(row, index, needs_prompt=needs_prompt)
+            task = to_task(row, index, needs_prompt=needs_prompt, images=images)
         except ValueError as error:
             reason = str(error).removeprefix(f"data row {index}: ")
             usable.bad.append(f"{rows.where(index)}: {reason}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agenttrain.engines.config import Sampling
+from agenttrain.images import PlacedImage
 from agenttrain.types import AgenttrainError, Completion
 
 if TYPE_CHECKING:
@@ -55,15 +56,15 @@ class Engine(Protocol):
         *,
         session: str,
         parent: str | None = None,
-        images: Sequence[object] = (),
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
         """Continue `token_ids` by at most `sampling.max_tokens` tokens.
 
         `session` names the trajectory: a later call of the same session extends what it sent and
         got before, so that its cache can be kept between the turns. `parent` is the session that
-        waits for this one, which takes its seat where an engine gives out seats. `images` are those
-        of the placeholders in `token_ids`, in their order; raises ImagesRefused where the engine
-        reads token ids alone.
+        waits for this one, which takes its seat where an engine gives out seats. `images` stand in
+        `token_ids` at their placeholders, in order; raises ImagesRefused where the engine reads
+        token ids alone.
         """
         ...
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.engines.config import Sampling
+from agenttrain.images import PlacedImage
 from agenttrain.types import Completion, Finish
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Sent:
     ids: array[int]
     """A copy of the request's ids: an array, so that a test over a long history stays quick."""
     sampling: Sampling
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -63,11 +65,14 @@ class ScriptedEngine:
         delay: float = 0.0,
         max_context: int = 4096,
         keeps_sent: bool = True,
+        reads_images: bool = False,
     ) -> None:
         """`delay`: seconds until an answer; `encode`: function from text answers to ids.
 
-        With `keeps_sent`, `sent` collects every request with all of its ids.
+        With `keeps_sent`, `sent` collects every request with all of its ids. `reads_images`: images
+        are taken, and change no answer.
         """
+        self.reads_images = reads_images
         self.script = script
         self.encode = encode
         self.delay = delay
@@ -86,14 +91,15 @@ class ScriptedEngine:
         *,
         session: str,
         parent: str | None = None,
-        images: Sequence[object] = (),
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
         """Return the session's next answer, cut at its first stop id and at the budget.
 
         Raises EngineError where a real engine would, when the script has no answer left, and when
         an answer ends with neither a stop id nor the budget; ImagesRefused.
         """
-        refuse_images(self, images, session)
+        if not self.reads_images:
+            refuse_images(self, images, session)
         ids = array("q", token_ids)
         if not ids or len(ids) >= self.max_context or sampling.max_tokens < 1:
             raise EngineError(
@@ -103,7 +109,9 @@ class ScriptedEngine:
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1
         if self.keeps_sent:
-            self.sent.append(Sent(session=session, turn=turn, ids=ids, sampling=sampling))
+            seen = tuple(images)
+            sent = Sent(session=session, turn=turn, ids=ids, sampling=sampling, images=seen)
+            self.sent.append(sent)
         await asyncio.sleep(self.delay)
         script = self.script
         if callable(script):

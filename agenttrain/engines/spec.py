@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import LEAST_TEMPERATURE, EngineSettings, ServersConfig
 from agenttrain.engines.memory import EngineLoad, EngineMemory, ModelSizes
 from agenttrain.training.config import LoraSettings, Transport, WeightSyncMode
+
+if TYPE_CHECKING:
+    from agenttrain.engines.vision import Vision
 
 S = TypeVar("S", bound=EngineSettings)
 
@@ -47,6 +50,8 @@ class EngineInputs:
     """Folder for the engine's log."""
     trainers: int = 1
     """Training processes of this machine, which have its first GPUs."""
+    vision: Vision | None = None
+    """Reads the images of requests, by the policy's own weights; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +163,8 @@ class EngineSpec(Generic[S]):
     it is ready and completes its answers after a SIGTERM; None: it has none."""
     deterministic: bool = False
     """True: can repeat a run bit for bit (`Lockstep`)."""
+    reads_images: bool = False
+    """True: takes requests with images."""
     grammars: bool = False
     """True: takes requests with a grammar."""
     too_cold: str = (

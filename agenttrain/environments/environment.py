@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from agenttrain.environments.config import EnvironmentSettings
+from agenttrain.images import read_content
 from agenttrain.types import Message, Rollout, StopReason, ToolUnavailable, TurnReward
 from agenttrain.utils.threads import DaemonThreads, attempt, attempt_async
 
@@ -324,19 +325,27 @@ def _digest(state: Any) -> str:
 
 
 def _to_messages(given: Any) -> tuple[Message, ...]:
-    """Make messages of the value that `reset` returned; a text is a user message."""
+    """Make messages of the value that `reset` returned; a text is a user message.
+
+    A content may be a list of texts and images.
+    """
     if isinstance(given, str):
         return ({"role": "user", "content": given},)
     items = [given] if isinstance(given, Mapping) else given
     if not isinstance(items, list | tuple) or not all(
-        isinstance(item, Mapping) and "role" in item and isinstance(item.get("content"), str)
+        isinstance(item, Mapping) and "role" in item and isinstance(item.get("content"), str | list)
         for item in items
     ):
         raise TypeError(
             f"it gave {given!r:.200}; expected None, a text, or chat messages such as "
             '{"role": "user", "content": "…"}'
         )
-    return tuple(dict(item) for item in items)
+    return tuple(
+        {**item, "content": read_content(item["content"])}
+        if isinstance(item["content"], list)
+        else dict(item)
+        for item in items
+    )
 
 
 IDLE_S = 3600.0

@@ -73,6 +73,9 @@ class Evidence:
             if isinstance(error, RewardError) and not world.is_main:
                 bundle = bundle.with_name(f"{bundle.name}-rank-{world.rank}")
             outcome = f"To see it again: agenttrain replay {quote(str(bundle))}"
+            shown = error.rollouts if isinstance(error, RewardError) else rollouts
+            if any(one.images for rollout in shown for one in rollout.trajectories):
+                outcome += " (it holds the images of its rollouts)"
             try:
                 if isinstance(error, RewardError):
                     self._write_files(bundle, step, error, error.rollouts)

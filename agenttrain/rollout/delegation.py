@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agenttrain.environments.environment import Episode
+from agenttrain.images import PlacedImage
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import RowTools
@@ -164,7 +165,11 @@ class SubAgents:
         )
 
     def begin(
-        self, request: SubAgentRequest, prompt: Sequence[int], delegation: Delegation
+        self,
+        request: SubAgentRequest,
+        prompt: Sequence[int],
+        delegation: Delegation,
+        images: tuple[PlacedImage, ...],
     ) -> Trajectory:
         """Begin the trajectory of a sub-agent. Raises ToolFailure if there is no token left."""
         if len(prompt) >= self.tokens_left():
@@ -172,7 +177,7 @@ class SubAgents:
         trajectory = self._rollout.begin(role=request.role, delegation=delegation)
         trajectory.messages.extend(request.messages)
         trajectory.prompt_messages = len(request.messages)
-        trajectory.append_context(prompt, Origin.prompt)
+        trajectory.append_context(prompt, Origin.prompt, images)
         return trajectory
 
     async def run(self, sub_agent: Coroutine[Any, Any, Delegated]) -> Delegated:

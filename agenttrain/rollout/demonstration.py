@@ -19,10 +19,11 @@ from agenttrain.chat.demonstrations import completion_ids
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.probing import REASONING_KEYS
 from agenttrain.environments.environments import Environments
+from agenttrain.images import parts, text_of
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.recorded import ROLLOUT, RecordedRollout, difference, read_again
-from agenttrain.rollout.replies import fit_replies
+from agenttrain.rollout.replies import append_suffix, fit_replies
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.rollouts import completions
@@ -136,14 +137,15 @@ class _Conversation:
         self.tools = RowTools(task, owner.toolbox, owner.environments, executed=False)
         self.schemas = self.tools.schemas
         self.pending = list(task.messages[first:])
-        questions = tuple(str(m["content"]) for m in self.pending if m["role"] == "user")
+        questions = tuple(text_of(parts(m["content"])) for m in self.pending if m["role"] == "user")
         prompt = replace(task, messages=task.messages[:first], user_turns=questions)
         self.rollout = Rollout(task=prompt, rollout_id=rollout_id, group_id=rollout_id)
         self.trajectory = self.rollout.trajectories[0]
         self.trajectory.messages.extend(dict(message) for message in prompt.messages)
         self.trajectory.prompt_messages = len(prompt.messages)
         prompt_ids = self.chat.prompt_ids(prompt.messages, self.schemas)
-        self.trajectory.append_context(prompt_ids, Origin.prompt)
+        images = self.chat.place(prompt_ids, prompt.messages)
+        self.trajectory.append_context(prompt_ids, Origin.prompt, images)
 
     def append_turn(self, number: int) -> None:
         """Append the next assistant message and the messages up to the one after it."""
@@ -225,7 +227,7 @@ class _Conversation:
         by_id = {reply.get("tool_call_id"): reply for reply in replies}
         if len(by_id) == len(replies) == len(ids) and set(by_id) == set(ids):
             replies = [by_id[call_id] for call_id in ids]
-        texts = [str(reply.get("content") or "") for reply in replies]
+        texts = [reply.get("content") or "" for reply in replies]
 
         stops = any(call.name in self.tools.stop_tools for call in turn.calls)
         if stops and self.pending:
@@ -252,10 +254,11 @@ class _Conversation:
             ],
             generation_prompt=bool(self.pending),
         )
-        for origin, token_ids in suffix:
-            self.trajectory.append_context(token_ids, origin)
+        append_suffix(self.trajectory, suffix, clipped, self.chat)
         self.trajectory.messages.extend(clipped)
-        self.rollout.tool_results.extend(ToolResult(call=c, content=text) for c, text in pairs)
+        self.rollout.tool_results.extend(
+            ToolResult(call=c, content=text_of(parts(text))) for c, text in pairs
+        )
 
     def _append_question(
         self, turn: AssistantTurn, completion: Completion, replies: Sequence[Message]
@@ -277,8 +280,7 @@ class _Conversation:
             finish=completion.finish,
             generation_prompt=True,
         )
-        for origin, token_ids in suffix:
-            self.trajectory.append_context(token_ids, origin)
+        append_suffix(self.trajectory, suffix, replies, self.chat)
         self.trajectory.messages.extend(dict(message) for message in replies)
 
 

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from itertools import chain, groupby
 
 from agenttrain.chat.chat import Chat
+from agenttrain.images import PlacedImage, images_in, moved
 from agenttrain.types import Finish, LedgerError, Message, Origin, Rollout, Span, Trajectory
 
 Place = tuple[str, int, int]
@@ -91,6 +92,7 @@ def verify(
             raise LedgerError(
                 f"{trajectory.name}: {prompts} prompt spans, the first span is {first}"
             )
+        _check_images(trajectory, ids, chat)
         # Each assistant message with the role of the message before it, which parsing depends on.
         spoken = [
             (message, trajectory.messages[place - 1]["role"])
@@ -116,6 +118,53 @@ def verify(
                     f"{chat.decode(token_ids)!r}, which parses to {parsed!r}, but the recorded "
                     f"message is {message!r}"
                 )
+
+
+def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> None:
+    """Raise LedgerError unless the placeholders that nobody sampled are those of the images.
+
+    The images are those of the messages, in their order; each has as many placeholders, one after
+    the other, as the model makes vectors of it.
+    """
+    if chat.placeholders is None:
+        if trajectory.images:
+            raise LedgerError(f"{trajectory.name}: has images, and {chat.no_images}")
+        return
+    placeholder = chat.placeholders.token_id
+    placed = [image for span in trajectory.spans for image in _placed(trajectory, span)]
+    if placed != [one for one in trajectory.images if one.start >= trajectory.context_length]:
+        raise LedgerError(f"{trajectory.name}: its images are not those of its spans")
+    for one in trajectory.images:
+        wanted = chat.placeholders.grid(one.image)
+        found = sum(token_id == placeholder for token_id in ids[one.start : one.end])
+        if wanted != one.grid or found != one.tokens:
+            raise LedgerError(
+                f"{trajectory.name} position {one.start}: the {one.image} has {wanted} vectors, "
+                f"its span says {one.grid}, and {found} placeholders stand there"
+            )
+    context = [span for span in trajectory.spans if span.origin is not Origin.sampled]
+    count = sum(token_id == placeholder for span in context for token_id in span.token_ids)
+    if count != sum(one.tokens for one in placed):
+        raise LedgerError(
+            f"{trajectory.name}: {count} placeholders of images, but its spans know images with "
+            f"{sum(one.tokens for one in placed)}"
+        )
+    shown = [image.sha256 for image in images_in(trajectory.messages)]
+    known = [one.image.sha256 for one in trajectory.images]
+    if shown != known:
+        raise LedgerError(
+            f"{trajectory.name}: its messages hold the images {[*map(_short, shown)]}, its spans "
+            f"{[*map(_short, known)]}"
+        )
+
+
+def _placed(trajectory: Trajectory, span: Span) -> tuple[PlacedImage, ...]:
+    """Return a span's images at their positions in the trajectory."""
+    return moved(span.images, _position(trajectory, span)) if span.images else ()
+
+
+def _short(digest: str) -> str:
+    return digest[:8]
 
 
 def schemas_of(trajectory: Trajectory, schemas: Sequence[dict]) -> Sequence[dict]:
@@ -147,9 +196,14 @@ def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tupl
 def _where(trajectory: Trajectory, span: Span) -> str:
     """Return the place of a span in an error's text, e.g. ``rollout r trajectory 0 turn 1 position
     7``."""
+    return f"{trajectory.name} turn {span.turn} position {_position(trajectory, span)}"
+
+
+def _position(trajectory: Trajectory, span: Span) -> int:
+    """Return the position of a span's first token."""
     position = trajectory.context_length
     for earlier in trajectory.spans:
         if earlier is span:
             break
         position += len(earlier.token_ids)
-    return f"{trajectory.name} turn {span.turn} position {position}"
+    return position

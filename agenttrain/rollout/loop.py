@@ -33,8 +33,9 @@ from agenttrain.rollout.compaction import (
 from agenttrain.rollout.config import OnMalformedCall, OnParallelCalls, OnToolFailure
 from agenttrain.rollout.delegation import Agent, CallOrder, SubAgentRequest, SubAgents
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
+from agenttrain.rollout.image_replies import readable
 from agenttrain.rollout.monitoring import Throttle
-from agenttrain.rollout.replies import Suffix, fit_replies, reply_message
+from agenttrain.rollout.replies import Suffix, append_suffix, fit_replies, reply_message
 from agenttrain.rollout.request import RolloutContext, RolloutRequest, append_prompt
 from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.types import (
@@ -196,8 +197,9 @@ class _Loop:
             self.limits,
             budget=budget,
         )
+        agent, images = self.agent, trajectory.images
         completion = await self.engine.generate(
-            sent, sampling, session=self.agent.session, parent=self.agent.parent
+            sent, sampling, session=agent.session, parent=agent.parent, images=images
         )
         await self.throttle.wait()  # where many rollouts resume together, a few at a time
         if not completion.token_ids:
@@ -384,8 +386,7 @@ class _Loop:
         suffix: Suffix,
     ) -> None:
         """Append the replies to the last turn, and the next generation prompt."""
-        for origin, token_ids in suffix:
-            self.trajectory.append_context(token_ids, origin)
+        append_suffix(self.trajectory, suffix, replies, self.chat)
         self._add(*replies)
         if self._compaction is not None:
             self._past.append(
@@ -521,6 +522,8 @@ class _Loop:
             )
             for call in surplus
         ]
+        if any(result.parts for result in results):
+            results = readable(results, self.chat)
         self.rollout.tool_results.extend(results)
         return results
 
@@ -551,7 +554,8 @@ class _Loop:
             max_turns=context.limits.max_turns,
             max_tokens=context.limits.max_completion_tokens,
         )
-        trajectory = self.sub_agents.begin(request, prompt, delegation)
+        images = self.chat.place(prompt, request.messages)
+        trajectory = self.sub_agents.begin(request, prompt, delegation, images)
         agent = Agent(
             session=f"{self.rollout.rollout_id}/{trajectory.index}",
             parent=self.agent.session,

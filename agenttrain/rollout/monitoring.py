@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import Sampling
+from agenttrain.images import PlacedImage
 from agenttrain.tools.toolbox import RunningCall
 from agenttrain.types import Completion
 
@@ -129,7 +130,7 @@ class TrackedEngine:
         *,
         session: str,
         parent: str | None = None,
-        images: Sequence[object] = (),
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
         """Sample from the engine; meanwhile the rollout counts as waiting for it."""
         flight = self._flight

@@ -17,6 +17,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.data.config import check_rollout_files
 from agenttrain.data.files import BadRow, FileRows
 from agenttrain.rollout.ledger import schemas_of, verify
+from agenttrain.tracking.pictures import with_pictures
 from agenttrain.tracking.rollouts import current_form, prompt_messages, read_rollout
 from agenttrain.types import LedgerError, Message, Origin, Rollout, StopReason, Task, Trajectory
 
@@ -92,7 +93,8 @@ class RolloutRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a fresh copy of a row."""
-        record = self._record(self._selected[index])
+        place = self._selected[index]
+        record = RecordedRollout(with_pictures(self._record(place), self._file.folder(place)))
         row = {
             **(record["columns"] or {}),
             "task_id": record["task_id"],

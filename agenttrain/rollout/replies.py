@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agenttrain.chat.chat import Chat
+from agenttrain.images import PlacedImage, content_of, images_in
+from agenttrain.rollout.image_replies import fit_parts
 from agenttrain.types import (
     AssistantTurn,
     Completion,
@@ -12,6 +14,7 @@ from agenttrain.types import (
     Message,
     Origin,
     ToolResult,
+    Trajectory,
 )
 
 Suffix = list[tuple[Origin, list[int]]]
@@ -23,7 +26,7 @@ def reply_message(result: ToolResult) -> Message:
         "role": "tool",
         "tool_call_id": result.call.id,
         "name": result.call.name,
-        "content": result.content,
+        "content": content_of(result.parts) if result.parts else result.content,
     }
 
 
@@ -43,8 +46,7 @@ def fit_replies(
     only without a generation prompt (the reply of a stop tool), the suffix itself is cut.
     """
 
-    def render(texts: Sequence[str]) -> tuple[list[Message], Suffix, int]:
-        clipped = [{**reply, "content": text} for reply, text in zip(replies, texts, strict=True)]
+    def suffix_of(clipped: list[Message]) -> tuple[list[Message], Suffix, int]:
         suffix = chat.suffix(
             turn,
             clipped,
@@ -54,15 +56,30 @@ def fit_replies(
         )
         return clipped, suffix, sum(len(ids) for _, ids in suffix)
 
-    full = [str(reply["content"]) for reply in replies]
-    texts = [chat.clip(text, most) for text, most in zip(full, max_result_tokens, strict=True)]
-    clipped, suffix, length = render(texts)
-    while length > room and any(texts):
-        # A template may lengthen a text (JSON escapes), so one cut may not be enough.
-        lengths = [len(chat.encode_plain(text)) for text in texts]
-        limits = shares(lengths, max(sum(lengths) - (length - room), 0))
-        texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]
+    def render(texts: Sequence[str]) -> tuple[list[Message], Suffix, int]:
+        return suffix_of(
+            [{**reply, "content": text} for reply, text in zip(replies, texts, strict=True)]
+        )
+
+    if any(isinstance(reply["content"], list) for reply in replies):
+        fitted = fit_parts(
+            chat,
+            replies,
+            length=lambda clipped: suffix_of([*clipped])[2],
+            room=room,
+            max_result_tokens=max_result_tokens,
+        )
+        clipped, suffix, length = suffix_of(fitted)
+    else:
+        full = [str(reply["content"]) for reply in replies]
+        texts = [chat.clip(text, most) for text, most in zip(full, max_result_tokens, strict=True)]
         clipped, suffix, length = render(texts)
+        while length > room and any(texts):
+            # A template may lengthen a text (JSON escapes), so one cut may not be enough.
+            lengths = [len(chat.encode_plain(text)) for text in texts]
+            limits = shares(lengths, max(sum(lengths) - (length - room), 0))
+            texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]
+            clipped, suffix, length = render(texts)
     if generation_prompt and length > room:
         raise LedgerError(
             f"the suffix of {length} tokens exceeds the {room} left, though its empty form fitted"
@@ -72,6 +89,22 @@ def fit_replies(
         fitting.append((origin, token_ids[: max(room, 0)]))
         room -= len(token_ids)
     return clipped, fitting
+
+
+def append_suffix(
+    trajectory: Trajectory, suffix: Suffix, replies: Sequence[Message], chat: Chat
+) -> None:
+    """Append the suffix of `replies` to a trajectory, each of their images with its span."""
+    images = [] if chat.placeholders is None else [*images_in(replies)]
+    for origin, token_ids in suffix:
+        placed: tuple[PlacedImage, ...] = ()
+        if (
+            images
+            and chat.placeholders is not None
+            and token_ids[:1] == [chat.placeholders.token_id]
+        ):
+            placed = chat.placeholders.place(token_ids, [images.pop(0)])
+        trajectory.append_context(token_ids, origin, placed)
 
 
 def shares(lengths: Sequence[int], room: int) -> list[int]:

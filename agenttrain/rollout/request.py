@@ -84,7 +84,8 @@ def append_prompt(
     if prompt_ids is None:
         prompt_ids = chat.prompt_ids(task.messages, tools.schemas)
     check_room(task, len(prompt_ids), engine.max_context)
-    trajectory.append_context(prompt_ids, Origin.prompt)
+    images = chat.place(prompt_ids, task.messages)
+    trajectory.append_context(prompt_ids, Origin.prompt, images)
 
 
 def check_room(task: Task, prompt_length: int, max_context: int) -> None:

@@ -18,10 +18,11 @@ from agenttrain.engines.base import Engine, Separate
 from agenttrain.engines.registry import spec_of
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName, ShardWithin
-from agenttrain.runs.sampling import load_empty, load_model
+from agenttrain.runs.sampling import load_empty, load_model, vision_of
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
+from agenttrain.training.checkpoint_files import auto_class
 from agenttrain.training.config import Init
 from agenttrain.training.logprobs import checkpoint_layers
 from agenttrain.training.lora import add_lora, is_adapted
@@ -43,7 +44,7 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
     it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     folder = model_folder(config.model.path, revision=config.model.revision)
     if (folder / "adapter_config.json").is_file():  # its base may be anywhere; adapters fit it
@@ -52,7 +53,7 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
         architecture = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             dtype = getattr(torch, config.model.dtype)
-            model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+            model = auto_class(folder).from_config(architecture, dtype=dtype)
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
     complete = config.model.init is Init.random or is_hub_id(config.model.path)
@@ -105,6 +106,7 @@ def make_policy(
         sharding=sharding,
         weights=weights,
         sampled=sampled and not spec_of(config.engine).own_weights,
+        vision=vision_of(config),
     )
     note = float32_on_gpu(config) if policy.accelerator.device.type == "cuda" else None
     if note and world.is_main:
@@ -136,6 +138,7 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
         on_gpu=policy.accelerator.device.type == "cuda",
         rank=policy.world.rank,
     )
+    inputs = replace(inputs, vision=policy.vision)
     # Some engines seed the process's generators; tools and rewards would draw alike on all ranks.
     states = random_states()
     engine = _build_engine(config, inputs)

@@ -88,5 +88,7 @@ def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = Non
     tokenizer = AutoTokenizer.from_pretrained(source)
     path = to or step_path(folder, step).with_suffix(".html")
     title = f"{folder.resolve().name}, step {step}"
-    write_atomically(path, viewer.render(read_step(folder, step), tokenizer.decode, title=title))
+    pictures = step_path(folder, step).parent
+    page = viewer.render(read_step(folder, step), tokenizer.decode, title=title, folder=pictures)
+    write_atomically(path, page)
     return path

@@ -8,17 +8,30 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from agenttrain.chat.vision import load_placeholders
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import spec_of, specs
 from agenttrain.engines.spec import EngineInputs
+from agenttrain.images import Placeholders
+from agenttrain.launch.config import DistributedName
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.training.checkpoint_files import MANIFEST, loading_options, only_tensors, verify
-from agenttrain.training.config import Init
+from agenttrain.training.checkpoint_files import (
+    MANIFEST,
+    auto_class,
+    loading_options,
+    only_tensors,
+    verify,
+)
+from agenttrain.training.config import Init, VisionTower
+from agenttrain.types import ConfigError
 from agenttrain.utils.hub import COMMIT
 from agenttrain.utils.model_path import base_folder, model_folder, weights_folder
+
+if TYPE_CHECKING:
+    from agenttrain.engines.vision import Vision
 
 SMALL = 10_000_000
 """Parameters below which the operations on a CPU are so short that threads which share them wait
@@ -30,6 +43,50 @@ def verify_model(config: RunConfig) -> None:
     folder = model_folder(config.model.path, revision=config.model.revision)
     if (folder / MANIFEST).is_file():
         verify(folder)
+
+
+def placeholders_of(config: RunConfig) -> Placeholders | str:
+    """Return the placeholders of the model's images, or the reason why the run has no images."""
+    placeholders = load_placeholders(_base(config))
+    if isinstance(placeholders, str):
+        return placeholders
+    reasons = {
+        f"engine={config.engine.name} reads token ids alone; set engine=transformers": (
+            not spec_of(config.engine).reads_images
+        ),
+        "rollout.compact_at shortens contexts, and those with images cannot be; leave it out": (
+            config.rollout.compact_at is not None
+        ),
+        "algorithm.teacher reads token ids alone; leave it out": config.algorithm.has_teacher,
+        "an outside agent's requests hold text alone; leave agent out": config.agent.outside,
+        "distributed=fsdp2 does not share a vision tower; set distributed=ddp or single": (
+            config.distributed.name is DistributedName.fsdp2
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), placeholders)
+
+
+def vision_of(config: RunConfig) -> Vision | None:
+    """Load what reads the images of the run's model; None: the run has no images.
+
+    Raises ConfigError for model.vision=trained in such a run.
+    """
+    placeholders = placeholders_of(config)
+    trained = config.model.vision is VisionTower.trained
+    if isinstance(placeholders, str):
+        if trained:
+            raise ConfigError(f"model.vision=trained: {placeholders}; leave model.vision out")
+        return None
+    from agenttrain.engines.vision import load_vision
+
+    return load_vision(_base(config), placeholders, frozen=not trained)
+
+
+def _base(config: RunConfig) -> Path:
+    """Return the folder of the model; of its base, where it has adapters."""
+    model = config.model
+    folder = base_folder(model.path, model.revision, model.base_revision, weights=False)
+    return model_folder(model.path, revision=model.revision) if folder is None else folder
 
 
 def load_model(config: RunConfig) -> Any:
@@ -108,24 +165,25 @@ def _threads() -> int:
 
 def _load(config: RunConfig) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
     path, revision = config.model.path, config.model.revision
     dtype = getattr(torch, config.model.dtype)
     if config.model.init is Init.random:
-        architecture = AutoConfig.from_pretrained(model_folder(path, revision=revision))
-        return AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+        folder = model_folder(path, revision=revision)
+        architecture = AutoConfig.from_pretrained(folder)
+        return auto_class(folder).from_config(architecture, dtype=dtype)
     source = weights_folder(path, revision=revision)
     base = base_folder(path, revision, config.model.base_revision)
     with only_tensors(source):
         if base is None:
             options = loading_options(source)
-            return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+            return auto_class(source).from_pretrained(source, dtype=dtype, **options)
         # By itself transformers would look the base up under its name, in any revision.
         options = loading_options(base)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **options)
+        model = auto_class(base).from_pretrained(base, dtype=dtype, **options)
         model.load_adapter(str(source))
     _record_revision(model, base)
     return model
@@ -162,6 +220,7 @@ def sampling_engine(config: RunConfig) -> Engine:
         on_gpu=on_gpu,
         rank=0,
         run_folder=None,
+        vision=vision_of(config),
     )
     return spec.build(settings, inputs)
 

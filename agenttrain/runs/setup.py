@@ -41,7 +41,7 @@ from agenttrain.rollout.row_tools import (
     row_tool_sets,
     tool_sets,
 )
-from agenttrain.runs.sampling import verify_model
+from agenttrain.runs.sampling import placeholders_of, verify_model
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
@@ -383,7 +383,13 @@ def complete(components: Components) -> None:
 
 def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:
     """Load the run's chat template and response schema, for a run with or without tools."""
-    return load_chat(tokenizer, config.chat_template, config.response_schema, tools=tools)
+    return load_chat(
+        tokenizer,
+        config.chat_template,
+        config.response_schema,
+        tools=tools,
+        placeholders=placeholders_of(config),
+    )
 
 
 def rubric_of(config: RunConfig, rewarding: Sequence[str]) -> Rubric:

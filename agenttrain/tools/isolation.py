@@ -26,9 +26,9 @@ from typing import Any
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.isolation_keeper import ADOPTS
 from agenttrain.tools.isolation_worker import Recipe, WorkerRequest, build
-from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply
+from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, reply_from_json
 from agenttrain.tools.tool import call_optional
-from agenttrain.types import ToolContext, ToolError, ToolUnavailable
+from agenttrain.types import ToolContext, ToolUnavailable
 from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.threads import DaemonThreads
 
@@ -103,14 +103,8 @@ class ToolWorker:
         """Return the worker's reply; raises ToolUnavailable if it died or answered nonsense."""
         answer = self._exchange(request, limit_s=None)
         try:
-            error = answer["error"]
-            return Reply(
-                content=str(answer["content"]),
-                error=None if error is None else ToolError(error),
-                done=answer["done"] is True,
-                reward=answer["reward"],
-            )
-        except (KeyError, ValueError) as wrong:
+            return reply_from_json(answer)
+        except (KeyError, TypeError, IndexError, ValueError) as wrong:
             self.kill()
             raise ToolUnavailable(f"tool {self.name}: its worker answered {answer}") from wrong
 

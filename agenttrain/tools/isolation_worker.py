@@ -15,13 +15,13 @@ import pickle
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from agenttrain.tools.isolation_keeper import fork_worker
-from agenttrain.tools.reply import Reply, error_reply, make_reply
+from agenttrain.tools.reply import Reply, error_reply, make_reply, reply_to_json
 from agenttrain.tools.tool import UNSEEN, FunctionTool
 from agenttrain.types import ToolContext, ToolUnavailable
 from agenttrain.utils.locate import locate
@@ -127,7 +127,7 @@ def main() -> None:
         while isinstance(server, Server):
             request: WorkerRequest = pickle.loads(connection.recv_bytes())
             reply = server.answer(request)
-            send(asdict(reply))
+            send(reply_to_json(reply))
 
 
 if __name__ == "__main__":

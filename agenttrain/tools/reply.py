@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
 
+from agenttrain.images import BadImage, Image, is_image, read_image, text_of
 from agenttrain.tools.arguments import InvalidArguments
 from agenttrain.types import Done, ToolError, ToolFailure, ToolUnavailable, TurnReward
 from agenttrain.utils.threads import with_fixed_text
@@ -25,6 +27,8 @@ class Reply:
     """The tool returned `Done`."""
     reward: float | None = None
     """Value of the `TurnReward` that the tool returned."""
+    parts: tuple[str | Image, ...] = ()
+    """Texts and images of a reply with images, of which `content` has the texts."""
 
 
 def make_reply(value: Any, *, max_chars: int) -> Reply:
@@ -34,12 +38,54 @@ def make_reply(value: Any, *, max_chars: int) -> Reply:
         if isinstance(value, TurnReward):
             reward, value = float(value.value), value.content
         done = isinstance(value, Done)
-        text = result_to_text(
-            value.content if isinstance(value, Done) else value, max_chars=max_chars
-        )
+        value = value.content if isinstance(value, Done) else value
+        if parts := _with_images(value, max_chars):
+            return Reply(content=text_of(parts), done=done, reward=reward, parts=parts)
+        text = result_to_text(value, max_chars=max_chars)
     except BaseException as error:  # e.g. the value's own __str__ or __iter__ raises
         return error_reply(with_fixed_text(error), max_chars=max_chars)
     return Reply(content=text, done=done, reward=reward)
+
+
+def _with_images(value: Any, max_chars: int) -> tuple[str | Image, ...]:
+    """Return the texts and images of a value that is an image, or a list with one; else nothing.
+
+    Raises ToolFailure for an image that cannot be read.
+    """
+    values = value if isinstance(value, list | tuple) else (value,)
+    if isinstance(value, str) or not any(map(is_image, values)):
+        return ()
+    try:
+        return tuple(
+            read_image(one) if is_image(one) else result_to_text(one, max_chars=max_chars)
+            for one in values
+        )
+    except BadImage as error:
+        raise ToolFailure(f"the tool returned an image that cannot be read: {error}") from error
+
+
+def reply_to_json(reply: Reply) -> dict[str, Any]:
+    """Return a reply as JSON data; an image is the base64 text of its file, in a list."""
+    parts = [
+        one if isinstance(one, str) else [base64.b64encode(one.data).decode()]
+        for one in reply.parts
+    ]
+    fields = {name: getattr(reply, name) for name in ("content", "error", "done", "reward")}
+    return {**fields, "parts": parts}
+
+
+def reply_from_json(data: Any) -> Reply:
+    """Return the reply of `reply_to_json`. Raises KeyError, TypeError or ValueError for others."""
+    error, parts = data["error"], data["parts"]
+    return Reply(
+        content=str(data["content"]),
+        error=None if error is None else ToolError(error),
+        done=data["done"] is True,
+        reward=data["reward"],
+        parts=tuple(
+            one if isinstance(one, str) else read_image(base64.b64decode(one[0])) for one in parts
+        ),
+    )
 
 
 def error_reply(
@@ -91,7 +137,15 @@ def result_to_text(value: object, *, max_chars: int) -> str:
 
 
 def _simpler(value: Any) -> Any:
-    """Replace a value that JSON does not have by one that it has, at worst by a string."""
+    """Replace a value that JSON does not have by one that it has, at worst by a string.
+
+    Raises ToolFailure for an image, whose string says nothing.
+    """
+    if is_image(value):
+        raise ToolFailure(
+            f"the tool returned a {type(value).__name__} with an image inside of other values; "
+            "images are returned alone, or in a list beside texts"
+        )
     if isinstance(value, bytes | bytearray):
         return value.decode("utf-8", "replace")
     if isinstance(value, set | frozenset):

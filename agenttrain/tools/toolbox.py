@@ -236,6 +236,7 @@ class Toolbox:
             seconds=seconds,
             done=reply.done,
             reward=reply.reward,
+            parts=reply.parts,
         )
 
     async def _attempt(

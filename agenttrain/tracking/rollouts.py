@@ -23,6 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from agenttrain.images import images_in, parts
+from agenttrain.tracking.pictures import (
+    placed_images,
+    recorded_messages,
+    shown_text,
+    write_images,
+)
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import (
     MAIN,
@@ -82,7 +89,7 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         written: dict[str, Any] = {
             "role": trajectory.role,
             "parent": trajectory.parent,
-            "messages": trajectory.messages,
+            "messages": recorded_messages(trajectory.messages),
             "token_ids": list(trajectory.own_ids),
             "spans": _span_records(trajectory),
             "logprobs": trajectory.rollout_logprobs,
@@ -126,7 +133,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return str(value)
+    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
 def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
@@ -134,7 +141,9 @@ def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
     texts: dict[str, list[str]] = {}
     for message in messages:
         if "tool_call_id" in message:
-            texts.setdefault(message["tool_call_id"], []).append(message["content"])
+            content = message["content"]
+            text = content if isinstance(content, str) else shown_text(content)
+            texts.setdefault(message["tool_call_id"], []).append(text)
     return texts
 
 
@@ -159,6 +168,11 @@ def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
         }
         if span.finish is not None:
             record["finish"] = span.finish
+        if span.images:
+            record["images"] = [
+                {"start": one.start, "grid": one.grid, "sha256": one.image.sha256}
+                for one in span.images
+            ]
         records.append(record)
         start = end
     return records
@@ -213,6 +227,7 @@ def write_step(
         lines = [dumps(rollout_record(rollout)) + "\n" for rollout in chosen]
         path = step_path(run_folder, step)
         path.parent.mkdir(parents=True, exist_ok=True)
+        write_images(path.parent, chosen)
         write_atomically(path, "".join(lines))
 
 
@@ -323,6 +338,11 @@ def tool_results(record: Record) -> list[ToolResult]:
     """Return the results of a record's calls, in their order."""
     added = added_messages(record)
     shown = replies(added)
+    pictures = {
+        message["tool_call_id"]: tuple(parts(message["content"]))
+        for message in added
+        if "tool_call_id" in message and any(images_in([message]))
+    }
     written: dict[str, list[Mapping[str, Any]]] = {}
     for message in added:
         for call in message.get("tool_calls", ()):
@@ -347,6 +367,7 @@ def tool_results(record: Record) -> list[ToolResult]:
                 done=made.get("done", False),
                 stop=made.get("stop", False),
                 reward=made.get("reward"),
+                parts=pictures.get(made["id"], ()),
             )
         )
     return results
@@ -416,7 +437,8 @@ def _trajectory(
             continue
         for span in spans:
             ids = written["token_ids"][span["start"] : span["end"]]
-            trajectory.append_context(ids, Origin(span["origin"]))
+            images = placed_images(span, written["messages"])
+            trajectory.append_context(ids, Origin(span["origin"]), images)
     advantages: list[float] = []
     for span in _sampled(written):
         each, length = span["advantage"], span["end"] - span["start"]

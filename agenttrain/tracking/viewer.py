@@ -10,8 +10,10 @@ import html
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from agenttrain.tracking.pictures import with_data
 from agenttrain.utils.json_lines import dumps
 
 Decode = Callable[[Sequence[int]], str]
@@ -22,9 +24,15 @@ LONGEST_CHARACTER = 4
 
 
 def render(
-    rollouts: Iterable[Mapping[str, Any]], decode: Decode, *, title: str = "agenttrain rollouts"
+    rollouts: Iterable[Mapping[str, Any]],
+    decode: Decode,
+    *,
+    title: str = "agenttrain rollouts",
+    folder: Path | None = None,
 ) -> str:
     """Return the page of rollout records, as `rollouts.read_step` yields them.
+
+    `folder` has their images; without it they are shown by size and hash.
 
     Example: ``render(read_step(Path("outputs/shop/run"), 10), tokenizer.decode)``
     """
@@ -33,7 +41,11 @@ def render(
         {
             **rollout,
             "trajectories": [
-                {**trajectory, "texts": token_texts(trajectory["token_ids"], decode, known)}
+                {
+                    **trajectory,
+                    "messages": _shown(trajectory["messages"], folder),
+                    "texts": token_texts(trajectory["token_ids"], decode, known),
+                }
                 for trajectory in rollout["trajectories"]
             ],
         }
@@ -45,6 +57,10 @@ def render(
     parts = {"__TITLE__": html.escape(title), "__DATA__": payload}
     # In one pass, so that a title or token that reads like a placeholder stays.
     return re.sub("|".join(parts), lambda match: parts[match[0]], page)
+
+
+def _shown(messages: Sequence[dict[str, Any]], folder: Path | None) -> Sequence[dict[str, Any]]:
+    return messages if folder is None else with_data(messages, folder)
 
 
 def token_texts(token_ids: Sequence[int], decode: Decode, known: dict[int, str]) -> list[str]:

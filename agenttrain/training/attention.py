@@ -27,6 +27,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from agenttrain.engines.vision import language_attention
 from agenttrain.training.batch import Block, Segment, packed_positions
 from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
 from agenttrain.types import AgenttrainError
@@ -198,9 +199,21 @@ AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, packed_mask)
 
 
+def backbone(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the model without its head; `base_model` does not find it in some models (Llama4)."""
+    return model.model if model.base_model is model else model.base_model
+
+
 @contextmanager
 def packing(model: PreTrainedModel) -> Iterator[None]:
-    """Use packed attention in the block: forward passes then need the keyword `blocks`."""
+    """Use packed attention in the block: forward passes then need the keyword `blocks`.
+
+    The vision tower of a model whose images are read keeps its own.
+    """
+    if hasattr(backbone(model), "visual"):
+        with language_attention(model, NAME):
+            yield
+        return
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:

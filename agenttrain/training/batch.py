@@ -33,6 +33,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from agenttrain.engines.vision import Layout, Piece
 from agenttrain.training.prefixes import Branch, cut, grow
 from agenttrain.types import LedgerError, Rollout, Task, Trajectory
 
@@ -50,10 +51,13 @@ class TrainingSequence:
     rollout: Rollout
     trajectory: Trajectory
     token_ids_T: Tensor
+    """Placeholders of images are replaced by the key of their image (`image_key`)."""
     targets_S: Tensor
     """Positions whose next token was sampled."""
     behaviour_S: Tensor
     """The engine's logprobs of the sampled tokens."""
+    layout: Layout | None = None
+    """Positions and images; None: it has no images."""
     ref_logprobs_S: Tensor | None = None
     """Logprobs under the reference; None until it has scored the sequence."""
     old_logprobs_S: Tensor | None = None
@@ -104,11 +108,16 @@ def make_sequences(rollout: Rollout) -> list[TrainingSequence]:
                 f"{trajectory.name} turn 0: the token at position 0 is sampled, but there "
                 "is nothing before it that it was sampled from. Append the prompt first."
             )
+        ids, layout = torch.tensor(trajectory.token_ids), None
+        if trajectory.images:
+            layout = Layout(trajectory.images)
+            ids = torch.from_numpy(layout.keyed(ids.numpy()))
         sequences.append(
             TrainingSequence(
                 rollout=rollout,
                 trajectory=trajectory,
-                token_ids_T=torch.tensor(trajectory.token_ids),
+                token_ids_T=ids,
+                layout=layout,
                 targets_S=mask_O.nonzero()[:, 0] + (before - 1),
                 behaviour_S=torch.tensor(trajectory.rollout_logprobs)[mask_O],
             )
@@ -151,6 +160,18 @@ class Microbatch:
     advantages_S: Tensor
     weights_B: Tensor
     ref_logprobs_S: Tensor | None
+    images: PackedImages | None = None
+    """Positions and images of the tokens; None: no sequence has an image."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedImages:
+    """Images among packed tokens."""
+
+    positions_3T: Tensor
+    """Position of each token in its own sequence, in time, height and width."""
+    pieces: tuple[Piece, ...]
+    """Runs of placeholders by packed position."""
 
 
 def pack(
@@ -179,6 +200,7 @@ def _pack_one(
     """Lay out prefix trees over some of the sequences, level by level from their roots."""
     segments: list[Segment] = []
     pieces: list[Tensor] = []
+    sources: list[tuple[Layout | None, Branch]] = []
     placed: list[tuple[TrainingSequence, Segment]] = []  # each with its last segment
     level: list[tuple[Segment | None, Sequence[Branch]]] = [(None, trees)]
     while level:
@@ -193,6 +215,7 @@ def _pack_one(
                 made[index] = Segment(start, lengths[index], parent)
                 segments.append(made[index])
                 pieces.append(every[branch.first].token_ids_T[branch.start : branch.end])
+                sources.append((every[branch.first].layout, branch))
                 placed += [(every[ending], made[index]) for ending in branch.ending]
             below += [(made[i], branch.children) for i, branch in enumerate(siblings)]
         level = [(parent, siblings) for parent, siblings in below if siblings]
@@ -213,7 +236,26 @@ def _pack_one(
         advantages_S=torch.cat([sequence.advantages_S for sequence in sequences]).to(device),
         weights_B=torch.tensor([sequence.weight for sequence in sequences]).to(device),
         ref_logprobs_S=torch.cat(refs).to(device) if refs else None,
+        images=_packed_images(sources, device) if any(one for one, _ in sources) else None,
     )
+
+
+def _packed_images(
+    sources: Sequence[tuple[Layout | None, Branch]], device: torch.device
+) -> PackedImages:
+    """Return the images and positions of branches that stand one after the other.
+
+    Each has the layout of a sequence that it belongs to.
+    """
+    positions: list[Tensor] = []
+    pieces: list[Piece] = []
+    start = 0
+    for layout, branch in sources:
+        layout = layout or Layout(())
+        positions.append(torch.from_numpy(layout.positions(branch.start, branch.end).copy()))
+        pieces += layout.pieces(branch.start, branch.end, start)
+        start += branch.end - branch.start
+    return PackedImages(positions_3T=torch.cat(positions, dim=1).to(device), pieces=tuple(pieces))
 
 
 def split(groups: Sequence[Item], parts: int) -> list[Sequence[Item]]:

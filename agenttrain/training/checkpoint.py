@@ -34,6 +34,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from agenttrain.engines.vision import PROCESSOR_FILE
 from agenttrain.training.checkpoint_files import (
     PREFIX,
     PRUNED,
@@ -193,6 +194,8 @@ class Checkpoints:
                             model.save_pretrained(part, state_dict={})
                             (part / "model.safetensors").unlink(missing_ok=True)
                         self.tokenizer.save_pretrained(part)
+                        if policy.vision is not None:
+                            (part / PROCESSOR_FILE).write_bytes(policy.vision.settings)
         except UNWRITABLE:
             shutil.rmtree(part, ignore_errors=True)
             raise

@@ -19,6 +19,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from agenttrain.chat.vision import SEEING
 from agenttrain.types import AgenttrainError
 
 MANIFEST = "manifest.json"
@@ -71,6 +72,16 @@ def loading_options(folder: Path) -> dict[str, Any]:
     from transformers import Mxfp4Config
 
     return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
+def auto_class(folder: Path) -> Any:
+    """Return the class of transformers that loads the model of a folder: one that sees, or not."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    sees = config.get("model_type") in SEEING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def latest(folder: Path) -> Path:

@@ -264,6 +264,15 @@ class Init(StrEnum):
     """Drawn with `seed`, of the sizes that its config.json says; for `agenttrain sft`."""
 
 
+class VisionTower(StrEnum):
+    """What becomes of the part of a model that reads images."""
+
+    frozen = "frozen"
+    """Its weights stay; the features of an image are computed once."""
+    trained = "trained"
+    """It is trained with the rest."""
+
+
 @dataclass(config=SETTINGS)
 class LoraSettings:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685) instead of training every weight."""
@@ -316,6 +325,19 @@ class ModelConfig:
     init: Init = Init.pretrained
     """Where the first weights come from; random ones are for `agenttrain sft`."""
     lora: LoraSettings = field(default_factory=LoraSettings)
+    vision: VisionTower = VisionTower.frozen
+    """Of a model that reads images: whether the part that does is trained."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.vision is VisionTower.trained and self.lora.rank:
+            raise_problems(
+                [
+                    f"model.vision=trained: model.lora.rank={self.lora.rank} trains adapters of "
+                    "the language model alone; leave one of them out"
+                ]
+            )
+        return self
 
 
 class WeightSyncMode(StrEnum):

@@ -20,8 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.optim import SGD, Muon, Optimizer
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedModel,
+)
 
+from agenttrain.chat.vision import SEEING
 from agenttrain.training.attention import packing
 from agenttrain.training.batch import make_blocks, one_after_the_other
 from agenttrain.training.config import LoraSettings, OptimizerConfig
@@ -47,7 +53,9 @@ for models whose scores are held in memory: only from there on is the growth lin
 def empty_model(config: Any, dtype: torch.dtype, lora: LoraSettings) -> PreTrainedModel:
     """Return the model of a config without storage; with adapters if `lora` has a rank."""
     with init_empty_weights(include_buffers=True):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        sees = config.model_type in SEEING
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=dtype)
         if lora.rank:
             add_lora(model, lora)
             # With real weights, peft gives an adapter the format of its layer.

@@ -23,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agenttrain.training.attention import UnsupportedAttention, has_kernel, make_varlen, packing
+from agenttrain.engines.vision import Vision
+from agenttrain.training.attention import (
+    UnsupportedAttention,
+    backbone,
+    has_kernel,
+    make_varlen,
+    packing,
+)
 from agenttrain.training.batch import (
     Microbatch,
     Segment,
@@ -38,6 +45,7 @@ from agenttrain.training.batch import (
 )
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.head import LogitTransform, linear_logprobs
+from agenttrain.training.images import hidden_with_images
 from agenttrain.training.kernels import Kernel, counting_calls
 from agenttrain.training.prefixes import least_prefix
 from agenttrain.training.sharding import release_gathered
@@ -86,10 +94,12 @@ class Scorer(nn.Module):
         entropy_grad: bool = False,
         defer: bool = False,
         key: str = "model.path",
+        vision: Vision | None = None,
     ) -> None:
-        """`key` is the setting that names the model, for errors."""
+        """`key` is the setting that names the model, for errors; `vision` reads its images."""
         super().__init__()
         self.model = model
+        self.vision = vision
         self.transform = replace(logit_transform(model), temperature=temperature)
         self.logits_budget_mb = logits_budget_mb
         self.entropy_grad = entropy_grad
@@ -200,7 +210,19 @@ class Scorer(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return the logprob of every sampled token and the entropy at its position, [S] each."""
-        hidden_TH = self._hidden(microbatch.token_ids_T, microbatch.segments)
+        images = microbatch.images
+        if images is None:
+            hidden_TH = self._hidden(microbatch.token_ids_T, microbatch.segments)
+        else:
+            assert self.vision is not None
+            hidden_TH = hidden_with_images(
+                self.model,
+                self.vision,
+                microbatch,
+                images,
+                packed=self.packed,
+                varlen=self.varlen,
+            )
         return head_logprobs(
             # Not `hidden_TH[...]`: on CPU threads its gradient adds up the sequences that share a
             # position in any order, so that two runs differ in their last bits.
@@ -355,11 +377,6 @@ def check_head(
 
 Inside = Callable[[Callable[[PreTrainedModel], Any]], Any]
 """Calls a function of the model with the model's weights gathered."""
-
-
-def backbone(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the model without its head; `base_model` does not find it in some models (Llama4)."""
-    return model.model if model.base_model is model else model.base_model
 
 
 def packed_hidden(

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from agenttrain.training.checkpoint_files import loading_options
+from agenttrain.training.attention import backbone
+from agenttrain.training.checkpoint_files import auto_class, loading_options
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.sharding import assign, full_tensor
 from agenttrain.utils.model_path import base_folder
@@ -21,6 +22,8 @@ from agenttrain.utils.names import did_you_mean
 ADAPTER = "default"
 """peft's name of the only adapter."""
 WEIGHTS_FILE = "adapter_model.safetensors"
+VISION_TOWER = r".*\bvisual\b.*"
+"""Matches the modules of a vision tower, which gets no adapters."""
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -52,6 +55,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
             target_modules="all-linear" if targets == ["all-linear"] else list(targets),
+            exclude_modules=VISION_TOWER if hasattr(backbone(model), "visual") else None,
             task_type="CAUSAL_LM",
         )
         try:
@@ -132,5 +136,5 @@ def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
 
     base = base_folder(str(folder))
     assert base is not None
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **loading_options(base))
+    model = auto_class(base).from_pretrained(base, dtype=dtype, **loading_options(base))
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()

@@ -24,6 +24,7 @@ from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.loss import Averages, Metrics, mean_parts, metric_names, policy_loss
 from agenttrain.algorithms.losses import EntropyBonus, kl_estimate, token_weights
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, THIRDS, Origins, mismatch
+from agenttrain.engines.vision import Vision
 from agenttrain.training.batch import (
     Microbatch,
     SequenceKey,
@@ -34,6 +35,7 @@ from agenttrain.training.batch import (
 )
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.heap import map_large_blocks, return_free_memory
+from agenttrain.training.images import freeze_vision
 from agenttrain.training.kernels import check_kernels, kernel_names
 from agenttrain.training.logprobs import (
     Scorer,
@@ -90,6 +92,7 @@ class Policy:
         sharding: Sharding | None = None,
         weights: SlicedWeights | None = None,
         sampled: bool = False,
+        vision: Vision | None = None,
     ) -> None:
         """Prepare `model` for training; the reference is a copy of it as it is now.
 
@@ -101,7 +104,8 @@ class Policy:
         All processes of `world` begin with the main process's weights. `sharding` None: each holds
         all of them. With `weights`, which are for a sharded policy, `model` is on the meta device
         and each process reads its part after it is sharded. `sampled`: an engine of this process
-        samples from `sampler`, which is then an unsharded copy.
+        samples from `sampler`, which is then an unsharded copy. `vision` reads the images of the
+        rollouts; without it there are none.
         """
         self.world = world or World()
         self.accelerator = accelerator or make_accelerator(training.mixed_precision)
@@ -110,6 +114,9 @@ class Policy:
         self.model = model if sharding else model.to(self.device)
         if sharding and self.device.type == "cpu":
             map_large_blocks()
+        self.vision = vision
+        if vision is not None and vision.frozen:
+            freeze_vision(self.model)
         # A slow file system may delay one process by minutes: wait without a limit before the first
         # collective, which has one.
         self.world.exchange((), "the model in every process", patient=True)
@@ -133,6 +140,7 @@ class Policy:
             entropy_grad=algorithm.has_bonus,
             share_prefix=training.share_prefix,
             defer=True,
+            vision=vision,
         )
         if training.gradient_checkpointing:
             checkpoint_layers(self.model)

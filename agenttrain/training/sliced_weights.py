@@ -36,6 +36,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from agenttrain.chat.vision import SEEING
 from agenttrain.training.sharding import RowRange, give_storage, local_part, own_rows
 from agenttrain.training.tensor_files import (
     BadTensorFile,
@@ -85,6 +86,8 @@ class Place:
 def why_not_sliced(folder: Path) -> str | None:
     """Return why the weights in `folder` cannot be read in slices; None if they can."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("model_type") in SEEING:
+        return "its vision tower is loaded with its language model"
     if config.get("quantization_config"):
         return "its weights are quantized, and only whole ones can be dequantized"
     if not any((folder / name).is_file() for name in (INDEX, SINGLE)):

@@ -90,7 +90,7 @@ def test_mapping_a_column_to_itself_changes_nothing(row, prompt):
 def test_text_parts_are_joined_and_other_parts_refused():
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
     assert messages({"prompt": [{"role": "user", "content": parts}]})[0]["content"] == "2+2?"
-    with pytest.raises(ValueError, match="only text can be trained on"):
+    with pytest.raises(ValueError, match="names an image that the column 'images' does not have"):
         messages({"prompt": [{"role": "user", "content": [*parts, {"type": "image"}]}]})
 
 

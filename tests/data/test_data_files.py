@@ -155,18 +155,6 @@ def test_rows_across_blocks(tmp_path):
     assert [found[index]["n"] for index in wanted] == wanted
 
 
-def test_images_are_refused_with_the_reason(tmp_path):
-    image = pytest.importorskip("PIL.Image", reason="needs pip install pillow")
-    image.new("RGB", (2, 2)).save(tmp_path / "a.png")
-    table = datasets.Dataset.from_dict({"prompt": ["q"], "picture": [str(tmp_path / "a.png")]})
-    table.cast_column("picture", datasets.Image()).save_to_disk(tmp_path / "pictures")
-    section = {"_target_": FILE, "path": str(tmp_path / "pictures")}
-    with pytest.raises(
-        ValueError, match=r"data.train.path=.*: the column 'picture' holds images, "
-    ):
-        build_rows(section, "data.train")
-
-
 def test_bad_rows_are_told_at_once_with_their_lines(tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = ['{"prompt": "q"}', "", '{"prompt": q}', '["q"]', '{"question": "q"}']

@@ -67,7 +67,7 @@ def test_columns_that_settings_name():
         ({"messages": ["q"]}, r"row 3: 'q' is no chat message with a `role`"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            r"row 3: the content of the user message is a list; only text",
+            r"row 3: part 0 of the user message names an image that the column 'images' does not",
         ),
     ],
 )

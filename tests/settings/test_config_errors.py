@@ -355,6 +355,10 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             "tools.sql.max_result_tokens=9999: has no effect",
         ),
         (
+            ("model.vision=trained", "model.lora.rank=4"),
+            "model.vision=trained: model.lora.rank=4 trains adapters of the language model alone",
+        ),
+        (
             ("engine=vllm_server", "model.lora.rank=513"),
             "model.lora.rank=513: vLLM takes adapters of a rank up to 512; lower it, or set",
         ),

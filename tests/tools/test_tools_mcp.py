@@ -116,8 +116,7 @@ def test_every_tool_has_the_servers_schema(toolbox: Toolbox) -> None:
         (
             "picture",
             {},
-            "Error: the result holds something that is not text (image/png), and only text can be "
-            "read",
+            "Error: the result holds a broken image: it cannot be decoded",
             ToolError.exception,
         ),
         ("echo", {"txt": 1}, "unknown argument 'txt'", ToolError.invalid_arguments),

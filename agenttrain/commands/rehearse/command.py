@@ -185,7 +185,7 @@ async def _rehearse(components: Components, options: RehearseOptions) -> Report:
     tasks = components.train_tasks.tasks(0, -(-options.rollouts // samples))
     context = context_of(config) or CONTEXT
     stub = Stub(components, tasks)
-    engine = ScriptedEngine(stub, keeps_sent=False, max_context=context)
+    engine = ScriptedEngine(stub, keeps_sent=False, max_context=context, reads_images=True)
     collector = components.collector(engine)
     problems: list[str] = []
     collected = Collected()

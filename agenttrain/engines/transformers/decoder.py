@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.transformers.cache import RowCache
+from agenttrain.engines.vision import Layout, Piece, Vision, embed
 
 Ids = np.ndarray
 """Token ids, int64."""
@@ -28,8 +29,11 @@ PASS_TOKENS = 8192
 class Decoder:
     """Feeds rows of the cache. A row is a position in the cache, not a request."""
 
-    def __init__(self, model: Any, max_rows: int, max_context: int) -> None:
+    def __init__(
+        self, model: Any, max_rows: int, max_context: int, vision: Vision | None = None
+    ) -> None:
         refuse_unknown_caches(model)
+        self.vision = vision
         self.model = model
         self.device: torch.device = next(model.parameters()).device
         layers = model.config.get_text_config().num_hidden_layers
@@ -49,16 +53,24 @@ class Decoder:
             if training:
                 self.model.train()
 
-    def prefill(self, first: int, new: Sequence[Ids], starts: Sequence[int]) -> Tensor:
+    def prefill(
+        self,
+        first: int,
+        new: Sequence[Ids],
+        starts: Sequence[int],
+        layouts: Sequence[Layout | None] = (),
+    ) -> Tensor:
         """Feed new[i] to row first + i, which holds starts[i] tokens; return last logits [N, V].
 
-        Rows of like lengths should stand together: they share a pass and its padding.
+        Rows of like lengths should stand together: they share a pass and its padding. `layouts` are
+        those of the rows' sequences, if any of them has images.
         """
         starts = list(starts)
         new = list(new)
         for i in range(len(new)):
             while len(new[i]) > CHUNK_TOKENS:
-                self.forward(first + i, [new[i][:CHUNK_TOKENS]], [starts[i]])
+                own = layouts[i : i + 1]
+                self.forward(first + i, [new[i][:CHUNK_TOKENS]], [starts[i]], own)
                 starts[i] += CHUNK_TOKENS
                 new[i] = new[i][CHUNK_TOKENS:]
         # Consecutive rows share a pass whose padded size stays within PASS_TOKENS.
@@ -66,12 +78,19 @@ class Decoder:
         for i, ids in enumerate(new):
             widest = max(widest, len(ids))
             if i > start and widest * (i + 1 - start) > PASS_TOKENS:
-                logits.append(self.forward(first + start, new[start:i], starts[start:i]))
+                run = slice(start, i)
+                logits.append(self.forward(first + start, new[run], starts[run], layouts[run]))
                 start, widest = i, len(ids)
-        logits.append(self.forward(first + start, new[start:], starts[start:]))
+        logits.append(self.forward(first + start, new[start:], starts[start:], layouts[start:]))
         return torch.cat(logits)
 
-    def forward(self, first: int, new: Sequence[Ids], starts: Sequence[int]) -> Tensor:
+    def forward(
+        self,
+        first: int,
+        new: Sequence[Ids],
+        starts: Sequence[int],
+        layouts: Sequence[Layout | None] = (),
+    ) -> Tensor:
         """Feed all of `new` in one pass; arguments and result are those of `prefill`."""
         width = max(len(ids) for ids in new)
         ids_NT = np.zeros((len(new), width), dtype=np.int64)
@@ -93,15 +112,47 @@ class Decoder:
         dtype = self.model.dtype
         later = torch.arange(length, device=self.device) > positions_NT[:, None, :, None]
         mask = torch.zeros(later.shape, dtype=dtype, device=self.device)
+        mask.masked_fill_(later, torch.finfo(dtype).min)
+        if any(layout is not None for layout in layouts):
+            return self._with_images(ids_NT, mask, starts, pad_N, layouts)
         output = self.model(
             input_ids=self._tensor(ids_NT),
-            attention_mask=mask.masked_fill_(later, torch.finfo(dtype).min),
+            attention_mask=mask,
             position_ids=positions_NT,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
         )
         return output.logits[:, -1]
+
+    def _with_images(
+        self,
+        ids_NT: Ids,
+        mask: Tensor,
+        starts: Sequence[int],
+        pad_N: Ids,
+        layouts: Sequence[Layout | None],
+    ) -> Tensor:
+        """Feed rows to the language model, with the features of the images among their tokens."""
+        assert self.vision is not None
+        width = ids_NT.shape[1]
+        positions_3NT = np.zeros((3, *ids_NT.shape), dtype=np.int64)
+        pieces: list[Piece] = []
+        for row, (start, pad, layout) in enumerate(zip(starts, pad_N, layouts, strict=True)):
+            layout = layout or Layout(())
+            stop = start + width - int(pad)
+            positions_3NT[:, row, pad:] = layout.positions(start, stop)
+            pieces += layout.pieces(start, stop, row * width + int(pad))
+        known = {p.image.sha256: self.vision.features(self.model, p.image) for p in pieces}
+        output = self.model.model.language_model(
+            **embed(self.model, self._tensor(ids_NT), pieces, known),
+            attention_mask=mask,
+            position_ids=self._tensor(positions_3NT),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits: Tensor = self.model.get_output_embeddings()(output.last_hidden_state[:, -1])
+        return logits
 
     def _tensor(self, values: Ids) -> Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -24,6 +24,8 @@ from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.decoder import Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler
 from agenttrain.engines.transformers.worker import EngineStats, EngineWorker
+from agenttrain.engines.vision import Layout, Vision
+from agenttrain.images import PlacedImage
 from agenttrain.types import Completion
 from agenttrain.utils.threads import current_gpu, settle
 
@@ -43,7 +45,13 @@ class TransformersEngine:
     `update` has to follow. Raises EngineError for a model whose cache it cannot keep.
     """
 
-    def __init__(self, model: PreTrainedModel, config: TransformersSettings | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TransformersSettings | None = None,
+        vision: Vision | None = None,
+    ) -> None:
+        """`vision` reads the images of a model that sees; None: images are refused."""
         config = config or TransformersSettings()
         self.max_context = max_context(model, config)
         for key in ("max_rows", "rejoin_steps"):
@@ -51,7 +59,8 @@ class TransformersEngine:
                 raise EngineError(f"engine.{key}={getattr(config, key)}: set at least 1.")
         self._model: Any = model
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
-        decoder = Decoder(model, config.max_rows, self.max_context)
+        self._vision = vision
+        decoder = Decoder(model, config.max_rows, self.max_context, vision)
         scheduler = Scheduler(config.max_rows, config.rejoin_steps, config.share_prefix)
         self._worker = EngineWorker(decoder, scheduler)
         self.stats: EngineStats = self._worker.stats
@@ -66,7 +75,7 @@ class TransformersEngine:
         *,
         session: str,
         parent: str | None = None,
-        images: Sequence[object] = (),
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
         """Implement `Engine.generate`; prefill only the tokens that the session's cache lacks.
 
@@ -75,11 +84,14 @@ class TransformersEngine:
         that is busy or, in deterministic mode, not expected; ImagesRefused. In deterministic
         mode a session with a `parent` takes the seat of the expected session at the root.
         """
-        refuse_images(self, images, session)
+        if self._vision is None:
+            refuse_images(self, images, session)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         deliver = partial(_deliver, loop, future)
         request = self._request(token_ids, sampling, session, parent, deliver)
+        if images:
+            self._add_images(request, images)
         if (listener := self._listeners.get(session)) is not None:
             request.report = partial(_report, loop, listener)
         self._post(partial(self._worker.add, request))
@@ -139,6 +151,22 @@ class TransformersEngine:
             deliver=deliver,
             parent=parent,
         )
+
+    def _add_images(self, request: Generation, images: Sequence[PlacedImage]) -> None:
+        """Give a request its images. Raises EngineError unless they stand at their placeholders."""
+        assert self._vision is not None
+        placeholders, ids = self._vision.placeholders, request.token_ids
+        for one in images:
+            here = ids[one.start : one.end]
+            fits = len(here) == one.tokens and bool((here == placeholders.token_id).all())
+            if not fits or one.grid != placeholders.grid(one.image):
+                raise EngineError(
+                    f"session={request.session!r}: images: the {one.image} has "
+                    f"{placeholders.tokens(one.image)} placeholders, and {one.tokens} are said to "
+                    f"stand at position {one.start}, where the ids are {here[:4].tolist()}."
+                )
+        request.layout = Layout(tuple(images))
+        request.token_ids = request.layout.keyed(ids)
 
     def expect(self, sessions: Sequence[str]) -> None:
         """Implement `Lockstep.expect`; call it before the sessions' first `generate`.

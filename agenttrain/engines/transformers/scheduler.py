@@ -18,6 +18,7 @@ import numpy as np
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.vision import Layout
 from agenttrain.types import Completion, Finish
 from agenttrain.utils.arrays import common_prefix
 
@@ -28,7 +29,7 @@ class Generation:
 
     session: str
     token_ids: np.ndarray
-    """[T] int64, the ids to continue."""
+    """[T] int64, the ids to continue; with images, their keys stand at placeholders."""
     sampling: Sampling
     budget: int
     """Tokens it may sample, at least 1."""
@@ -39,6 +40,8 @@ class Generation:
     """Session that waits for this one."""
     report: Callable[[int], None] | None = None
     """Called with each token as it is sampled."""
+    layout: Layout | None = None
+    """Positions and images; None: it has no images."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)

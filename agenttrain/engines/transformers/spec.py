@@ -24,7 +24,7 @@ def build(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
     """Build the engine on the policy's module."""
     from agenttrain.engines.transformers.engine import TransformersEngine
 
-    return TransformersEngine(inputs.policy, settings)
+    return TransformersEngine(inputs.policy, settings, inputs.vision)
 
 
 def check_model(settings: TransformersSettings, model: Any) -> None:
@@ -72,4 +72,5 @@ SPEC = EngineSpec(
     check_model=check_model,
     memory=memory,
     deterministic=True,
+    reads_images=True,
 )

@@ -49,6 +49,8 @@ class EngineWorker:
         self._stopped = False
         self._spoilt = False
         self._batch: list[Generation] = []
+        self._sees = False
+        """The batch has a sequence with images."""
         self._plan = sampler.plan([], decoder.device)
 
     def post(self, action: Callable[[], object]) -> None:
@@ -95,6 +97,8 @@ class EngineWorker:
             for name, tensor in weights.items():
                 state[name].copy_(tensor)
         self.scheduler.invalidate()
+        if self.decoder.vision is not None:
+            self.decoder.vision.forget()
         self.version = version
 
     def stop(self) -> None:
@@ -120,6 +124,7 @@ class EngineWorker:
                 self._batch = batch
                 self.decoder.cache.arrange(seats, self.scheduler.seats.values())
                 self._plan = sampler.plan([r.sampling for r in batch], self.decoder.device)
+                self._sees = any(request.layout is not None for request in batch)
             # One pass for the seats that decode one id each, more for those with several new ids.
             split = next((i for i, seat in enumerate(seats) if seat.pending > 1), len(seats))
             waves = [list(wave) for _, wave in groupby(seats[split:], key=lambda seat: seat.wave)]
@@ -132,10 +137,11 @@ class EngineWorker:
                     self.stats.copied_tokens += self.decoder.cache.copy_prefixes(rows)
                 new = [seat.next_ids() for seat in rows]
                 starts = [seat.cached for seat in rows]
+                layouts = [_request(seat).layout for seat in rows] if self._sees else ()
                 if first < split:
-                    logits_NV.append(self.decoder.forward(first, new, starts))
+                    logits_NV.append(self.decoder.forward(first, new, starts, layouts))
                 else:
-                    logits_NV.append(self.decoder.prefill(first, new, starts))
+                    logits_NV.append(self.decoder.prefill(first, new, starts, layouts))
                     self.stats.prefilled_tokens += sum(map(len, new))
                 for seat, ids in zip(rows, new, strict=True):
                     seat.cached += len(ids)

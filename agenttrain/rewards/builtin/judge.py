@@ -10,6 +10,7 @@ from typing import Any
 
 import regex
 
+from agenttrain.images import parts, text_of
 from agenttrain.rewards.builtin.answers import as_text
 from agenttrain.rewards.builtin.format import rollout_view
 from agenttrain.rewards.function import RewardUnavailable
@@ -82,11 +83,12 @@ class Judge:
         # The prompts of the others show again what came before.
         for message in chain(first.messages, *(other.added_messages for other in others)):
             if message.get("content"):
-                lines.append(f"[{message['role']}] {message['content']}")
+                lines.append(f"[{message['role']}] {text_of(parts(message['content']))}")
             for call in message.get("tool_calls") or ():
                 function = call["function"]
                 lines.append(f"[call] {function['name']}({as_text(function.get('arguments', {}))})")
-        questions = [m["content"] for m in rollout.task.messages if m["role"] == "user"]
+        asked = [m for m in rollout.task.messages if m["role"] == "user"]
+        questions = [text_of(parts(m["content"])) for m in asked]
         fields = {
             "question": questions[-1] if questions else "",
             "final": view["final"],

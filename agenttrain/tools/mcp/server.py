@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agenttrain.images import Image, read_image
 from agenttrain.tools.config import check_mcp_server, expanded, without_password
 from agenttrain.tools.mcp.connection import (
     CannotConnect,
@@ -140,10 +142,10 @@ class McpTool:
     connection: Connection
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        """Call the tool; return the texts of its result, else the structured content.
+        """Call the tool; return texts and images of its result, else the structured content.
 
-        Raises ToolFailure for an error of the protocol, for an error result, and for images and
-        sounds: training on a result that the model cannot see is worse than an error.
+        Raises ToolFailure for an error of the protocol, for an error result, and for sounds:
+        training on a result that the model cannot see is worse than an error.
         """
         from mcp import MCPError
 
@@ -152,6 +154,7 @@ class McpTool:
         except MCPError as error:
             raise ToolFailure(error.message) from error
         texts: list[str] = []
+        shown: list[str | Image] = []
         for block in result.content:
             if block.type == "text":
                 texts.append(block.text)
@@ -159,15 +162,24 @@ class McpTool:
                 texts.append(f"{block.name}: {block.uri}")
             elif block.type == "resource" and hasattr(block.resource, "text"):
                 texts.append(block.resource.text)
+            elif block.type == "image":
+                try:
+                    picture = read_image(base64.b64decode(block.data))
+                except ValueError as error:
+                    raise ToolFailure(f"the result holds a broken image: {error}") from error
+                shown += ["\n".join(texts), picture]
+                texts = []
             else:
                 kind = getattr(block, "mime_type", None)
                 kind = kind or getattr(block.resource, "mime_type", None)
                 raise ToolFailure(
-                    f"the result holds something that is not text ({kind or block.type}), and only "
-                    "text can be read"
+                    f"the result holds something that is neither text nor an image "
+                    f"({kind or block.type})"
                 )
         if result.is_error:
             raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
+        if shown:
+            return [*shown, "\n".join(texts)]
         return result.structured_content if not texts else "\n".join(texts)
 
     async def close(self) -> None:

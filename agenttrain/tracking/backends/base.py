@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from agenttrain.tracking.pictures import shown_text
 from agenttrain.utils.json_lines import dumps
 
 
@@ -131,4 +132,5 @@ def spoken(message: Mapping[str, Any]) -> str:
     """Return a message's text, followed by its calls, one a line: ``add({"a":3})``."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [f"{function['name']}({dumps(function['arguments'])})" for function in functions]
-    return "\n".join([*([str(message["content"])] if message.get("content") else []), *calls])
+    text = shown_text(message.get("content"))
+    return "\n".join([*([text] if text else []), *calls])

@@ -20,6 +20,7 @@ from agenttrain.tracking.backends.base import (
     rollout_table,
     spoken,
 )
+from agenttrain.tracking.pictures import shown_text
 
 REMOTE_VARIABLES = (
     "TRACKIO_SPACE_ID",
@@ -160,5 +161,5 @@ def trace(record: Mapping[str, Any]) -> dict[str, Any]:
     messages = [dict(m) for trajectory in record["trajectories"] for m in trajectory["messages"]]
     for message in messages:
         # The dashboard lists content only: a turn that only calls tools gets the calls' text as it.
-        message["content"] = message.get("content") or spoken(message)
+        message["content"] = shown_text(message.get("content")) or spoken(message)
     return {"messages": messages, "metadata": {key: record[key] for key in keys}}

@@ -1,0 +1,50 @@
+"""The placeholders of a model's images, read from its folder, or the reason why it reads none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from agenttrain.images import Placeholders
+
+SEEING = ("qwen3_vl",)
+"""Types of models whose images are read."""
+BIDIRECTIONAL = "its attention is bidirectional inside images, which packed training does not have"
+UNREAD = {
+    "gemma3": BIDIRECTIONAL,
+    "gemma3n": BIDIRECTIONAL,
+    "gemma4": BIDIRECTIONAL,
+    "qwen2_vl": "only Qwen3-VL's images are read",
+    "qwen2_5_vl": "only Qwen3-VL's images are read",
+}
+"""Types of other models that see, with the reason why their images are not read."""
+
+
+def load_placeholders(folder: Path) -> Placeholders | str:
+    """Return the placeholders of the model in a folder, or the reason why it reads no images."""
+    config = _json(folder / "config.json")
+    kind = str(config.get("model_type"))
+    if kind not in SEEING:
+        if "vision_config" not in config:
+            return "this model reads text only"
+        why = UNREAD.get(kind, "only Qwen3-VL's images are read")
+        return f"images of model_type={kind} are not read: {why}"
+    processor, vision = _json(folder / "preprocessor_config.json"), config["vision_config"]
+    if not processor:
+        return (
+            "its folder has no preprocessor_config.json, which says how images are scaled; copy it "
+            "from the model"
+        )
+    size = processor.get("size") or {}
+    return Placeholders(
+        token_id=config["image_token_id"],
+        patch=vision["patch_size"],
+        merge=vision["spatial_merge_size"],
+        least_pixels=size.get("shortest_edge") or processor["min_pixels"],
+        most_pixels=size.get("longest_edge") or processor["max_pixels"],
+    )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

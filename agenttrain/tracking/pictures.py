@@ -1,0 +1,143 @@
+"""Images of recorded rollouts: each is one file under rollouts/images/, named by its hash.
+
+In a rollout's object the part of a message is ``{"type": "image", "sha256": "9f2b…", "width": 640,
+"height": 480, "file": "images/9f2b….png"}``, and a span with images has ``"images": [{"start": 1,
+"grid": [2, 3], "sha256": "9f2b…"}]``, with positions within the span.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agenttrain.images import BadImage, Image, PlacedImage, read_image
+from agenttrain.types import AgenttrainError, Message, Rollout
+
+FOLDER = "images"
+
+
+class PictureMissing(AgenttrainError):
+    """A file of an image is missing or was changed; the message names it."""
+
+
+def recorded_messages(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with an image's hash, size and file in its place."""
+    return [
+        {**message, "content": [_recorded(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _recorded(part: Any) -> Any:
+    image = part.get("image") if isinstance(part, Mapping) else None
+    if not isinstance(image, Image):
+        return part
+    return {
+        "type": "image",
+        "sha256": image.sha256,
+        "width": image.width,
+        "height": image.height,
+        "file": f"{FOLDER}/{image.sha256}{image.suffix}",
+    }
+
+
+def shown_text(content: Any) -> str:
+    """Return a message's content as a text, with ``[image of 640x480 pixels (9f2b0c11)]``."""
+    if not isinstance(content, list):
+        return str(content or "")
+    shown = []
+    for part in content:
+        if isinstance(part, Mapping) and "sha256" in part:
+            size = f"{part['width']}x{part['height']}"
+            shown.append(f"[image of {size} pixels ({part['sha256'][:8]})]")
+        elif isinstance(part, Mapping) and isinstance(part.get("image"), Image):
+            shown.append(f"[{part['image']}]")
+        else:
+            shown.append(str(part.get("text", part) if isinstance(part, Mapping) else part))
+    return "".join(shown)
+
+
+def with_data(messages: Sequence[Message], folder: Path) -> list[Message]:
+    """Return recorded messages whose images have their files as ``data:…`` addresses, for a page.
+
+    An image whose file is gone stays without one.
+    """
+
+    def shown(part: Any) -> Any:
+        path = folder / str(part.get("file")) if isinstance(part, Mapping) else None
+        if path is None or "sha256" not in part or not path.is_file():
+            return part
+        kind = "jpeg" if path.suffix == ".jpg" else "png"
+        data = base64.b64encode(path.read_bytes()).decode()
+        return {**part, "data": f"data:image/{kind};base64,{data}"}
+
+    return [
+        {**message, "content": [shown(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def write_images(folder: Path, rollouts: Iterable[Rollout]) -> None:
+    """Write the images of rollouts that `folder`/images lacks."""
+    for rollout in rollouts:
+        for trajectory in rollout.trajectories:
+            for image in (one.image for one in trajectory.images):
+                path = folder / FOLDER / f"{image.sha256}{image.suffix}"
+                if not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    part = path.with_name(f".{path.name}.part")
+                    part.write_bytes(image.data)
+                    part.replace(path)
+
+
+def with_pictures(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a rollout's object with the images of `folder`/images in its messages.
+
+    Raises PictureMissing for one that is not there, or is not what was written.
+    """
+    for trajectory in record["trajectories"]:
+        for message in trajectory["messages"]:
+            if isinstance(message.get("content"), list):
+                message["content"] = [_read(part, folder) for part in message["content"]]
+    return record
+
+
+def _read(part: Any, folder: Path) -> Any:
+    if not isinstance(part, Mapping) or "sha256" not in part:
+        return part
+    path = folder / FOLDER / Path(str(part["file"])).name
+    try:
+        image = read_image(path, most_pixels=part["width"] * part["height"])
+    except BadImage as error:
+        raise PictureMissing(f"{path}: an image of a recorded rollout: {error}") from error
+    if image.sha256 != part["sha256"]:
+        raise PictureMissing(f"{path}: its content is not what was written")
+    return {"type": "image", "image": image}
+
+
+def placed_images(
+    span: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+) -> tuple[PlacedImage, ...]:
+    """Return the images of a recorded span, which its trajectory's messages hold."""
+    if not span.get("images"):
+        return ()
+    known = {
+        part["image"].sha256: part["image"]
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part.get("image"), Image)
+    }
+    try:
+        return tuple(
+            PlacedImage(known[one["sha256"]], one["start"], (one["grid"][0], one["grid"][1]))
+            for one in span["images"]
+        )
+    except KeyError as error:
+        raise PictureMissing(f"the messages of a rollout lack its image {error}") from error

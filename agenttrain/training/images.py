@@ -1,0 +1,80 @@
+"""Hidden states of packed sequences with images.
+
+Each image's features are computed once per microbatch, or once at all where the vision tower is
+frozen, and placed where its placeholders are. T packed tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agenttrain.engines.vision import Features, Piece, Vision, embed
+from agenttrain.training.attention import make_varlen
+from agenttrain.training.batch import Microbatch, PackedImages, make_blocks, packed_positions
+
+
+def hidden_with_images(
+    model: PreTrainedModel,
+    vision: Vision,
+    microbatch: Microbatch,
+    images: PackedImages,
+    *,
+    packed: bool,
+    varlen: bool,
+) -> Tensor:
+    """Return the last hidden states of a microbatch with images, [T, H].
+
+    `packed`: in one pass inside `packing(model)`, else one pass per segment after its prefix.
+    `varlen` is that of `packed_hidden`.
+    """
+    known: dict[str, Features] = {}
+    for piece in images.pieces:
+        digest = piece.image.sha256
+        if digest not in known and vision.frozen:
+            known[digest] = vision.features(model, piece.image)
+        elif digest not in known:
+            known[digest] = vision.compute(model, piece.image, grad=torch.is_grad_enabled())
+    language: Any = model.model.language_model
+    ids_T, segments, device = (
+        microbatch.token_ids_T,
+        microbatch.segments,
+        images.positions_3T.device,
+    )
+    if packed:
+        keywords = {"varlen": make_varlen(segments, device)} if varlen else {}
+        output = language(
+            **embed(model, ids_T[None], images.pieces, known),
+            position_ids=images.positions_3T[:, None],
+            blocks=make_blocks(segments, device),
+            use_cache=False,
+            **keywords,
+        )
+        hidden_TH: Tensor = output.last_hidden_state[0]
+        return hidden_TH
+    rows = []
+    for segment in segments:
+        places_T = packed_positions(segment).to(device)
+        output = language(
+            **embed(model, ids_T[places_T][None], _moved(images.pieces, places_T), known),
+            position_ids=images.positions_3T[:, None, places_T],
+            use_cache=False,
+        )
+        rows.append(output.last_hidden_state[0, segment.prefix_length :])
+    return torch.cat(rows)
+
+
+def _moved(pieces: tuple[Piece, ...], places_T: Tensor) -> list[Piece]:
+    """Return the pieces among the tokens at these packed positions, by their place among them."""
+    place_of = {place: index for index, place in enumerate(places_T.tolist())}
+    return [
+        piece._replace(start=place_of[piece.start]) for piece in pieces if piece.start in place_of
+    ]
+
+
+def freeze_vision(model: Any) -> None:
+    """Take the weights of a model's vision tower out of training."""
+    model.model.visual.requires_grad_(False)
