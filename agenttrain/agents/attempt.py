@@ -22,7 +22,7 @@ from agenttrain.agents.conversations import (
     in_call_order,
     tools_digest,
 )
-from agenttrain.agents.plans import Plan, Planner
+from agenttrain.agents.plans import Plan, RequestPlanner
 from agenttrain.agents.transcript import Transcript, call_error
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.wire.normal import Answer, Question, issued_calls, issued_message
@@ -111,7 +111,7 @@ class EndpointRollout:
         self.trained = Transcript(self.rollout, attempt.rollout_id, trained=True)
         shadow = Rollout(task=attempt.task, rollout_id=f"{attempt.rollout_id}/untrained")
         self.untrained = Transcript(shadow, shadow.rollout_id)
-        self._planner = Planner(policy.chat, attempt.rollout_id, attempt.sampling.seed)
+        self._planner = RequestPlanner(policy.chat, attempt.rollout_id, attempt.sampling.seed)
         self._changing = asyncio.Lock()
         """Held while a request is planned, and while its turn is recorded."""
         self.counts: Counter[str] = Counter()

@@ -44,7 +44,7 @@ class Plan:
     """The first difference from those turns."""
 
 
-class Planner:
+class RequestPlanner:
     """Plans the requests of one rollout."""
 
     def __init__(self, chat: Chat, rollout_id: str, seed: int) -> None:
