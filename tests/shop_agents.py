@@ -180,56 +180,8 @@ async def in_anthropics_shape(agent: AgentTask) -> None:
                 return
 
 
-async def with_anthropic(agent: AgentTask) -> None:
-    """Anthropic's client, streaming."""
-    import anthropic
-
-    tools = [
-        {
-            "name": schema["function"]["name"],
-            "description": schema["function"]["description"],
-            "input_schema": schema["function"]["parameters"],
-        }
-        for schema in toolbox().schemas()
-    ]
-    system = "".join(m["content"] for m in agent.messages if m["role"] == "system")
-    messages: list[Any] = [m for m in agent.messages if m["role"] != "system"]
-    plain = httpx.AsyncClient(verify=False)  # certificates take longer to load than a rollout
-    async with anthropic.AsyncAnthropic(
-        base_url=agent.url, api_key=agent.api_key, http_client=plain
-    ) as client:
-        while True:
-            asked = {"system": system} if system else {}
-            try:
-                async with client.messages.stream(
-                    model=agent.model, messages=messages, tools=tools, max_tokens=4096, **asked
-                ) as stream:
-                    answer = await stream.get_final_message()
-            except anthropic.PermissionDeniedError:  # a limit of the run
-                return
-            blocks = [block.model_dump(exclude_none=True) for block in answer.content]
-            messages.append({"role": "assistant", "content": blocks})
-            uses = [block for block in answer.content if block.type == "tool_use"]
-            if answer.stop_reason != "tool_use":
-                return
-            texts = await run_calls(agent, [(use.name, dict(use.input)) for use in uses])
-            results = [
-                {"type": "tool_result", "tool_use_id": use.id, "content": text}
-                for use, text in zip(uses, texts, strict=True)
-            ]
-            messages.append({"role": "user", "content": results})
-            if any(use.name == "final_answer" for use in uses):
-                closing = {"messages": messages, "api": "anthropic"}
-                headers = {"x-api-key": agent.api_key}
-                await plain.post(f"{agent.url}/finish", json=closing, headers=headers)
-                return
-
-
-def main(with_client: Any = None) -> None:
-    """Attempt the tasks on standard input, a line each and all at once, until its end.
-
-    `with_client` attempts one; None: plain requests.
-    """
+def main() -> None:
+    """Attempt the tasks on standard input, a line each and all at once, until its end."""
 
     clients: list[httpx.AsyncClient] = []  # of ended rollouts; one for all would be slow
 
@@ -240,12 +192,9 @@ def main(with_client: Any = None) -> None:
             task_id=given["task_id"], messages=tuple(given["messages"]), columns=given["columns"]
         )
         agent = AgentTask(task=task, **{name: given[name] for name in names})
-        if with_client is not None:
-            await with_client(agent)
-        else:
-            client = clients.pop() if clients else http("", {})
-            await converse(agent, client)
-            clients.append(client)
+        client = clients.pop() if clients else http("", {})
+        await converse(agent, client)
+        clients.append(client)
         print(json.dumps({"rollout_id": given["rollout_id"]}), flush=True)
 
     async def serve() -> None:
@@ -262,4 +211,4 @@ def main(with_client: Any = None) -> None:
 
 
 if __name__ == "__main__":
-    main(with_anthropic if sys.argv[1:] == ["anthropic"] else None)
+    main()
