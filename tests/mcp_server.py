@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import sys
 
@@ -24,6 +25,10 @@ class Address(BaseModel):
 class Person(BaseModel):
     name: str
     home: Address
+
+
+RED = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+"""A picture of one red pixel."""
 
 
 @server.tool()
@@ -59,7 +64,7 @@ def several() -> types.CallToolResult:
 @server.tool()
 def picture() -> Image:
     """A picture."""
-    return Image(data=b"\x89PNG", format="png")
+    return Image(data=base64.b64decode(RED), format="png")
 
 
 @server.tool()

@@ -162,9 +162,10 @@ class Chat:
             content = message.get("content")
             for part in content if isinstance(content, list | tuple) else ():
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                is_image = kind == "image" and isinstance(part["image"], Image)
+                is_image = kind == "image" and isinstance(part.get("image"), Image)
                 if kind != "text" and not (is_image and self.placeholders):
-                    why = self.no_images if is_image else "only text and images are supported"
+                    known = "only texts and images that were read are supported"
+                    why = known if self.placeholders else self.no_images
                     raise ChatError(
                         f"a message of the role {message.get('role')} holds a part of type "
                         f"{kind!r}: {why}; remove it from the data"

@@ -214,7 +214,7 @@ def test_a_reply_that_changes_the_glue_is_refused() -> None:
 
 def test_images_are_refused() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}
-    with pytest.raises(ChatError, match="part of type 'image': only text is supported"):
+    with pytest.raises(ChatError, match="part of type 'image': this model reads text only"):
         chat().prompt_ids([message], [])
 
 

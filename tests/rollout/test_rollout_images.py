@@ -16,6 +16,7 @@ from parts import LIMITS, call
 from agenttrain.chat.chat import Chat
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.images import Image, PlacedImage, content_of, images_in
+from agenttrain.rollout.demonstration import Demonstrator
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
@@ -295,3 +296,19 @@ def random_rollout(seed: int, folder: Path) -> None:
     again = read_rollout(with_pictures(record, folder / "rollouts"), done.task, (2,))
     assert again.trajectories[0].images == trajectory.images
     verify(again, vision_kit.chat(), parts.toolbox(give).schemas(None))
+
+
+def test_a_demonstration_may_hold_images() -> None:
+    chat = vision_kit.chat()
+    demonstrator = Demonstrator(chat=chat, toolbox=TOOLS, limits=LIMITS)
+    asked = {"function": {"name": "show", "arguments": {"what": "mixed"}}}
+    messages = (
+        *SEEN.messages,
+        {"role": "assistant", "content": "", "tool_calls": [asked]},
+        {"role": "tool", "content": content_of(["it: ", WIDE])},
+        {"role": "assistant", "content": "It."},
+        {"role": "user", "content": content_of([SMALL, "and?"])},
+        {"role": "assistant", "content": "That."},
+    )
+    done = demonstrator(Task(task_id="d", messages=messages), "d0")  # its ledger is checked
+    assert [one.image for one in done.trajectories[0].images] == [SMALL, WIDE, SMALL]
