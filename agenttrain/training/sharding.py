@@ -261,8 +261,11 @@ def own_part(state: Any, *, copies: bool = False) -> Any:
     `copies`: the state does not change when the policy does.
     """
     if isinstance(state, DTensor):
-        # A copy: torch.save writes all of the storage that a view belongs to.
-        return {"part": state.to_local().detach().cpu().clone(), "shape": list(state.shape)}
+        part = state.to_local().detach().cpu()
+        # torch.save writes all of the storage that a view belongs to.
+        if copies or part.untyped_storage().nbytes() != part.nbytes:
+            part = part.clone()
+        return {"part": part, "shape": list(state.shape)}
     if isinstance(state, Tensor) and copies:
         return state.detach().cpu().clone()
     if isinstance(state, Mapping):

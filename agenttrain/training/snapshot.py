@@ -50,6 +50,7 @@ class Snapshot:
         # A file's tensors are free as soon as it is written.
         for name in list(self.writers):
             digests[name] = self.writers.pop(name)(folder / name)
+        for name in digests:  # at the end, so that the disk writes while the others are hashed
             sync(folder / name)
         return digests
 
