@@ -13,7 +13,7 @@ from typing import Any
 
 MMAP_THRESHOLD = -3
 """glibc's M_MMAP_THRESHOLD of `mallopt`."""
-LARGE = 2**20
+LARGE = 2**17
 """Bytes from which on blocks are mapped, with `map_large_blocks`."""
 LEAST_FREE = 256 * 2**20
 """Bytes below which nothing is returned, because getting pages back costs time too."""

@@ -23,7 +23,7 @@ read their own files. Others map all files into memory and read the rows of thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
@@ -176,13 +176,14 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return full
 
 
-def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Tensor | None:
-    """Return the full tensor in the process with part `owner`; the others get None.
+def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Callable[[], Tensor | None]:
+    """Begin to send the parts of a tensor to the process with part `owner`.
 
-    All processes that hold a part call it together. An unsharded tensor is in each of them.
+    Returns a function that waits, and returns the full tensor there and None in the others. All
+    processes that hold a part call it together. An unsharded tensor is in each of them.
     """
     if not isinstance(tensor, DTensor):
-        return tensor if is_owner else None
+        return lambda: tensor if is_owner else None
     dimension = tensor.device_mesh.ndim - 1
     group = tensor.device_mesh.get_group(dimension)
     count = dist.get_world_size(group)
@@ -196,8 +197,15 @@ def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Tensor | None:
         part[: len(local)] = local
     full = local.new_empty(size * count, *tensor.shape[1:]) if is_owner else None
     parts = None if full is None else list(full.chunk(count))
-    dist.gather(part.contiguous(), parts, group=group, group_dst=owner)
-    return None if full is None else full[:rows]
+    part = part.contiguous()
+    work = dist.gather(part, parts, group=group, group_dst=owner, async_op=True)
+
+    def wait() -> Tensor | None:
+        work.wait()
+        # Held until now, because the work reads it.
+        return None if full is None or part is None else full[:rows]
+
+    return wait
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -261,8 +269,11 @@ def own_part(state: Any, *, copies: bool = False) -> Any:
     `copies`: the state does not change when the policy does.
     """
     if isinstance(state, DTensor):
-        # A copy: torch.save writes all of the storage that a view belongs to.
-        return {"part": state.to_local().detach().cpu().clone(), "shape": list(state.shape)}
+        part = state.to_local().detach().cpu()
+        # torch.save writes all of the storage that a view belongs to.
+        if copies or part.untyped_storage().nbytes() != part.nbytes:
+            part = part.clone()
+        return {"part": part, "shape": list(state.shape)}
     if isinstance(state, Tensor) and copies:
         return state.detach().cpu().clone()
     if isinstance(state, Mapping):

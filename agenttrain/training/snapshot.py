@@ -33,6 +33,8 @@ from agenttrain.training.tensor_files import hashed, write_tensors
 
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
+AT_ONCE = 2**26
+"""Bytes of weights that are sent to their writers at once."""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class Snapshot:
         # A file's tensors are free as soon as it is written.
         for name in list(self.writers):
             digests[name] = self.writers.pop(name)(folder / name)
+        for name in digests:  # at the end, so that the disk writes while the others are hashed
             sync(folder / name)
         return digests
 
@@ -110,10 +113,24 @@ def own_weights(
     own = {}
     if not shard.replica:
         owners = _owners(model, weights, shard.count)
+        waiting: dict[str, Callable[[], Tensor | None]] = {}
+        size = 0
+
+        def receive() -> None:
+            for name, wait in waiting.items():
+                full = wait()
+                if full is not None:
+                    own[name] = _on_cpu(full, copies)
+            waiting.clear()
+
         for name, tensor in weights.items():
-            full = gather_to(tensor.detach(), owners[name], is_owner=owners[name] == shard.index)
-            if full is not None:
-                own[name] = _on_cpu(full, copies)
+            is_owner = owners[name] == shard.index
+            waiting[name] = gather_to(tensor.detach(), owners[name], is_owner=is_owner)
+            size += tensor.nbytes
+            if size > AT_ONCE:  # many at once, or each would cost a round trip
+                receive()
+                size = 0
+        receive()
     return file, _original(model, own)
 
 
