@@ -24,6 +24,7 @@ from typing import Any
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.weight_files import WeightFiles, WeightWriter
 from agenttrain.evaluation import Evaluation
+from agenttrain.images import Image, PlacedImage
 from agenttrain.rollout.collector import Collected
 from agenttrain.rollout.monitoring import Waiting
 from agenttrain.rollout.source import SampledBatch
@@ -222,7 +223,7 @@ CODEC = Codec(
         *(Evaluate, Stop, RolloutStatus, Answered, Failed, Waiting, WeightFiles, WeightWriter),
         *(ProbeCheck, Gap, Sampling, Completion, Finish, Collected, Evaluation, Estimate, Rollout),
         *(Trajectory, Span, Origin, StopReason, Task, RowTool, ToolCall, ToolError, ToolResult),
-        Delegation,
+        *(Delegation, Image, PlacedImage),
     ),
     other=str,  # values of a row's columns, as in rollout files
 )

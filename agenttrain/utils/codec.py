@@ -78,6 +78,9 @@ class Codec:
         if kind is array:
             arrays.append(value)
             return {"array": len(arrays) - 1}
+        if kind is bytes:
+            arrays.append(array("B", value))
+            return {"bytes": len(arrays) - 1}
         if kind is tuple:
             return self._pack_tuple(value, arrays)
         if isinstance(value, Path):
@@ -115,6 +118,8 @@ class Codec:
             return tuple(self._unpack(item, arrays) for item in content)
         if kind == "array":
             return arrays[content]
+        if kind == "bytes":
+            return arrays[content].tobytes()
         if kind in RAW:
             return tuple(arrays[content])
         if kind == "path":

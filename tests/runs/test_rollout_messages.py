@@ -9,6 +9,7 @@ import torch
 
 from agenttrain.engines.base import EngineDead
 from agenttrain.engines.vllm_server.fleet import FleetLost
+from agenttrain.images import Image, PlacedImage
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, NoRewards
 from agenttrain.runs.remote import split_groups
@@ -36,6 +37,16 @@ def step(*tokens: int, trained: tuple[int, ...]) -> Groups:
         curriculum={},
         state={"cursor": 5},
     )
+
+
+def test_images_come_back_with_their_files_and_places() -> None:
+    seen = Image(data=b"\x89PNG\x00", sha256="ab", width=64, height=96)
+    made = rollout(0, 0, 4)
+    made.trajectories[0].append_context([9, 9], Origin.tool, (PlacedImage(seen, 0, (1, 2)),))
+    again = CODEC.decode(CODEC.encode(made))
+    assert again == made
+    # After the four tokens of the prompt.
+    assert again.trajectories[0].images == (PlacedImage(seen, 4, (1, 2)),)
 
 
 def test_groups_are_shared_by_their_real_tokens() -> None:

@@ -42,6 +42,7 @@ def crossed(value):
         *(None, True, 0, -1, 2**80, 0.1, math.inf, "", "\ud800 ü", [], (), {}, [()], (1, 2.0)),
         *((1, 2**80), (True, 1), {"a": {1: [None]}}, {(1, "b"): {"record": ["Span", []]}}),
         *(array("d", [0.1, math.inf]), array("f", [0.1]), array("q", [-(2**63)])),
+        *(b"", b"\x00\xff", [{"bytes": 0}]),
         *(Origin.tool, (0.1, 1e-300), (1, 2, 3), [{"ints": 0}], Path("/a b")),
     ],
 )
