@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agenttrain.chat.vision import load_placeholders
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import DEFAULT_ENGINE
-from agenttrain.engines.registry import spec_of, specs
+from agenttrain.engines.registry import names_with, spec_of, specs
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.images import Placeholders
 from agenttrain.launch.config import DistributedName
@@ -51,7 +51,7 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
     if isinstance(placeholders, str):
         return placeholders
     reasons = {
-        f"engine={config.engine.name} reads token ids alone; set engine=transformers": (
+        f"engine={config.engine.name} reads token ids alone; set {names_with(reads_images=True)}": (
             not spec_of(config.engine).reads_images
         ),
         "rollout.compact_at shortens contexts, and those with images cannot be; leave it out": (

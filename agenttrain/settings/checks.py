@@ -13,7 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import isqrt
 from pathlib import Path
 
-from agenttrain.algorithms.config import Correction, CorrectionMode, Reference, load_objective
+from agenttrain.algorithms.config import (
+    Correction,
+    CorrectionMode,
+    Credit,
+    Reference,
+    load_objective,
+)
 from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, has_test_rows
 from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
@@ -274,7 +280,10 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
 
 def _environments(config: RunConfig) -> Iterator[str]:
     """Check that some reward reads the turns' rewards of adapters that give them to turns."""
-    targets = [str(section.get("_target_")) for section in config.reward.values()]
+    if config.algorithm.credit is not Credit.rollout:
+        return  # the credit of a turn is its reward
+    sections = config.reward.values()
+    targets = [str(one.get("_target_")) for one in sections if isinstance(one, Mapping)]
     if not all(target.startswith(BUNDLED_REWARDS) for target in targets):
         return  # a function of the user's may read them
     for name, section in config.environment.items():

@@ -17,8 +17,10 @@ by all processes together, between two steps.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import random
 import shutil
 import sys
@@ -59,6 +61,8 @@ from agenttrain.training.world import World
 
 WAKE_S = 0.5
 """Longest time that a wait for the writing thread delays the handling of signals."""
+FULL = 1 << 20
+"""Free bytes below which a file that could not be written is put down to a full disk."""
 LATEST, BEST = "latest", "best"
 UNWRITABLE = (OSError, CheckpointError)
 
@@ -339,14 +343,24 @@ class Writing:
 
 @contextmanager
 def as_not_written(part: Path) -> Iterator[None]:
-    """Turn errors of torch, safetensors and tokenizers on a full disk into NotWritten."""
+    """Turn errors of torch, safetensors and tokenizers on a full disk into NotWritten.
+
+    An OSError that names no file gets the folder.
+    """
     try:
         yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(part)) from error
     except Exception as error:
         # tokenizers raises a plain Exception.
         if not isinstance(error, RuntimeError | SafetensorError) and type(error) is not Exception:
             raise
-        raise NotWritten(f"{part}: cannot be written: {error}") from error
+        reason = str(error)
+        if shutil.disk_usage(part.parent).free < FULL:  # torch does not say so
+            reason = f"{os.strerror(errno.ENOSPC)} ({reason})"
+        raise NotWritten(f"{part}: cannot be written: {reason}") from error
 
 
 def load_weights(model: PreTrainedModel, path: Path, rank: int) -> None:

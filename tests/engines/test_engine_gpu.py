@@ -246,7 +246,7 @@ def test_a_run_draws_the_same_numbers_with_vllm_as_without(
     config.engine = VllmSettings()
     world = SimpleNamespace(is_main=True, rank=0)
     policy = SimpleNamespace(
-        world=world, accelerator=SimpleNamespace(device=torch.device("cuda", 3))
+        world=world, accelerator=SimpleNamespace(device=torch.device("cuda", 3)), vision=None
     )
 
     def draws() -> tuple[float, float, float]:

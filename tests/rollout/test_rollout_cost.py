@@ -56,6 +56,7 @@ class Unasked:
     """A chat that fails when it must parse again."""
 
     stop_token_ids = parts.chat().stop_token_ids
+    placeholders = None
 
 
 def test_what_the_loop_has_parsed_is_not_parsed_again():
