@@ -31,7 +31,9 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / "latest" / "model.safetensors")
+    # Sharded weights are in a file by each process.
+    files = sorted((folder / "checkpoints" / "latest").glob("model*.safetensors"))
+    return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
