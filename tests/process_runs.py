@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 
-def agenttrain(*arguments: str) -> None:
-    """A run, to its end."""
-    started = subprocess.Popen(
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """A run in a process and a group of its own, with all that it prints in one pipe."""
+    return subprocess.Popen(
         [sys.executable, "-m", "agenttrain.cli", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -24,6 +24,11 @@ def agenttrain(*arguments: str) -> None:
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"},
     )
+
+
+def agenttrain(*arguments: str) -> None:
+    """A run, to its end."""
+    started = start(*arguments)
     try:
         printed, _ = started.communicate(timeout=900)  # only a hang takes so long
     finally:

@@ -31,7 +31,7 @@ KEY_DIGITS = 15
 
 
 class Features(NamedTuple):
-    """What a model makes of an image."""
+    """Vectors that a model makes of an image."""
 
     rows_VH: Tensor
     """Vectors that take the place of the placeholders' embeddings."""

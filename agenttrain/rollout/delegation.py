@@ -145,8 +145,8 @@ class SubAgents:
         limit = self._limits.max_delegated_tokens
         if limit is None:
             return math.inf
-        mine = [one for one in self._rollout.trajectories if one.delegation is not None]
-        return limit - sum(one.length - one.context_length for one in mine)
+        delegated = [one for one in self._rollout.trajectories if one.delegation is not None]
+        return limit - sum(one.length - one.context_length for one in delegated)
 
     def check_depth(self, depth: int) -> None:
         """Raise ToolFailure, and stop the rollout, if agents may not delegate at this depth."""

@@ -136,11 +136,11 @@ def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> Non
         raise LedgerError(f"{trajectory.name}: its images are not those of its spans")
     for one in trajectory.images:
         wanted = chat.placeholders.grid(one.image)
-        found = sum(token_id == placeholder for token_id in ids[one.start : one.end])
-        if wanted != one.grid or found != one.tokens:
+        present = sum(token_id == placeholder for token_id in ids[one.start : one.end])
+        if wanted != one.grid or present != one.tokens:
             raise LedgerError(
                 f"{trajectory.name} position {one.start}: the {one.image} has {wanted} vectors, "
-                f"its span says {one.grid}, and {found} placeholders stand there"
+                f"its span says {one.grid}, and {present} placeholders stand there"
             )
     context = [span for span in trajectory.spans if span.origin is not Origin.sampled]
     count = sum(token_id == placeholder for span in context for token_id in span.token_ids)

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.engines.base import Engine, Separate
 from agenttrain.engines.registry import spec_of
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName, ShardWithin
-from agenttrain.runs.sampling import load_empty, load_model, vision_of
+from agenttrain.runs.sampling import engine_inputs, load_empty, load_model, vision_of
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
@@ -33,7 +32,7 @@ from agenttrain.training.sliced_weights import WrongWeights, stand_ins
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import is_hub_id
-from agenttrain.utils.model_path import base_folder, model_folder
+from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.seeds import derive_seed
 
 
@@ -131,7 +130,7 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
 
     Raises ConfigError for an engine that is to get weights and has no methods for them.
     """
-    inputs = _engine_inputs(
+    inputs = engine_inputs(
         config,
         None if spec_of(config.engine).own_weights else policy.sampler,
         folder,
@@ -153,31 +152,8 @@ def make_standalone_engine(
 
     `trainers` is the number of training processes of this machine.
     """
-    inputs = _engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
+    inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
     return _build_engine(config, replace(inputs, trainers=trainers))
-
-
-def _engine_inputs(
-    config: RunConfig, policy: Any, folder: Path | None, *, on_gpu: bool, rank: int
-) -> EngineInputs:
-    lora = config.model.lora
-    path, revision = config.model.path, config.model.revision
-    folder_of_model = model_folder(path, revision=revision)
-    return EngineInputs(
-        policy=policy,
-        model=base_folder(path, revision, config.model.base_revision) or folder_of_model,
-        dtype=config.model.dtype,
-        adapters=lora if lora.rank else None,
-        tokenizer=folder_of_model if config.rollout.structured_calls else None,
-        sync_mode=config.weight_sync.mode,
-        sync_folder=config.weight_sync.folder,
-        transport=config.weight_sync.transport,
-        servers=config.servers,
-        seed=config.seed,
-        on_gpu=on_gpu,
-        rank=rank,
-        run_folder=folder,
-    )
 
 
 def _build_engine(config: RunConfig, inputs: EngineInputs) -> Engine:

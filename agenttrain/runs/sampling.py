@@ -6,6 +6,7 @@ Importing torch and transformers takes most of the start, so this imports little
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,22 +226,32 @@ def sampling_engine(config: RunConfig) -> Engine:
     return spec.build(settings, inputs)
 
 
-def server_inputs(config: RunConfig, folder: Path, *, on_gpu: bool) -> EngineInputs:
-    """Return what a server for other runs is built from; its files go to `folder`."""
-    path, revision, lora = config.model.path, config.model.revision, config.model.lora
-    model = model_folder(path, revision=revision)
+def engine_inputs(
+    config: RunConfig, policy: Any, folder: Path | None, *, on_gpu: bool, rank: int
+) -> EngineInputs:
+    """Return what the engine of a run is built from."""
+    lora = config.model.lora
+    path, revision = config.model.path, config.model.revision
+    folder_of_model = model_folder(path, revision=revision)
     return EngineInputs(
-        policy=None,
-        model=base_folder(path, revision, config.model.base_revision) or model,
+        policy=policy,
+        model=base_folder(path, revision, config.model.base_revision) or folder_of_model,
         dtype=config.model.dtype,
         adapters=lora if lora.rank else None,
-        tokenizer=model,
+        tokenizer=folder_of_model if config.rollout.structured_calls else None,
         sync_mode=config.weight_sync.mode,
-        sync_folder=None,
+        sync_folder=config.weight_sync.folder,
         transport=config.weight_sync.transport,
         servers=config.servers,
         seed=config.seed,
         on_gpu=on_gpu,
-        rank=0,
+        rank=rank,
         run_folder=folder,
     )
+
+
+def server_inputs(config: RunConfig, folder: Path, *, on_gpu: bool) -> EngineInputs:
+    """Return what a server for other runs is built from; its files go to `folder`."""
+    inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
+    model = model_folder(config.model.path, revision=config.model.revision)
+    return replace(inputs, tokenizer=model, sync_folder=None)

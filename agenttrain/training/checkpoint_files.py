@@ -149,8 +149,8 @@ def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
     known = digests or {}
     files = sorted(path for path in part.rglob("*") if path.is_file())
     names = {str(path.relative_to(part)): path for path in files}
-    found = {name: known.get(name) or digest(path) for name, path in names.items()}
-    text = json.dumps({**found, MANIFEST: _digest_of(found)}, indent=1)
+    by_name = {name: known.get(name) or digest(path) for name, path in names.items()}
+    text = json.dumps({**by_name, MANIFEST: _digest_of(by_name)}, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
     copy_mode(part / MANIFEST, files)
     others = [path for name, path in names.items() if name not in known]

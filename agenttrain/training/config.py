@@ -265,7 +265,7 @@ class Init(StrEnum):
 
 
 class VisionTower(StrEnum):
-    """What becomes of the part of a model that reads images."""
+    """Treatment of the part of a model that reads images."""
 
     frozen = "frozen"
     """Its weights stay; the features of an image are computed once."""

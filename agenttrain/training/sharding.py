@@ -84,20 +84,20 @@ class TensorParts:
 
     def rows(self, rows: RowRange) -> Tensor:
         """Return a copy of rows. Raises CheckpointError if no part holds one of them."""
-        found, reached = [], rows.start
+        pieces, reached = [], rows.start
         for first, part in sorted(self._parts, key=lambda pair: pair[0]):
             own = part[max(reached - first, 0) : max(rows.stop - first, 0)]
             if len(own) and first <= reached:
-                found.append(own)
+                pieces.append(own)
                 reached += len(own)
         if reached < rows.stop:
             raise CheckpointError(
                 f"{self._source}, of shape {list(self.shape)}: no file holds its rows {reached} to "
                 f"{rows.stop}. The files are not of one checkpoint; resume from another"
             )
-        if not found:
+        if not pieces:
             return torch.empty(0, *self.shape[1:], dtype=self._parts[0][1].dtype)
-        return torch.cat(found)
+        return torch.cat(pieces)
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -168,8 +168,8 @@ class SlicedWeights:
         """Return the place of the weight that is tied to `name`; None: the files lack it too."""
         pairs = self._model.all_tied_weights_keys.items()
         others = chain((b for a, b in pairs if a == name), (a for a, b in pairs if b == name))
-        found = (self._places[other] for other in others if other in self._places)
-        return next(found, None)
+        places = (self._places[other] for other in others if other in self._places)
+        return next(places, None)
 
     def _find(self, model: PreTrainedModel) -> Iterator[Place]:
         """Yield the place of each weight and buffer, as transformers matches names."""
@@ -287,8 +287,8 @@ class SlicedWeights:
         parts = {} if self.rank in with_main else self._digests(model, None)
         share = (str(self.folder), rows_of(model), parts)
         shares = world.gather([share], "the checksums of shards")
-        mine = with_main.index(self.rank) if self.rank in with_main else None
-        checked = others[mine :: len(with_main)] if mine is not None else []
+        position = with_main.index(self.rank) if self.rank in with_main else None
+        checked = others[position :: len(with_main)] if position is not None else []
         with world.together("the comparison of shards", WrongWeights, patient=True):
             for other in checked:
                 folder, rows, theirs = shares[other]
@@ -314,15 +314,15 @@ class SlicedWeights:
 
     def _digests(self, model: nn.Module, rows: dict[str, RowRange] | None) -> dict[str, str]:
         """Return checksums of a process's part of each weight; None: of this process's part."""
-        found = {}
+        checksums = {}
         for name, tensor, place in self._weights_of(model):
             part = local_part(tensor)
             if rows is not None:
                 shape = (rows[name].stop - rows[name].start, *place.shape[1:])
                 part = torch.empty(shape if place.shape else (), dtype=place.dtype)
                 self._read(place, rows[name], part)
-            found[name] = sha256(bytes_of(part.detach().cpu())).hexdigest()
-        return found
+            checksums[name] = sha256(bytes_of(part.detach().cpu())).hexdigest()
+        return checksums
 
 
 def rows_of(model: nn.Module) -> dict[str, RowRange]:

@@ -181,7 +181,10 @@ print(json.dumps({"reward": 1, **seen}))
 """
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+@pytest.mark.skipif(
+    shutil.which("bwrap") is None,
+    reason="bubblewrap is not installed; apt install bubblewrap, then scripts/test -k sandbox",
+)
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_sandbox_reaches_the_endpoint_and_nothing_else(tmp_path: Path, reuse: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:  # a service of the machine

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import scripted_engines
 import yaml
-from process_runs import agenttrain, same
+from process_runs import agenttrain, same, start
 from same_run import assert_same, assert_same_weights, metrics
 from scripted_engines import KILLED_AT
 
@@ -91,15 +90,7 @@ def of_rollouts(parent: int | None = None) -> list[psutil.Process]:
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A run in a process of its own, with all that it prints in one pipe."""
-    run = subprocess.Popen(
-        [sys.executable, "-m", "agenttrain.cli", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"},
-    )
+    run = start(*arguments)
     try:
         yield run
     finally:

@@ -147,7 +147,7 @@ async def fitness(client: ServerClient, url: str, run: Outside) -> tuple[ServerF
             raise
         facts = ServerFacts(version="", paths=frozenset(), config={}, world_size=1)
         return facts, [f"{TOKEN}: {url} refuses it; give this process and the server the same one"]
-    found = list(problems(url, facts, run))
+    reasons = list(problems(url, facts, run))
     has_tokenizer = "/tokenize" in facts.paths and not (
         facts.config and facts.config["model_config"]["skip_tokenizer_init"]
     )
@@ -155,11 +155,11 @@ async def fitness(client: ServerClient, url: str, run: Outside) -> tuple[ServerF
         ids = await client.token_ids(run.text)
         if ids != list(run.token_ids):
             name = facts.config["model_config"]["tokenizer"] if facts.config else "its own"
-            found.append(
+            reasons.append(
                 f"servers.admin_urls={url}: its tokenizer, {name}, has other ids than that of "
                 f"{run.model} for {run.text!r}; start it with the run's model"
             )
-    return facts, found
+    return facts, reasons
 
 
 async def watch_outside(
@@ -240,12 +240,12 @@ def _missed(member: Member, reason: str, misses: int) -> None:
 async def _attempt(member: Member, client: ServerClient, fleet: Members, run: Outside) -> None:
     """Take a server that answers into the fleet, if it is fit."""
     try:
-        facts, found = await fitness(client, member.url, run)
+        facts, reasons = await fitness(client, member.url, run)
     except ServerFailed as error:
         member.reason = str(error)
         return
-    member.unfit, member.reason = bool(found), "\n".join(found) or member.reason
-    if found:
+    member.unfit, member.reason = bool(reasons), "\n".join(reasons) or member.reason
+    if reasons:
         return
     record = ServerRecord(
         number=member.number,
