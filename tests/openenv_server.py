@@ -4,6 +4,7 @@ Its environment counts up to a target, and dies of 13. Each session that opens o
 line.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -12,6 +13,11 @@ from openenv.core.env_server.http_server import create_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 from pydantic import Field
+
+
+def log(event: str) -> None:
+    """Write one whole line: threads that print at once can put two words on one."""
+    os.write(sys.stdout.fileno(), f"{event}\n".encode())
 
 
 class Count(Action):
@@ -35,7 +41,7 @@ class Counter(Environment):
     def __init__(self) -> None:
         super().__init__()
         self._count, self._target = 0, 3
-        print("opened", flush=True)
+        log("opened")
 
     def reset(self, seed: int | None = None, target: int = 3, **_: Any) -> Counted:
         self._count, self._target = 0, target
@@ -57,7 +63,7 @@ class Counter(Environment):
         return State(step_count=self._count)
 
     def close(self) -> None:
-        print("closed", flush=True)
+        log("closed")
 
 
 if __name__ == "__main__":
