@@ -52,6 +52,8 @@ class EngineInputs:
     """Training processes of this machine, which have its first GPUs."""
     vision: Vision | None = None
     """Reads the images of requests, by the policy's own weights; None: there are none."""
+    mixed_precision: str = "no"
+    """Number format that training computes in, under autocast: no, bf16 or fp16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,6 +222,7 @@ def sampling_engine(config: RunConfig) -> Engine:
         rank=0,
         run_folder=None,
         vision=vision_of(config),
+        mixed_precision=config.training.mixed_precision,
     )
     return spec.build(settings, inputs)
 
@@ -247,6 +248,7 @@ def engine_inputs(
         on_gpu=on_gpu,
         rank=rank,
         run_folder=folder,
+        mixed_precision=config.training.mixed_precision,
     )
 
 

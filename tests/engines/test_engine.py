@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.types import Finish
 
 MIXED = [
@@ -362,3 +363,35 @@ def test_other_models_and_eager_attention_are_served_too(build):
     for prompt, sampling, completion in [turn for log in asyncio.run(run()) for turn in log]:
         expected = expected_logprobs(model, prompt, completion, sampling)
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_under_autocast_updates_too_small_for_16_bits_change_nothing():
+    """The trainer does not see them either: an engine that did would drift from it."""
+    model = sharp_model()
+    linear = [m.weight for n, m in model.named_modules() if "layers." in n and n.endswith("_proj")]
+
+    def sample(mixed_precision):
+        async def run():
+            engine = TransformersEngine(model, mixed_precision=mixed_precision)
+            try:
+                return await engine.generate(ids_of(3, 20), PLAIN, session="a")
+            finally:
+                await engine.aclose()
+
+        return asyncio.run(run())
+
+    with torch.no_grad():
+        for weight in linear:
+            weight.copy_(weight.bfloat16())
+        before = {name: sample(name) for name in ("no", "bf16")}
+        for weight in linear:
+            weight.mul_(1 + 2**-10)  # a quarter of the distance of two numbers of 8 bits
+    after = {name: sample(name) for name in ("no", "bf16")}
+    assert after["bf16"] == before["bf16"]
+    assert after["no"].logprobs != before["no"].logprobs
+
+    ids = [*ids_of(3, 20), *after["bf16"].token_ids]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=torch.tensor([ids])).logits[0, 19:-1].float()
+    plain = logits.log_softmax(-1).gather(1, torch.tensor(ids[20:])[:, None])[:, 0]
+    assert list(after["bf16"].logprobs) == pytest.approx(plain.tolist(), abs=0.25)

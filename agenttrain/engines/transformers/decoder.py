@@ -24,15 +24,23 @@ CHUNK_TOKENS = 1024
 """Tokens of one sequence in one forward pass: bounds the [T, L] mask of a long prompt."""
 PASS_TOKENS = 8192
 """Tokens, padding included, of one forward pass over several new sequences."""
+AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By training.mixed_precision."""
 
 
 class Decoder:
     """Feeds rows of the cache. A row is a position in the cache, not a request."""
 
     def __init__(
-        self, model: Any, max_rows: int, max_context: int, vision: Vision | None = None
+        self,
+        model: Any,
+        max_rows: int,
+        max_context: int,
+        vision: Vision | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         refuse_unknown_caches(model)
+        self.autocast = autocast
         self.vision = vision
         self.model = model
         self.device: torch.device = next(model.parameters()).device
@@ -42,12 +50,20 @@ class Decoder:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switch off dropout and gradient checkpointing (which drops the cache) for the block."""
+        """Switch off dropout and gradient checkpointing (which drops the cache) for the block.
+
+        Under autocast, if the trainer computes so. Its cache of weights stays off: it is shared by
+        all threads, and would give the trainer weights without a gradient.
+        """
         training = self.model.training
+        cast = self.autocast is not None
+        autocast = torch.autocast(
+            self.device.type, self.autocast, enabled=cast, cache_enabled=False
+        )
         if training:
             self.model.eval()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), autocast:
                 yield
         finally:
             if training:
@@ -109,7 +125,7 @@ class Decoder:
         window.slots = self._tensor(slots_NT.reshape(-1))
         positions_NT = self._tensor(np.maximum(column_NT, 0))
         # [N, 1, T, L], added to attention scores: both sdpa and eager attention take this form.
-        dtype = self.model.dtype
+        dtype = self.autocast or self.model.dtype
         later = torch.arange(length, device=self.device) > positions_NT[:, None, :, None]
         mask = torch.zeros(later.shape, dtype=dtype, device=self.device)
         mask.masked_fill_(later, torch.finfo(dtype).min)
@@ -185,7 +201,8 @@ def _compare_with_plain_forward(decoder: Decoder) -> None:
     Compares log-probabilities of two short rows of unlike lengths, with and without the cache.
     """
     name = type(decoder.model).__name__
-    tolerance = 1e-3 if decoder.model.dtype is torch.float32 else 0.5
+    computed = decoder.autocast or decoder.model.dtype
+    tolerance = 1e-3 if computed is torch.float32 else 0.5
     try:
         vocabulary = decoder.model.get_input_embeddings().num_embeddings
         long, short = (np.arange(1, n + 1) % vocabulary for n in (7, 4))

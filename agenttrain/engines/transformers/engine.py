@@ -21,7 +21,7 @@ from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers import sampler
 from agenttrain.engines.transformers.config import TransformersSettings
-from agenttrain.engines.transformers.decoder import Decoder
+from agenttrain.engines.transformers.decoder import AUTOCAST, Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler
 from agenttrain.engines.transformers.worker import EngineStats, EngineWorker
 from agenttrain.engines.vision import Layout, Vision
@@ -50,8 +50,14 @@ class TransformersEngine:
         model: PreTrainedModel,
         config: TransformersSettings | None = None,
         vision: Vision | None = None,
+        mixed_precision: str = "no",
     ) -> None:
-        """`vision` reads the images of a model that sees; None: images are refused."""
+        """`vision` reads the images of a model that sees; None: images are refused.
+
+        With `mixed_precision` (bf16, fp16) forward passes run under autocast, as the trainer's do:
+        it rounds float32 weights, so that updates too small for 16 bits do not show in them. An
+        engine that sees them while the trainer does not drifts from it with every update.
+        """
         config = config or TransformersSettings()
         self.max_context = max_context(model, config)
         for key in ("max_rows", "rejoin_steps"):
@@ -60,7 +66,7 @@ class TransformersEngine:
         self._model: Any = model
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         self._vision = vision
-        decoder = Decoder(model, config.max_rows, self.max_context, vision)
+        decoder = Decoder(model, config.max_rows, self.max_context, vision, AUTOCAST[mixed_precision])
         scheduler = Scheduler(config.max_rows, config.rejoin_steps, config.share_prefix)
         self._worker = EngineWorker(decoder, scheduler)
         self.stats: EngineStats = self._worker.stats

@@ -24,7 +24,7 @@ def build(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
     """Build the engine on the policy's module."""
     from agenttrain.engines.transformers.engine import TransformersEngine
 
-    return TransformersEngine(inputs.policy, settings, inputs.vision)
+    return TransformersEngine(inputs.policy, settings, inputs.vision, inputs.mixed_precision)
 
 
 def check_model(settings: TransformersSettings, model: Any) -> None:
