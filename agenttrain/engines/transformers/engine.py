@@ -66,7 +66,8 @@ class TransformersEngine:
         self._model: Any = model
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         self._vision = vision
-        decoder = Decoder(model, config.max_rows, self.max_context, vision, AUTOCAST[mixed_precision])
+        autocast = AUTOCAST[mixed_precision]
+        decoder = Decoder(model, config.max_rows, self.max_context, vision, autocast)
         scheduler = Scheduler(config.max_rows, config.rejoin_steps, config.share_prefix)
         self._worker = EngineWorker(decoder, scheduler)
         self.stats: EngineStats = self._worker.stats
