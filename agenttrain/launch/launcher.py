@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing import (
     SignalException,
 )
 
-from agenttrain.launch.config import DistributedConfig
+from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.launch.processes import (
     EXCHANGE,
     QUIET,
@@ -46,6 +46,7 @@ from agenttrain.settings.compose import Composed
 from agenttrain.settings.pinning import pins
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.tracking.run_folder import read_summary, update_summary
+from agenttrain.training.heap import MAPPED_FROM_THE_START
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
 
@@ -116,6 +117,8 @@ def _prepared(section: DistributedConfig, processes: int, exchange: Path) -> Ite
     and this process's signal handlers."""
     share = max(len(os.sched_getaffinity(0)) // processes, 1)
     wanted = {"OMP_NUM_THREADS": str(share), **QUIET}
+    if section.name is DistributedName.fsdp2:
+        wanted |= MAPPED_FROM_THE_START
     if section.nodes == 1:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name may lead nowhere
     added = {name: value for name, value in wanted.items() if name not in os.environ}

@@ -72,11 +72,14 @@ def write_model(folder: Path) -> None:
 
 def launched(verb: str, folder: Path, repetitions: int) -> dict[str, float]:
     """Run this script in 4 processes; return the figures of the first one."""
+    from agenttrain.training.heap import MAPPED_FROM_THE_START  # as agenttrain's launcher does
+
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PROCESS": "1"}
     subprocess.run(
         [*launch, f"--nproc_per_node={PROCESSES}", __file__, verb, str(folder), str(repetitions)],
         check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PROCESS": "1"},
+        env={**os.environ, **MAPPED_FROM_THE_START, **environment},
         stdout=sys.stderr,
     )
     return json.loads((folder / f"{verb}.json").read_text())
