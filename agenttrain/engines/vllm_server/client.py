@@ -42,6 +42,9 @@ SHOWN = 400
 
 
 INFO, WORLD_SIZE = "/server_info", "/get_world_size"
+CHAT = "/v1/chat/completions"
+REFUSABLE = ("/inference", CHAT)
+"""Beginnings of the paths whose requests a server may refuse for what they hold."""
 
 
 class ServerFailed(Exception):
@@ -128,7 +131,12 @@ class ServerClient:
         return completion
 
     async def score(
-        self, token_ids: Sequence[int], *, salt: str, adapter: int | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        salt: str,
+        adapter: int | None = None,
+        request_id: str = "probe",
     ) -> list[float]:
         """Return the log-probability of every id after the first, at temperature 1; NaN for all of
         them if the server's weights make any of them NaN.
@@ -144,8 +152,8 @@ class ServerClient:
             answer = await self._generate(
                 token_ids,
                 parameters,
-                request_id="probe",
-                session="probe",
+                request_id=request_id,
+                session=request_id,
                 salt=salt,
                 adapter=adapter,
             )
@@ -178,6 +186,13 @@ class ServerClient:
         # Of ASCII without line breaks, as a header has to be.
         headers = {"X-Session-ID": quote(session, safe="/")}
         return await self._call("POST", "/inference/v1/generate", body, headers=headers)
+
+    async def chat(self, body: Mapping[str, Any]) -> Any:
+        """Return the answer to a request of OpenAI's chat completions.
+
+        Raises EngineError for one that the server refuses, as it is too long.
+        """
+        return await self._call("POST", CHAT, body)
 
     async def weight_version(self) -> str:
         """Return the label of the weights. The answer comes from the engine's process, which
@@ -273,7 +288,7 @@ class ServerClient:
             except ValueError as error:
                 raise ServerFailed(f"{path}: the answer is no JSON") from error
         message = f"{path.partition('?')[0]}: {answer.status_code} {answer.text[:SHOWN]}"
-        if path.startswith("/inference") and answer.status_code in (400, 422):
+        if path.startswith(REFUSABLE) and answer.status_code in (400, 422):
             raise EngineError(f"vLLM refuses a request: {message}")
         raise ServerFailed(message, status=answer.status_code)
 
