@@ -14,8 +14,10 @@ weights_checksums_equal      share of syncs after which /weight_checker gives bo
 prefix_hit_share             cached tokens of the later turns of rollouts of eight turns, over those
                              in whole blocks of earlier turns, which one server would have
 overhead_vs_raw              tokens/s through the fleet over those of a loop that posts the same
-                             requests to the same servers and reads nothing but the ids; median of
-                             rounds by turns
+                             requests to the same servers by aiohttp, as `vllm bench serve` does, and
+                             reads nothing but the ids; median of the ratios of rounds side by side
+client_us_per_token          CPU of this process for a token of the fleet's rounds
+raw_us_per_token             … of the loop's
 rollout_process_cores_64     CPU seconds of this process per second, 64 rollouts at once
 failover_detect_s            seconds from the kill of a server to the first request sent again
 failover_step_ratio          time of a step in which a server is killed over an undisturbed one's
@@ -41,8 +43,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import harness
-import httpx
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -207,8 +209,7 @@ async def raw_round(fleet: Fleet, count: int, tokens: int) -> float:
     for number in range(count):
         places.append(choose(f"round-{number}", loads))
         loads[places[-1]] += 1
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) as http:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         async def one(number: int) -> int:
             client = members[places[number]].client
@@ -221,9 +222,9 @@ async def raw_round(fleet: Fleet, count: int, tokens: int) -> float:
                     **{"ignore_eos": True, "detokenize": False},
                 },
             }
-            url = f"{client._http.base_url}/inference/v1/generate"
-            answer = await http.post(url, json=body, headers=client._http.headers)
-            return len(answer.json()["choices"][0]["token_ids"])
+            url = f"{client.url}/inference/v1/generate"
+            async with http.post(url, json=body, headers=client.headers) as answer:
+                return len((await answer.json())["choices"][0]["token_ids"])
 
         begun = time.monotonic()
         sampled = sum(await asyncio.gather(*(one(number) for number in range(count))))
@@ -245,17 +246,25 @@ async def fleet_round(fleet: Fleet, count: int, tokens: int) -> float:
 
 
 async def overhead(fleet: Fleet, rounds: int) -> dict[str, float]:
-    """Return the share of a raw loop's speed, and the cores of this process at 64 rollouts."""
-    ours, raw, cores = [], [], []
-    for number in range(2 * rounds):
-        if number % 4 in (0, 3):  # raw, ours, ours, raw
-            raw.append(await raw_round(fleet, 64, 64))
-            continue
-        wall, used = time.monotonic(), time.process_time()
-        ours.append(await fleet_round(fleet, 64, 64))
-        cores.append((time.process_time() - used) / (time.monotonic() - wall))
+    """Return the share of a raw loop's speed, the CPU of both, and the cores at 64 rollouts."""
+    ratios: list[float] = []
+    cores: list[float] = []
+    seconds: dict[Any, list[float]] = {raw_round: [], fleet_round: []}
+    for _ in range(rounds):
+        speeds: dict[Any, float] = dict.fromkeys(seconds, 0.0)
+        for loop in (raw_round, fleet_round, fleet_round, raw_round):
+            wall, used = time.monotonic(), time.process_time()
+            speeds[loop] += await loop(fleet, 64, 64)
+            used = time.process_time() - used
+            seconds[loop].append(used)
+            if loop is fleet_round:
+                cores.append(used / (time.monotonic() - wall))
+        ratios.append(speeds[fleet_round] / speeds[raw_round])
+    by_token = {loop: 1e6 * statistics.median(used) / 64**2 for loop, used in seconds.items()}
     return {
-        "overhead_vs_raw": statistics.median(ours) / statistics.median(raw),
+        "overhead_vs_raw": statistics.median(ratios),
+        "client_us_per_token": by_token[fleet_round],
+        "raw_us_per_token": by_token[raw_round],
         "rollout_process_cores_64": statistics.median(cores),
     }
 
