@@ -221,7 +221,7 @@ def test_servers_that_do_not_start(tmp_path: Path) -> None:
             "algorithm.teacher.dtype=bfloat16: has no effect here; it needs a model in",
         ),
         (
-            ["+roles.judge.args.dtype=half"],
+            ["roles.judge.args.dtype=half"],
             "roles.judge.args.dtype: is set by agenttrain; leave it out, set roles.judge.dtype",
         ),
     ],
