@@ -112,7 +112,7 @@ class ModelTeacher:
         return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
 
 
-class Scoring(Protocol):
+class TextScorer(Protocol):
     """Servers that score texts."""
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -128,7 +128,7 @@ class ServedTeacher:
 
     def __init__(
         self,
-        servers: Scoring,
+        servers: TextScorer,
         *,
         max_context: int,
         world: World | None = None,

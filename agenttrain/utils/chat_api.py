@@ -39,7 +39,7 @@ class Transient(Exception):
     """Seconds that the server asks to wait before the next try."""
 
 
-class ChatServer(Protocol):
+class ChatBackend(Protocol):
     """Servers that answer chat completions, but have no address that stays the same."""
 
     name: str
@@ -64,7 +64,7 @@ class ChatApi:
     def __init__(
         self,
         *,
-        url: str | ChatServer,
+        url: str | ChatBackend,
         model: str | None = None,
         api_key_env: str | None = None,
         retries: int = 4,
@@ -79,7 +79,7 @@ class ChatApi:
         A `url` of ``role:<name>`` is checked too, and answers nothing: a run gives the servers of
         that role in its place. Raises ValueError that begins with the setting and its value.
         """
-        self._server: ChatServer | None = None
+        self._server: ChatBackend | None = None
         if not isinstance(url, str):
             self._server, url = url, url.name
         self._role = role_named(url)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from agenttrain.engines.vllm_server.connections import Answer, BadAnswer, Connections
+from agenttrain.engines.vllm_server.connections import BadAnswer, Connections, HttpAnswer
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -63,8 +63,10 @@ def run(
 
 def test_a_request_as_it_is_sent_and_a_connection_that_is_used_again() -> None:
     async def check(client: Connections, server: Server) -> None:
-        assert await client.request("POST", "/a?b=c", b"12", {"X-Of": "this"}) == Answer(200, b"ok")
-        assert await client.request("GET", "/d") == Answer(200, b"ok")
+        assert await client.request("POST", "/a?b=c", b"12", {"X-Of": "this"}) == HttpAnswer(
+            200, b"ok"
+        )
+        assert await client.request("GET", "/d") == HttpAnswer(200, b"ok")
         first, second = (asked.decode().split("\r\n") for asked in server.asked)
         assert first[0] == "POST /under/a?b=c HTTP/1.1" and first[1].startswith("Host: 127.0.0.1:")
         assert first[2:] == [
@@ -132,7 +134,7 @@ def test_connections_that_are_not_used_again() -> None:
     failed = b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\nno"
 
     async def check(client: Connections, server: Server) -> None:
-        assert await client.request("GET", "/") == Answer(500, b"no")
+        assert await client.request("GET", "/") == HttpAnswer(500, b"no")
         closing = OK.replace(b"\r\n\r\n", b"\r\nX: close\r\n\r\n")
         server.answers[0] = closing  # which the client cannot know
         await client.request("GET", "/")

@@ -24,7 +24,7 @@ class BadAnswer(OSError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """Status and body of an answer."""
 
     status: int
@@ -37,7 +37,7 @@ class Answer:
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class HttpConnection:
     """One connection, which carries one request at a time."""
 
     reader: asyncio.StreamReader
@@ -57,7 +57,7 @@ class Connections:
     """Connections to one server, kept for the next requests.
 
     Example: ``Connections("http://127.0.0.1:8000", {}, timeout_s=5).request("GET", "/health")`` ->
-    ``Answer(200, b"")``
+    ``HttpAnswer(200, b"")``
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, timeout_s: float) -> None:
@@ -69,13 +69,13 @@ class Connections:
         self._path = place.path.rstrip("/")
         self._head = _lines({"Host": place.netloc, **headers})
         self._timeout_s = timeout_s
-        self._idle: list[Connection] = []
-        self._busy: set[Connection] = set()
+        self._idle: list[HttpConnection] = []
+        self._busy: set[HttpConnection] = set()
         self._closed = False
 
     async def request(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Send a request and return its answer; raises OSError, of which TimeoutError is one.
 
         Cancelling it closes the connection.
@@ -102,7 +102,7 @@ class Connections:
             connection.abort()
         return answer
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> HttpConnection:
         """Return a connection that nobody uses: the one used last, or a new one."""
         while self._idle:
             connection = self._idle.pop()
@@ -112,7 +112,7 @@ class Connections:
         if self._closed:
             raise BadAnswer("the client was closed")
         opened = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=LONGEST_LINE)
-        return Connection(*await opened)
+        return HttpConnection(*await opened)
 
     async def aclose(self) -> None:
         """Close all connections; requests in flight fail."""
@@ -126,7 +126,7 @@ def _lines(headers: Mapping[str, str]) -> str:
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
 
 
-async def _answer(reader: asyncio.StreamReader) -> tuple[Answer, bool]:
+async def _answer(reader: asyncio.StreamReader) -> tuple[HttpAnswer, bool]:
     """Read an answer; also return False if the server closes the connection after it."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -147,7 +147,7 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[Answer, bool]:
         raise BadAnswer("the server closed the connection before it had answered") from error
     except (ValueError, asyncio.LimitOverrunError) as error:
         raise BadAnswer(f"the answer is no HTTP: {error}") from error
-    return Answer(int(status), content), stays_open
+    return HttpAnswer(int(status), content), stays_open
 
 
 async def _chunks(reader: asyncio.StreamReader) -> bytes:

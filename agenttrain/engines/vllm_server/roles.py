@@ -108,7 +108,7 @@ async def all_started(folder: Path, role: str, count: int) -> None:
 
 
 class RoleServers:
-    """The servers of a role, for callers in any thread; implements `ChatServer`.
+    """The servers of a role, for callers in any thread; implements `ChatBackend`.
 
     The requests have an event loop in a thread of its own, from the first one to `close`.
     """
@@ -122,7 +122,7 @@ class RoleServers:
         self._numbers = itertools.count()
 
     def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Implement `ChatServer.complete`; waiting for a server does not count as a request."""
+        """Implement `ChatBackend.complete`; waiting for a server does not count as a request."""
         request = {**body, "model": self._role}
 
         async def ask(client: ServerClient) -> Any:
