@@ -173,7 +173,8 @@ async def watch(member: Member, fleet: Members, folder: Path, servers: StartedSe
     while True:
         record = read_record(folder, member.number)
         wrapped = record is not None and _exists(record.wrapper)
-        if not wrapped:  # its last words may have come since
+        # Its last words may have come since; a first record that has come since is not examined.
+        if record is not None and not wrapped:
             record = read_record(folder, member.number)
         if record is not None:
             await _follow(member, record, fleet, wrapped=wrapped)
