@@ -31,7 +31,7 @@ from agenttrain.training.config import Transport, WeightSyncMode
 STUB = "agenttrain.engines.vllm_server.stub"
 TEXT = [7, 8, 9, 10]
 """The probe."""
-PATIENCE_S = 120
+PATIENCE_S = 300
 """Only a hang takes so long."""
 
 

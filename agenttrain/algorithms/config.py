@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from agenttrain.algorithms.objectives.config import Objective, ObjectiveChoice, Ratio
 from agenttrain.training.config import Dtype
 from agenttrain.types import ConfigError
+from agenttrain.utils.role_names import role_named
 from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, raise_problems, shown
 
 
@@ -153,8 +154,8 @@ class TeacherConfig:
     """
 
     path: str | None = None
-    """Folder of the teacher, `bundled:<name>` or `org/name`, with the policy's tokenizer; null:
-    there is no teacher."""
+    """Folder of the teacher, `bundled:<name>` or `org/name`, with the policy's tokenizer, or
+    role:teacher, whose servers score; null: there is no teacher."""
     revision: Quoted = None
     """Branch, tag or commit of a model of the hub; null: main. config.yaml has its commit."""
     dtype: Dtype = Dtype.float32
@@ -170,6 +171,16 @@ class TeacherConfig:
     prompt: str | None = None
     """Text that only the teacher sees, at the end of its last user message, with columns of the
     row in double braces: `The answer is {{ answer }}.`"""
+
+    @property
+    def role(self) -> str | None:
+        """Role whose servers score; None: the training processes load the teacher, if any."""
+        return role_named(self.path)
+
+    @property
+    def own_path(self) -> str | None:
+        """Model that the training processes load; None: there is none."""
+        return None if self.role is not None else self.path
 
 
 UNGROUPED = (Advantage.batch, Advantage.none)
@@ -361,8 +372,11 @@ def _needs(
 
 def _teacher(a: AlgorithmConfig) -> Iterator[str]:
     teacher, key = a.teacher, "algorithm.teacher"
-    others = ("revision", "dtype", "weight", "reward_weight", "gate", "prompt")
+    others = ("weight", "reward_weight", "gate", "prompt")
     yield from _needs(f"{key}.path", a.has_teacher, teacher, *others, prefix=key)
+    loaded = teacher.own_path is not None
+    needed = f"a model in {key}.path" if a.has_teacher else f"{key}.path"
+    yield from _needs(needed, loaded, teacher, "revision", "dtype", prefix=key)
     gated = a.has_teacher and teacher.gate is not Gate.all
     yield from _needs(f"{key}.gate=failed or succeeded", gated, teacher, "success", prefix=key)
     if not a.has_teacher:

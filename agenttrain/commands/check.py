@@ -96,7 +96,7 @@ def certify(runs: Sequence[Composed]) -> bool:
         structured = config.rollout.structured_calls
         key = repr([structured, *(getattr(config, part) for part in CERTIFIED)])
         others = [config.engine, config.eval, config.training, config.optimizer.name]
-        others.append(config.algorithm.teacher)
+        others += [config.algorithm.teacher, config.roles]
         run_key = repr([key, *others, config.tasks_per_step, config.resume])
         try:
             first = key not in shown

@@ -84,13 +84,16 @@ def _print(folder: Path, status: dict[str, Any]) -> None:
     for row in status["servers"]:
         version = "-" if row["version"] is None else str(row["version"])
         numbers = [version, *(str(row[key]) for key in ("requests", "completions", "boot"))]
-        table.add_row(str(row["number"]), row["state"], *numbers, row["url"] or "-")
+        name = " ".join(filter(None, (row["role"], str(row["number"]))))
+        table.add_row(name, row["state"], *numbers, row["url"] or "-")
     console.print(table)
     for row in status["servers"]:
         if row["reason"] and row["state"] != "live":
-            console.print(f"server {row['number']} {row['reason']}", soft_wrap=True)
+            server = f"{row['role']} server".strip()
+            console.print(f"{server} {row['number']} {row['reason']}", soft_wrap=True)
         for line in row["log"]:
-            console.print(f"  {row['number']}| {line}", soft_wrap=True, markup=False)
+            mark = f"{row['role']} {row['number']}".strip()
+            console.print(f"  {mark}| {line}", soft_wrap=True, markup=False)
 
 
 def _ago(seconds: float) -> str:

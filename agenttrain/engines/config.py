@@ -50,7 +50,53 @@ def flash_attention_notes(dtype: EngineDtype) -> Iterator[str]:
 
 
 @dataclass(config=SETTINGS)
-class ServersConfig:
+class StartedServers:
+    """Servers that a run starts on its machine and ends, each in processes of its own."""
+
+    count: Whole = Field(default=1, ge=1)
+    """Number of servers."""
+    tensor_parallel_size: Whole = Field(default=1, ge=1)
+    """GPUs that share the weights of one server."""
+    gpus: list[Whole] | None = None
+    """GPUs of the servers, by number, e.g. [4,5,6,7]; None: the first that nothing else of the run
+    has, after the trainer's."""
+    restarts: Whole = Field(default=3, ge=0)
+    """Times that a server is started again after it died; without a server left the run fails."""
+    start_s: Number = Field(default=1800.0, gt=0)
+    """Seconds within which a server answers after its start."""
+    health_s: Number = Field(default=1.0, gt=0)
+    """Seconds between two examinations of a server."""
+    dead_s: Number = Field(default=30.0, gt=0)
+    """Seconds that a server's engine may take to answer an examination; it is then killed, and its
+    requests go to another server."""
+    request_s: Number = Field(default=3600.0, gt=0)
+    """Seconds that one request may take: longer than the longest completion."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further flags of the server's program, e.g. {max-num-batched-tokens: 16384}."""
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs of all servers."""
+        return self.count * self.tensor_parallel_size
+
+
+def gpu_problems(key: str, servers: StartedServers) -> Iterator[str]:
+    """Yield why the GPUs that are named at `key` do not suit the servers."""
+    gpus = servers.gpus
+    if gpus is None:
+        return
+    if len(set(gpus)) < len(gpus):
+        yield f"{key}.gpus={shown(gpus)}: names a GPU twice; each serves one server"
+    if len(gpus) != servers.gpu_count:
+        yield (
+            f"{key}.gpus={shown(gpus)}: {key}.count={servers.count} x "
+            f"{key}.tensor_parallel_size={servers.tensor_parallel_size} need {servers.gpu_count} "
+            "GPUs; name as many"
+        )
+
+
+@dataclass(config=SETTINGS)
+class ServersConfig(StartedServers):
     """Servers that sample for a run, each in processes of its own.
 
     The run starts them on this machine, unless `admin_urls` names servers that others started.
@@ -64,23 +110,11 @@ class ServersConfig:
     url: str | None = None
     """Address of a router in front of `admin_urls`, which then gets the requests; None: each
     request goes to the server that the run chooses."""
-    tensor_parallel_size: Whole = Field(default=1, ge=1)
-    """GPUs that share the weights of one server."""
-    gpus: list[Whole] | None = None
-    """GPUs of the servers, by number, e.g. [4,5,6,7]; None: all after the trainer's."""
-    restarts: Whole = Field(default=3, ge=0)
-    """Times that a server is started again after it died; without a server left the run fails."""
-    start_s: Number = Field(default=1800.0, gt=0)
-    """Seconds within which a server answers after its start."""
-    health_s: Number = Field(default=1.0, gt=0)
-    """Seconds between two examinations of a server."""
     dead_s: Number = Field(default=30.0, gt=0)
     """Seconds that a server's engine may take to answer an examination; it is then killed, and its
     requests go to another server. One of `admin_urls` has as long to come back."""
     request_s: Number = Field(default=3600.0, gt=0)
     """Seconds that one request may take, or a weight update: longer than the longest completion."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Further flags of the server's program, e.g. {max-num-batched-tokens: 16384}."""
 
     @model_validator(mode="after")
     def _check(self) -> ServersConfig:
@@ -89,18 +123,8 @@ class ServersConfig:
 
     def _problems(self) -> Iterator[str]:
         yield from self._outside_problems()
-        gpus = self.gpus
-        if gpus is None or self.outside:
-            return
-        if len(set(gpus)) < len(gpus):
-            yield f"servers.gpus={shown(gpus)}: names a GPU twice; each serves one server"
-        needed = self.count * self.tensor_parallel_size
-        if len(gpus) != needed:
-            yield (
-                f"servers.gpus={shown(gpus)}: servers.count={self.count} x "
-                f"servers.tensor_parallel_size={self.tensor_parallel_size} need {needed} GPUs; "
-                f"name as many"
-            )
+        if not self.outside:
+            yield from gpu_problems("servers", self)
 
     @property
     def outside(self) -> bool:

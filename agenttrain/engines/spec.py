@@ -50,6 +50,8 @@ class EngineInputs:
     """Folder for the engine's log."""
     trainers: int = 1
     """Training processes of this machine, which have its first GPUs."""
+    taken: tuple[int, ...] = ()
+    """Further GPUs, by number, that the servers of roles have."""
     vision: Vision | None = None
     """Reads the images of requests, by the policy's own weights; None: there are none."""
     mixed_precision: str = "no"

@@ -183,9 +183,13 @@ def _read(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[tu
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(dict(tensors), path)
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # its own for a full disk
+        raise OSError(f"{path}: {error}") from error
 
 
 def described(tensor: Tensor) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from agenttrain.environments.config import UserSettings
 from agenttrain.environments.environment import TookTooLong, bounded
 from agenttrain.types import Message, Task, ToolUnavailable
-from agenttrain.utils.chat_api import ChatApi, ChatUnavailable, Transient
+from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.sections import beside
 from agenttrain.utils.seeds import derive_seed
@@ -136,8 +136,8 @@ class LlmUser:
     def __init__(
         self,
         *,
-        url: str,
-        model: str,
+        url: str | ChatBackend,
+        model: str | None = None,
         prompt: str,
         stop: str = "###STOP###",
         greeting: str | None = "Hi! How can I help you?",

@@ -23,6 +23,7 @@ from typing import Any
 
 from agenttrain.data.tasks import TaskSource
 from agenttrain.runs.setup import Components
+from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig, RunPart
 from agenttrain.settings.saved import done_steps
 from agenttrain.tracking.run_folder import write_atomically
@@ -70,7 +71,7 @@ def fingerprints(components: Components) -> Fingerprints:
         RunPart.reward: _code("reward", config.reward),
         RunPart.model: {
             "tokenizer": _digest(_json(components.tokenizer.get_vocab())),
-            **_model(config, training=components.verb == "train"),
+            **_model(config, components.verb),
         },
     }
     return {str(part): digests for part, digests in parts.items()}
@@ -188,17 +189,21 @@ def _files(sections: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
-def _model(config: RunConfig, *, training: bool) -> dict[str, str]:
+def _model(config: RunConfig, verb: str) -> dict[str, str]:
     """Return the commits of models of the hub, or the digests of folders' first weights.
 
     The latter only if a resumed run still reads them: the policy's for the reference of the KL
-    penalty, or as the model under adapters, and the teacher's with `training` by reinforcement.
+    penalty, or as the model under adapters, those of roles, and the teacher's in training by
+    reinforcement.
     """
     teacher = config.algorithm.teacher
     read = bool(config.algorithm.beta or config.model.lora.rank)
     digests = _weights("model.path", config.model.path, config.model.revision, read)
-    if teacher.path is not None and training:
-        digests |= _weights("algorithm.teacher.path", teacher.path, teacher.revision, True)
+    if teacher.own_path is not None and verb == "train":
+        digests |= _weights("algorithm.teacher.path", teacher.own_path, teacher.revision, True)
+    for name, role in used_roles(config, verb).items():
+        assert role.model is not None
+        digests |= _weights(f"roles.{name}.model", role.model, role.revision, True)
     return digests
 
 

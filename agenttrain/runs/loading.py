@@ -19,6 +19,7 @@ from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.runs.sampling import engine_inputs, load_empty, load_model, vision_of
 from agenttrain.settings.machine import float32_on_gpu
+from agenttrain.settings.role_checks import named_gpus
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
 from agenttrain.training.checkpoint_files import auto_class
@@ -146,14 +147,15 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
 
 
 def make_standalone_engine(
-    config: RunConfig, folder: Path, *, on_gpu: bool, trainers: int
+    config: RunConfig, folder: Path, verb: str, *, on_gpu: bool, trainers: int
 ) -> Engine:
-    """Build the engine in a process that has no policy, as `make_engine`.
+    """Build the engine of a run of `verb` in a process that has no policy, as `make_engine`.
 
     `trainers` is the number of training processes of this machine.
     """
     inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
-    return _build_engine(config, replace(inputs, trainers=trainers))
+    taken = named_gpus(config, verb)
+    return _build_engine(config, replace(inputs, trainers=trainers, taken=taken))
 
 
 def _build_engine(config: RunConfig, inputs: EngineInputs) -> Engine:

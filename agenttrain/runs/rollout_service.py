@@ -126,10 +126,10 @@ class RolloutService:
         self._finished = self._total = 0
         self._written: Path | None = None
         """Folder of weight files for an engine that has none."""
-        self._components = components = Components(config, begin.verb)
+        self._components = components = Components(config, begin.verb, self._folder)
         stack.callback(self._remove_written)
         self._engine = make_standalone_engine(
-            config, self._folder, on_gpu=begin.on_gpu, trainers=begin.trainers
+            config, self._folder, begin.verb, on_gpu=begin.on_gpu, trainers=begin.trainers
         )
         stack.push_async_callback(self._engine.aclose)
         stack.push_async_callback(components.aclose)

@@ -44,6 +44,7 @@ from agenttrain.runs.loading import make_engine, make_policy
 from agenttrain.runs.provenance import write_config
 from agenttrain.runs.remote import remote_engine, remote_source, start_rollouts
 from agenttrain.runs.report import print_losses, print_scores
+from agenttrain.runs.roles import start_roles
 from agenttrain.runs.rollouts import Rollouts
 from agenttrain.runs.setup import Components, prepare, sampling_note
 from agenttrain.runs.teacher import make_teacher, teacher_prompt
@@ -196,13 +197,13 @@ class Run:
         config.yaml is written before anything slow, so that a stopped run can go on.
         """
         if not self.world.is_main:
-            return prepare(self.config, self.verb)
+            return prepare(self.config, self.verb, self.folder)
         path = self.folder / "config.yaml"
         new = not path.exists()
         if new:
             write_config(self.folder, self.plain, None)
         try:
-            components = prepare(self.config, self.verb)
+            components = prepare(self.config, self.verb, self.folder)
         except Exception:
             if new:  # the run has not started: its folder is free for the next try
                 path.unlink(missing_ok=True)
@@ -463,6 +464,8 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     config, world = run.config, run.world
     supervised = run.verb == "sft"
     rollouts: Rollouts | None = None
+    roles = start_roles(config, run.verb, run.folder, stack, world=world)
+    stack.callback(components.close_roles)
     if not supervised and has_rollout_process(config):
         await components.aclose()  # the other process has tools of its own
         rollouts = await start_rollouts(run.plain, run.verb, run.folder, world=world, stop=run.stop)
@@ -488,7 +491,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     if run.verb == "train" and config.algorithm.has_teacher:
         prompt = config.algorithm.teacher.prompt
         prompt_ids = teacher_prompt(prompt, components.chat, components.schemas)
-        teacher = make_teacher(config, policy, prompt_ids)
+        teacher = make_teacher(config, policy, prompt_ids, components.roles)
     run.record_kernel(components, policy)
     collector: Collector | None = None
     if engine is not None and rollouts is None:
@@ -506,6 +509,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
             probe = await sync(
                 policy, engine, done, config.weight_sync, prompt_ids=components.probe_prompt()
             )
+    await roles.ready()
     run.tracker = stack.enter_context(run.make_tracker(done))
     if not supervised:
         run.evidence = Evidence(folder=run.folder, policy=policy, checkpoints=checkpoints)

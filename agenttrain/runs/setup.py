@@ -26,6 +26,7 @@ from agenttrain.data.build import Splits, build_tasks, check_needed_columns
 from agenttrain.data.config import OnBadRow
 from agenttrain.data.tasks import TaskSource, check_columns
 from agenttrain.engines.base import Engine, Lockstep
+from agenttrain.engines.vllm_server.roles import RoleServers, with_servers
 from agenttrain.environments.environments import Environments, build_kinds
 from agenttrain.environments.user import SimulatedUser, build_user
 from agenttrain.rewards.rubric import Rubric, build_rubric
@@ -43,6 +44,7 @@ from agenttrain.rollout.row_tools import (
 )
 from agenttrain.runs.sampling import placeholders_of, verify_model
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
+from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
@@ -68,12 +70,17 @@ class Components:
         self,
         config: RunConfig,
         verb: str = "train",
+        folder: Path | None = None,
         *,
         tools: tuple[Toolbox, Environments] | None = None,
     ) -> None:
-        """`tools` are those recorded by an earlier run; None: build the configuration's."""
+        """`tools` are those recorded by an earlier run; None: build the configuration's.
+
+        `folder` is that of a run that has the servers of its roles; None: there are none.
+        """
         self.config = config
         self.verb = verb
+        self.folder = folder
         self._tools = tools
         self._agents: Agents | None = None
 
@@ -82,7 +89,7 @@ class Components:
 
         The settings that these depend on must be the same.
         """
-        shared = Components(config, self.verb, tools=(self.toolbox, self.environments))
+        shared = Components(config, self.verb, self.folder, tools=(self.toolbox, self.environments))
         shared.tokenizer, shared.chat = self.tokenizer, self.chat
         shared.certificate = self.certificate
         return shared
@@ -181,7 +188,7 @@ class Components:
         outside agent are its own and cannot be checked.
         """
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
-        rubric = rubric_of(self.config, self.environments.rewards)
+        rubric = rubric_of(self.config, self.environments.rewards, self.roles)
         if not self.config.agent.outside:
             rubric.check_tools(names)
         return rubric
@@ -202,7 +209,20 @@ class Components:
     @cached_property
     def user(self) -> SimulatedUser | None:
         """The run's simulated user; None if it has none."""
-        return build_user(self.config.user)
+        return build_user(with_servers(self.config.user, self.roles))
+
+    @cached_property
+    def roles(self) -> dict[str, RoleServers]:
+        """Servers of the roles that the run asks, by name."""
+        if self.folder is None:
+            return {}
+        used = used_roles(self.config, self.verb)
+        return {name: RoleServers(self.folder, name, role) for name, role in used.items()}
+
+    def close_roles(self) -> None:
+        """Ask the servers of roles nothing any more."""
+        for servers in self.roles.values():
+            servers.close()
 
     @property
     def needed_columns(self) -> dict[str, Sequence[str]]:
@@ -288,7 +308,8 @@ class Components:
         return list(self.chat.stop_token_ids[:1])
 
     async def aclose(self) -> None:
-        """Close the tools and the environments."""
+        """Close the tools and the environments; the servers of roles are asked nothing more."""
+        self.close_roles()
         try:
             if self._agents is not None:
                 await self._agents.aclose()
@@ -329,14 +350,15 @@ class Components:
             ) from error
 
 
-def prepare(config: RunConfig, verb: str = "train") -> Components:
+def prepare(config: RunConfig, verb: str = "train", folder: Path | None = None) -> Components:
     """Build and check the components of a run of `verb`; errors name the key to change.
 
-    A model that is one of our checkpoints is verified: CheckpointError if it is torn.
+    `folder` is the run's. A model that is one of our checkpoints is verified: CheckpointError if it
+    is torn.
     """
     from agenttrain.runs.loading import check_model  # torch comes with it
 
-    components = Components(config, verb)
+    components = Components(config, verb, folder)
     verify_model(config)
     if verb == "sft":
         check_model(config, sampled=False)
@@ -392,10 +414,13 @@ def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:
     )
 
 
-def rubric_of(config: RunConfig, rewarding: Sequence[str]) -> Rubric:
+def rubric_of(
+    config: RunConfig, rewarding: Sequence[str], roles: Mapping[str, RoleServers] | None = None
+) -> Rubric:
     """Build the rewards of a run; the environments `rewarding` have a reward of their own.
 
-    Raises ValueError if the run hides an environment's reward, or uses one that does not exist.
+    `roles` are the servers that ``role:<name>`` stands for, where they run. Raises ValueError if
+    the run hides an environment's reward, or uses one that does not exist.
     """
     sections = reward_sections(config, rewarding=bool(rewarding))
     targets = [section.get("_target_") for section in sections.values()]
@@ -409,7 +434,7 @@ def rubric_of(config: RunConfig, rewarding: Sequence[str]) -> Rubric:
             f"reward.{REWARD}: none of the environments has a method `reward(self, rollout)`; add "
             f"one, or leave out reward.{REWARD}"
         )
-    return build_rubric(sections)
+    return build_rubric({n: with_servers(one, roles or {}) for n, one in sections.items()})
 
 
 def context_of(config: RunConfig) -> int | None:

@@ -6,7 +6,7 @@ last user message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from agenttrain.chat.chat import Chat
 from agenttrain.data.tasks import TaskSource
+from agenttrain.engines.vllm_server.roles import RoleServers
 from agenttrain.rollout.row_tools import checked_rows
 from agenttrain.runs.loading import sharding_of
 from agenttrain.settings.run_config import RunConfig
@@ -25,7 +26,7 @@ from agenttrain.training.sliced_weights import (
     empty_model,
     why_not_sliced,
 )
-from agenttrain.training.teacher import ModelTeacher, PromptIds, Teacher
+from agenttrain.training.teacher import ModelTeacher, PromptIds, ServedTeacher, Teacher
 from agenttrain.types import ConfigError, Message, Rollout, Task, Trajectory
 from agenttrain.utils.model_path import (
     ADAPTER_CONFIG,
@@ -48,8 +49,9 @@ def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
     teacher = config.algorithm.teacher
     if teacher.path is None:
         return
-    folder = model_folder(teacher.path, revision=teacher.revision, key=KEY)
-    named = f"{KEY}={teacher.path}"
+    key, path, revision = _named(config)
+    folder = model_folder(path, revision=revision, key=key)
+    named = f"{key}={path}"
     if (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(
             f"{named}: holds adapters; merge them into their model first: agenttrain export "
@@ -85,6 +87,16 @@ def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
                 text.fill(task.columns)
             except ValueError as error:
                 raise ConfigError(f"{error} (task {task.task_id})") from error
+
+
+def _named(config: RunConfig) -> tuple[str, str, str | None]:
+    """Return the setting that names the teacher's model, the model and its revision."""
+    teacher = config.algorithm.teacher
+    if teacher.role is None:
+        assert teacher.path is not None
+        return KEY, teacher.path, teacher.revision
+    role = getattr(config.roles, teacher.role)
+    return f"roles.{teacher.role}.model", role.model, role.revision
 
 
 def teacher_prompt(
@@ -125,9 +137,24 @@ def with_text(messages: Sequence[Message], text: str) -> list[Message]:
     return [*result, {"role": "user", "content": text}]
 
 
-def make_teacher(config: RunConfig, policy: Policy, prompt_ids: PromptIds | None) -> Teacher:
-    """Load the run's teacher beside the policy."""
+def make_teacher(
+    config: RunConfig,
+    policy: Policy,
+    prompt_ids: PromptIds | None,
+    roles: Mapping[str, RoleServers],
+) -> Teacher:
+    """Load the run's teacher beside the policy, or return the one that its `roles` serve."""
     teacher = config.algorithm.teacher
+    if teacher.role is not None:
+        key, path, revision = _named(config)
+        folder = model_folder(path, revision=revision, key=key)
+        limit = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+        return ServedTeacher(
+            roles[teacher.role],
+            max_context=getattr(config.roles, teacher.role).max_context or limit,
+            world=policy.world,
+            prompt_ids=prompt_ids,
+        )
     assert teacher.path is not None
     folder = weights_folder(teacher.path, revision=teacher.revision, key=KEY)
     dtype, world = getattr(torch, teacher.dtype), policy.world

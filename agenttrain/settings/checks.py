@@ -25,6 +25,7 @@ from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
+from agenttrain.settings.role_checks import role_problems, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.config import tracker_problems
 from agenttrain.tracking.names import METRICS, metric_row
@@ -302,7 +303,7 @@ def _trackers(config: RunConfig) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_sizes, _compaction, _agent, _reference, section_problems, _texts_and_files),
-    *(_updates, engine_problems, _evaluation, _guards, shared_problems, _trackers),
+    *(_updates, engine_problems, role_problems, _evaluation, _guards, shared_problems, _trackers),
     _environments,
 )
 
@@ -314,7 +315,7 @@ def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) 
     """
     check_test_rows(verb, config)
     check_structured(verb, config)
-    check_teacher_folder(verb, config)
+    check_model_folders(verb, config)
     check_stop_when(verb, config, overrides)
     check_own_objective(verb, config)  # last: it imports the user's module, and torch with it
 
@@ -331,11 +332,14 @@ def check_test_rows(verb: str, config: RunConfig) -> None:
         raise ConfigError("data.test: names no rows to evaluate on; add data.test.path=<file>")
 
 
-def check_teacher_folder(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError if there is no model where a run's teacher should be."""
+def check_model_folders(verb: str, config: RunConfig) -> None:
+    """Raise ConfigError if there is no model where a run's teacher, or a role's, should be."""
     teacher = config.algorithm.teacher
-    if verb not in UNTRAINED and teacher.path is not None:
-        model_folder(teacher.path, revision=teacher.revision, key="algorithm.teacher.path")
+    if verb not in UNTRAINED and teacher.own_path is not None:
+        model_folder(teacher.own_path, revision=teacher.revision, key="algorithm.teacher.path")
+    for name, role in used_roles(config, verb).items():
+        assert role.model is not None
+        model_folder(role.model, revision=role.revision, key=f"roles.{name}.model")
 
 
 def check_own_objective(verb: str, config: RunConfig) -> None:

@@ -37,6 +37,7 @@ OPEN_SECTIONS = (
     *("data.map.", "algorithm.objective.", "tracker.own."),
     *("chat_template.kwargs.", "optimizer.schedule_options."),
     *("engine.", "servers.args."),
+    *("roles.judge.args.", "roles.user.args.", "roles.teacher.args."),
 )
 """Sections whose keys depend on a choice in them, or that hold arguments of a user's functions: any
 key may be set in them."""

@@ -12,7 +12,9 @@ from functools import cached_property
 
 from agenttrain.engines.placement import placement_problems
 from agenttrain.engines.registry import OutsideEngine, spec_of
+from agenttrain.engines.vllm_server.spec import installed_problems
 from agenttrain.launch.config import DistributedConfig, DistributedName
+from agenttrain.settings.role_checks import fleets, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Dtype, MixedPrecision
 
@@ -51,14 +53,19 @@ def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) 
                 "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
                 "training.mixed_precision=bf16 or no"
             )
-        if verb in SAMPLING_VERBS and not config.servers.outside:
+        if verb not in SAMPLING_VERBS:
+            continue
+        if not config.servers.outside:
             spec = spec_of(config.engine)
             problems += spec.check_machine(config.engine, lambda: machine.gpus)
-            if spec.fleet:
-                section = config.distributed
-                several = section.name is not DistributedName.single
-                trainers = (section.processes or machine.gpus) if several else 1
-                problems += placement_problems(config.servers, machine.gpus, trainers)
+        running = "train" if verb == CHECK else verb
+        for name, role in used_roles(config, running).items():
+            problems += installed_problems(f"roles.{name}.model={role.model}")
+        if started := fleets(config, running):
+            section = config.distributed
+            several = section.name is not DistributedName.single
+            trainers = (section.processes or machine.gpus) if several else 1
+            problems += placement_problems(started, machine.gpus, trainers)
     return list(dict.fromkeys(problems))
 
 

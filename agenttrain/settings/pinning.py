@@ -13,6 +13,7 @@ from typing import Any
 
 from agenttrain.data.config import HUB_ROWS
 from agenttrain.settings.compose import Composed
+from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
@@ -45,11 +46,13 @@ class HubModel:
     """True if the run needs its weights."""
     part: str = ""
     """`base_` for the model that adapters in the section's path are for."""
+    name: str = "path"
+    """Key of the path in its section."""
 
     @property
     def key(self) -> str:
         """The setting that names it."""
-        return ".".join([*self.section, f"{self.part}path"])
+        return ".".join([*self.section, f"{self.part}{self.name}"])
 
     @property
     def revision_key(self) -> str:
@@ -69,10 +72,19 @@ def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
             named.append((("reward", name), section.get("path"), section.get("revision"), True))
     teacher = config.algorithm.teacher
     if verb not in WITHOUT_TEACHER:
-        named.append((("algorithm", "teacher"), teacher.path, teacher.revision, True))
+        named.append((("algorithm", "teacher"), teacher.own_path, teacher.revision, True))
     for section_keys, path, revision, loaded in named:
         if isinstance(path, str) and is_hub_id(path):
             yield HubModel(section=section_keys, path=path, revision=revision, loaded=loaded)
+    for name, role in used_roles(config, verb).items():
+        if role.model is not None and is_hub_id(role.model):
+            yield HubModel(
+                section=("roles", name),
+                path=role.model,
+                revision=role.revision,
+                loaded=True,
+                name="model",
+            )
     base, saved = base_model(policy.path, policy.revision) or (None, None)
     if base is not None and is_hub_id(base):
         revision = policy.base_revision or saved

@@ -25,6 +25,7 @@ from agenttrain.commands.sweep.config import SweepConfig
 from agenttrain.data.config import DataConfig
 from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings, ServersConfig
 from agenttrain.engines.registry import chosen, specs
+from agenttrain.engines.vllm_server.config import RolesConfig
 from agenttrain.health.config import GuardsConfig, StopWhenConfig, WatchdogConfig
 from agenttrain.launch.config import DistributedConfig
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
@@ -101,6 +102,7 @@ class RunConfig:
     engine: EngineSection = field(default_factory=partial(chosen, {"name": DEFAULT_ENGINE}))
     """Name of the engine, and its own settings."""
     servers: ServersConfig = field(default_factory=ServersConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     optimizer: Annotated[OptimizerConfig, PlainValidator(optimizer_settings)] = field(
         default_factory=AdamWSettings

@@ -38,12 +38,13 @@ from agenttrain.utils.sections import field_names, shown
 
 RESUMABLE = (
     *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
-    *("stop_when", "resume_changed", "servers"),
+    *("stop_when", "resume_changed", "servers", "roles"),
 )
-"""Sections that a resumed run may change: the others decide the result of its training."""
+"""Sections that a resumed run may change: the others decide the result of its training. The models
+of roles do too; their weights are compared (`runs/fingerprints.py`)."""
 EVALUABLE = (
     *("eval", "data", "engine", "tracker", "rollout", "reward", "seed", "distributed"),
-    *("watchdog", "servers"),
+    *("watchdog", "servers", "roles"),
 )
 """Sections that an evaluation of a run may change: the others are the agent itself."""
 EVALUATED = tuple(name for name in SECTIONS if name != "algorithm")

@@ -26,6 +26,7 @@ from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.credit import set_advantages
 from agenttrain.algorithms.loss import Metrics, mean_parts
 from agenttrain.algorithms.teacher import is_gated_in, mixed_advantages
+from agenttrain.engines.base import EngineError
 from agenttrain.training.batch import SequenceKey, TrainingSequence
 from agenttrain.training.config import TrainingConfig
 from agenttrain.training.logprobs import Scorer, pack_evenly, score_microbatches
@@ -44,7 +45,7 @@ class TeacherFailed(AgenttrainError):
 
 
 class Teacher(Protocol):
-    """Source of the teacher's probabilities: a model of this process, or an engine elsewhere."""
+    """Source of the teacher's probabilities: a model of this process, or servers."""
 
     def score(self, sequences: Sequence[TrainingSequence]) -> Mapping[SequenceKey, Tensor]:
         """Return the logprobs [S] of each sequence's sampled tokens, at the rollouts' temperature.
@@ -103,32 +104,80 @@ class ModelTeacher:
 
     def score(self, sequences: Sequence[TrainingSequence]) -> dict[SequenceKey, Tensor]:
         """Return the logprobs [S] of the sampled tokens of each sequence that is not too long."""
-        read = [self.as_read(sequence) for sequence in sequences]
+        read = [as_read(sequence, self._prompt_ids) for sequence in sequences]
         fitting = [sequence for sequence in read if sequence.length <= self._longest]
         peers = self._world if self._sharded else None
         packed = pack_evenly(self._scorer, fitting, self._budget, self._device, peers)
         scores = score_microbatches(self._scorer, packed)
         return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
 
-    def as_read(self, sequence: TrainingSequence) -> TrainingSequence:
-        """Return the sequence with the teacher's prompt in place of the policy's.
 
-        One that does not begin with the main trajectory's prompt, or with only a part of it, stays
-        the same: a sub-agent's prompt is not about the row.
+class TextScorer(Protocol):
+    """Servers that score texts."""
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probability, at temperature 1, of every id of each but the first.
+
+        Raises EngineError.
         """
-        trajectory, common = sequence.trajectory, sequence.length
-        while trajectory.parent is not None:
-            parent, position = trajectory.parent
-            trajectory, common = sequence.rollout.trajectories[parent], min(common, position)
-        length = trajectory.prompt_length
-        if self._prompt_ids is None or trajectory.role != MAIN or common < length:
-            return sequence
-        prompt = torch.tensor(self._prompt_ids(sequence.rollout, trajectory), dtype=torch.long)
-        return replace(
-            sequence,
-            token_ids_T=torch.cat([prompt, sequence.token_ids_T[length:]]),
-            targets_S=sequence.targets_S + (len(prompt) - length),
-        )
+        ...
+
+
+class ServedTeacher:
+    """A frozen model on servers, which each training process asks about its own sequences."""
+
+    def __init__(
+        self,
+        servers: TextScorer,
+        *,
+        max_context: int,
+        world: World | None = None,
+        prompt_ids: PromptIds | None = None,
+    ) -> None:
+        """`prompt_ids` None: it reads the policy's prompt."""
+        self._servers, self._max_context = servers, max_context
+        self._world = world or World()
+        self._prompt_ids = prompt_ids
+
+    def score(self, sequences: Sequence[TrainingSequence]) -> dict[SequenceKey, Tensor]:
+        """Return the logprobs [S] of the sampled tokens of each sequence that is not too long.
+
+        Raises TeacherFailed, in all processes, if the servers fail.
+        """
+        read = [as_read(sequence, self._prompt_ids) for sequence in sequences]
+        # A server samples a token that nobody needs, for which there has to be room.
+        fitting = [sequence for sequence in read if sequence.length < self._max_context]
+        values: list[list[float]] = []
+        with self._world.together("the teacher's servers", TeacherFailed, patient=True):
+            try:
+                values = self._servers.score([one.token_ids_T.tolist() for one in fitting])
+            except EngineError as error:
+                raise TeacherFailed(f"{error}") from error
+        return {
+            one.key: torch.tensor(logprobs)[one.targets_S]
+            for one, logprobs in zip(fitting, values, strict=True)
+        }
+
+
+def as_read(sequence: TrainingSequence, prompt_ids: PromptIds | None) -> TrainingSequence:
+    """Return the sequence with the teacher's prompt in place of the policy's.
+
+    One that does not begin with the main trajectory's prompt, or with only a part of it, stays the
+    same: a sub-agent's prompt is not about the row.
+    """
+    trajectory, common = sequence.trajectory, sequence.length
+    while trajectory.parent is not None:
+        parent, position = trajectory.parent
+        trajectory, common = sequence.rollout.trajectories[parent], min(common, position)
+    length = trajectory.prompt_length
+    if prompt_ids is None or trajectory.role != MAIN or common < length:
+        return sequence
+    prompt = torch.tensor(prompt_ids(sequence.rollout, trajectory), dtype=torch.long)
+    return replace(
+        sequence,
+        token_ids_T=torch.cat([prompt, sequence.token_ids_T[length:]]),
+        targets_S=sequence.targets_S + (len(prompt) - length),
+    )
 
 
 def score_with(

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
+
+from agenttrain.utils.role_names import role_named
 
 PASSING = (408, 409, 425, 429)
 """HTTP statuses, besides 5xx, after which another try makes sense."""
@@ -37,6 +39,20 @@ class Transient(Exception):
     """Seconds that the server asks to wait before the next try."""
 
 
+class ChatBackend(Protocol):
+    """Servers that answer chat completions, but have no address that stays the same."""
+
+    name: str
+    """In messages: ``role:judge``."""
+
+    def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """Return the JSON of the answer; any thread may call it.
+
+        Raises Transient, and ChatUnavailable where another try would not help.
+        """
+        ...
+
+
 class ChatApi:
     """One model of one server.
 
@@ -48,8 +64,8 @@ class ChatApi:
     def __init__(
         self,
         *,
-        url: str,
-        model: str,
+        url: str | ChatBackend,
+        model: str | None = None,
         api_key_env: str | None = None,
         retries: int = 4,
         backoff_s: float = 1.0,
@@ -60,21 +76,38 @@ class ChatApi:
     ) -> None:
         """Check the settings; `extra` is sent along, e.g. {response_format: {…}}.
 
-        Raises ValueError that begins with the setting and its value.
+        A `url` of ``role:<name>`` is checked too, and answers nothing: a run gives the servers of
+        that role in its place. Raises ValueError that begins with the setting and its value.
         """
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url={url}: must begin with http:// or https://, up to /v1")
+        self._server: ChatBackend | None = None
+        if not isinstance(url, str):
+            self._server, url = url, url.name
+        self._role = role_named(url)
+        if self._role is not None:
+            given = {"model": model, "api_key_env": api_key_env}
+            for name in (name for name, value in given.items() if value is not None):
+                raise ValueError(
+                    f"{name}={given[name]}: has no effect with url={url}; leave it out, and name "
+                    f"the model with roles.{self._role}.model"
+                )
+        elif not url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"url={url}: must begin with http:// or https://, up to /v1; role:judge, say, "
+                "stands for servers of the run"
+            )
         if "@" in urlsplit(url).netloc:
             raise ValueError(
                 f"url={re.sub('//[^/@]*@', '//***@', url)}: holds credentials, which the run's "
                 "files would keep; name the environment variable that holds the key with "
                 "api_key_env"
             )
+        if self._role is None and model is None:
+            raise ValueError(f"model=null: name the model as the server of url={url} does")
         if retries < 0 or backoff_s < 0:
             raise ValueError(f"retries={retries}: it and backoff_s={backoff_s} must be 0 or more")
         if not request_timeout_s > 0:
             raise ValueError(f"request_timeout_s={request_timeout_s}: must be more than 0")
-        self.address = f"{url.rstrip('/')}/chat/completions"
+        self.address = url if self._role else f"{url.rstrip('/')}/chat/completions"
         self._retries, self._backoff_s = retries, backoff_s
         self._timeout_s = request_timeout_s
         self._headers: dict[str, str] = {}
@@ -86,7 +119,7 @@ class ChatApi:
                 )
             self._headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"}
         self._body = {
-            "model": model,
+            "model": model or self._role,
             "temperature": temperature,
             "max_tokens": max_tokens,
             **(extra or {}),
@@ -122,6 +155,13 @@ class ChatApi:
 
     def _post(self, request: Mapping[str, Any]) -> str:
         """Return the text of the server's reply."""
+        if self._server is not None:
+            return _content(self._server.complete(request, timeout_s=self._timeout_s))
+        if self._role is not None:
+            raise ValueError(
+                f"url={self.address}: only a run that trains or evaluates has the servers of a "
+                "role; give an address, e.g. url=http://localhost:8000/v1"
+            )
         try:
             response = self._client.post(self.address, json=request)
         except httpx.TransportError as error:
@@ -138,6 +178,14 @@ class ChatApi:
         if status != 200:
             raise ValueError(f"{self.address} answers {answer}; check url, model and api_key_env")
         try:
-            return str(response.json()["choices"][0]["message"]["content"] or "")
-        except (ValueError, LookupError, TypeError) as error:
+            return _content(response.json())
+        except ValueError as error:
             raise Transient(f"no chat completion: {response.text[:300]!r}") from error
+
+
+def _content(answer: Any) -> str:
+    """Return the text of a chat completion; raises Transient."""
+    try:
+        return str(answer["choices"][0]["message"]["content"] or "")
+    except (LookupError, TypeError) as error:
+        raise Transient(f"no chat completion: {str(answer)[:300]!r}") from error

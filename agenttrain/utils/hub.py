@@ -251,6 +251,15 @@ def explained(name: str, revision: str | None, key: str, kind: RepoKind = MODEL)
         raise ConfigError(f"{key}={name}: {problem}") from error
 
 
+def revision_key(key: str) -> str:
+    """Return the setting of the revision of a model that `key` names.
+
+    Example: "model.base_path" -> "model.base_revision", "roles.judge.model" ->
+    "roles.judge.revision".
+    """
+    return f"{key.removesuffix('path').removesuffix('model')}revision"
+
+
 def _problem(
     error: Exception, name: str, revision: str | None, key: str, kind: RepoKind
 ) -> str | None:
@@ -271,7 +280,7 @@ def _problem(
     def is_a(*kinds: type[BaseException]) -> bool:
         return any(isinstance(cause, kinds) for cause in causes)
 
-    store, setting = Path(constants.HF_HUB_CACHE), f"{key.removesuffix('path')}revision"
+    store, setting = Path(constants.HF_HUB_CACHE), revision_key(key)
     page, noun = f"{hub}/{kind.page}{name}", kind.noun
     offline = kind.offline.format(command=download_command(name, revision), cache=store)
     if is_a(GatedRepoError):

@@ -10,7 +10,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.files import PACKAGE
 from agenttrain.utils.gguf import PACKAGE as INSTALLED
 from agenttrain.utils.gguf import converted, gguf_file
-from agenttrain.utils.hub import fetch_weights, is_hub_id, snapshot
+from agenttrain.utils.hub import fetch_weights, is_hub_id, revision_key, snapshot
 from agenttrain.utils.names import did_you_mean
 
 BUNDLED = "bundled:"
@@ -45,14 +45,12 @@ def model_folder(
     file is converted into a folder, once. Raises ConfigError when there is none, or when one of
     `parts` is missing.
     """
-    revision_key = f"{key.removesuffix('path')}revision"
+    setting = revision_key(key)
     if not isinstance(revision, str | None):
-        raise ConfigError(
-            f"""{revision_key}={revision}: expected a text; quote it: '"{revision}"'"""
-        )
+        raise ConfigError(f"""{setting}={revision}: expected a text; quote it: '"{revision}"'""")
     if revision is not None and not is_hub_id(path):
         raise ConfigError(
-            f"{revision_key}={revision}: {key}={path} is no model of the hub, and has no "
+            f"{setting}={revision}: {key}={path} is no model of the hub, and has no "
             "revisions; leave it out"
         )
     if path.startswith(BUNDLED):

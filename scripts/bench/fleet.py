@@ -7,18 +7,28 @@ On a machine with few cores they share these with each other and with this proce
 
 http_vs_inprocess_ids_equal  share of greedy rollouts of three turns whose ids are those of vLLM in
                              this process, up to the first token whose two best are within 1e-4
+                             (200 of them; --quick: 20)
 max_dlogp                    largest difference of their log-probabilities, in nats
 weights_checksums_equal      share of syncs after which /weight_checker gives both servers the same
                              checksums and both score a text as the policy does, to 1e-4 (on a CPU
-                             the checksums see embeddings and norms only; the scores see all)
+                             the checksums see embeddings and norms only; the scores see all), with
+                             requests in flight; 20 syncs (--quick: 3)
+restarted_checksums_equal    1 if a server that was killed afterwards, and loaded the last version
+                             alone, has the checksums of the other, which loaded all of them
+tp2_checksums_equal,         the same of two servers of two workers each (not with --quick)
+tp2_restarted_equal
 prefix_hit_share             cached tokens of the later turns of rollouts of eight turns, over those
                              in whole blocks of earlier turns, which one server would have
 overhead_vs_raw              tokens/s through the fleet over those of a loop that posts the same
-                             requests to the same servers and reads nothing but the ids; median of
-                             rounds by turns
+                             requests to the same servers by aiohttp, as `vllm bench serve`, and
+                             reads nothing but the ids; median of the ratios of rounds side by side
+client_us_per_token          CPU of this process for a token of the fleet's rounds
+raw_us_per_token             … of the loop's
 rollout_process_cores_64     CPU seconds of this process per second, 64 rollouts at once
 failover_detect_s            seconds from the kill of a server to the first request sent again
 failover_step_ratio          time of a step in which a server is killed over an undisturbed one's
+failover_expected_ratio      the same by arithmetic: a server of two is lost for the rest of the
+                             step, and its unfinished turns are sampled again
 tasks_lost, tasks_twice      rollouts of these steps that did not end, or not with the undisturbed
                              step's ids; that ended twice
 sync_pause_share             seconds for which a server of a model of 0.5 GB (--quick: the bundled
@@ -41,8 +51,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import harness
-import httpx
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -67,7 +77,7 @@ Turn = tuple[list[int], Any]
 class Fleet:
     """Servers of a model, as a run has them."""
 
-    def __init__(self, folder: Path, model: Any, source: Path, count: int) -> None:
+    def __init__(self, folder: Path, model: Any, source: Path, count: int, by: int = 1) -> None:
         folder.mkdir()
         inputs = EngineInputs(
             policy=None,
@@ -78,7 +88,7 @@ class Fleet:
             sync_mode=WeightSyncMode.drain,
             sync_folder=None,
             transport=Transport.auto,
-            servers=ServersConfig(count=count, restarts=9, dead_s=120.0),
+            servers=ServersConfig(count=count, tensor_parallel_size=by, restarts=9, dead_s=120.0),
             seed=0,
             on_gpu=False,
             rank=0,
@@ -161,8 +171,16 @@ async def in_process(source: Path, count: int) -> list[list[Turn]]:
         await engine.aclose()
 
 
-async def weights(fleet: Fleet, count: int) -> float:
-    """Return the share of syncs after which both servers hold the policy's weights."""
+async def checksums(fleet: Fleet) -> list[Any]:
+    """Return what /weight_checker says of each server."""
+    clients = [member.client for member in fleet.engine.fleet.members]
+    question = {"action": "checksum"}
+    return [await one._call("POST", "/weight_checker", question) for one in clients if one]
+
+
+async def weights(fleet: Fleet, count: int) -> tuple[float, float]:
+    """Return the share of syncs after which both servers hold the policy's weights, and whether
+    one that was started again does."""
     equal = 0
     for seed in range(count):
         generator = torch.Generator().manual_seed(seed)
@@ -174,15 +192,15 @@ async def weights(fleet: Fleet, count: int) -> float:
         await asyncio.sleep(0.05)
         await fleet.sync()
         await flight
-        members = fleet.engine.fleet.members
-        sums = [
-            await one.client._call("POST", "/weight_checker", {"action": "checksum"})
-            for one in members
-            if one.client is not None
-        ]
-        live = all(one.state is MemberState.live for one in members)
-        equal += live and sums[0] == sums[1]
-    return equal / count
+        one, other = await checksums(fleet)
+        live = all(one.state is MemberState.live for one in fleet.engine.fleet.members)
+        equal += live and one == other
+    member = fleet.engine.fleet.members[0]
+    os.kill(member.pid, signal.SIGKILL)
+    await member.lost.wait()
+    await fleet.all_live()
+    one, other = await checksums(fleet)
+    return equal / count, float(one == other)
 
 
 async def prefix_hits(fleet: Fleet) -> float:
@@ -207,8 +225,7 @@ async def raw_round(fleet: Fleet, count: int, tokens: int) -> float:
     for number in range(count):
         places.append(choose(f"round-{number}", loads))
         loads[places[-1]] += 1
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) as http:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         async def one(number: int) -> int:
             client = members[places[number]].client
@@ -221,9 +238,9 @@ async def raw_round(fleet: Fleet, count: int, tokens: int) -> float:
                     **{"ignore_eos": True, "detokenize": False},
                 },
             }
-            url = f"{client._http.base_url}/inference/v1/generate"
-            answer = await http.post(url, json=body, headers=client._http.headers)
-            return len(answer.json()["choices"][0]["token_ids"])
+            url = f"{client.url}/inference/v1/generate"
+            async with http.post(url, json=body, headers=client.headers) as answer:
+                return len((await answer.json())["choices"][0]["token_ids"])
 
         begun = time.monotonic()
         sampled = sum(await asyncio.gather(*(one(number) for number in range(count))))
@@ -245,17 +262,25 @@ async def fleet_round(fleet: Fleet, count: int, tokens: int) -> float:
 
 
 async def overhead(fleet: Fleet, rounds: int) -> dict[str, float]:
-    """Return the share of a raw loop's speed, and the cores of this process at 64 rollouts."""
-    ours, raw, cores = [], [], []
-    for number in range(2 * rounds):
-        if number % 4 in (0, 3):  # raw, ours, ours, raw
-            raw.append(await raw_round(fleet, 64, 64))
-            continue
-        wall, used = time.monotonic(), time.process_time()
-        ours.append(await fleet_round(fleet, 64, 64))
-        cores.append((time.process_time() - used) / (time.monotonic() - wall))
+    """Return the share of a raw loop's speed, the CPU of both, and the cores at 64 rollouts."""
+    ratios: list[float] = []
+    cores: list[float] = []
+    seconds: dict[Any, list[float]] = {raw_round: [], fleet_round: []}
+    for _ in range(rounds):
+        speeds: dict[Any, float] = dict.fromkeys(seconds, 0.0)
+        for loop in (raw_round, fleet_round, fleet_round, raw_round):
+            wall, used = time.monotonic(), time.process_time()
+            speeds[loop] += await loop(fleet, 64, 64)
+            used = time.process_time() - used
+            seconds[loop].append(used)
+            if loop is fleet_round:
+                cores.append(used / (time.monotonic() - wall))
+        ratios.append(speeds[fleet_round] / speeds[raw_round])
+    by_token = {loop: 1e6 * statistics.median(used) / 64**2 for loop, used in seconds.items()}
     return {
-        "overhead_vs_raw": statistics.median(ours) / statistics.median(raw),
+        "overhead_vs_raw": statistics.median(ratios),
+        "client_us_per_token": by_token[fleet_round],
+        "raw_us_per_token": by_token[raw_round],
         "rollout_process_cores_64": statistics.median(cores),
     }
 
@@ -276,7 +301,7 @@ def engine_core(group: int) -> int:
 
 async def failover(fleet: Fleet, count: int) -> dict[str, float]:
     """Kill a server, then the engine's process of another, in the middle of a step each."""
-    walls, detected, ratios, lost, twice = [], [], [], 0, 0
+    walls, detected, ratios, arithmetic, lost, twice = [], [], [], [], 0, 0
     expected = await step(fleet.engine, count)
     for _ in range(3):
         begun = time.monotonic()
@@ -291,12 +316,14 @@ async def failover(fleet: Fleet, count: int) -> dict[str, float]:
         work = asyncio.create_task(step(fleet.engine, count))
         await asyncio.sleep(usual / 3)
         before, killed = fleet.engine.fleet.resent, time.monotonic()
+        requests = member.requests
         os.kill(victim(member.pid), signal.SIGKILL)
         while fleet.engine.fleet.resent == before:
             await asyncio.sleep(0.005)
         detected.append(time.monotonic() - killed)
         done = await work
         ratios.append((time.monotonic() - begun) / usual)
+        arithmetic.append(expected_ratio((killed - begun) / usual, requests / count))
         ids = [[completion.token_ids for _, completion in turns] for turns in done]
         wanted = [[completion.token_ids for _, completion in turns] for turns in expected]
         lost += sum(a != b for a, b in zip(ids, wanted, strict=True))
@@ -304,9 +331,21 @@ async def failover(fleet: Fleet, count: int) -> dict[str, float]:
     return {
         "failover_detect_s": max(detected),
         "failover_step_ratio": max(ratios),
+        "failover_expected_ratio": max(arithmetic),
         "tasks_lost": float(lost),
         "tasks_twice": float(twice),
     }
+
+
+def expected_ratio(killed: float, share: float) -> float:
+    """Return the time of a step, as a multiple of an undisturbed one's, in which one of two servers
+    is killed at `killed`, while it has a `share` of the step's rollouts in flight.
+
+    All of them are in a turn that takes half of the step, and sample it again. Example: killed at
+    1/3, with half of the rollouts: 1/3 of the work is lost for half of them, so 2/3 + 1/6 are left
+    for a server that needs twice the time: 1/3 + 2 x 5/6 = 2.0.
+    """
+    return killed + 2 * (1 - killed + share * (killed % 0.5))
 
 
 def big_model(folder: Path) -> Any:
@@ -375,19 +414,25 @@ async def figures(quick: bool, folder: Path) -> dict[str, float]:
         await fleet.sync()
         await fleet_round(fleet, 1, 1)
         found["start_s"] = time.monotonic() - begun
-        count = 20 if quick else 100
+        count = 20 if quick else 200
         served = await step(fleet.engine, count, turns=3, tokens=32, temperature=0.0)
         found |= exactness(model, served, await in_process(source, count))
         found["prefix_hit_share"] = await prefix_hits(fleet)
         found |= await overhead(fleet, 3 if quick else 9)
         found |= await failover(fleet, 24 if quick else 64)
         await fleet.all_live()
-        found["weights_checksums_equal"] = await weights(fleet, 3 if quick else 20)
+        shares = await weights(fleet, 3 if quick else 20)
+        found["weights_checksums_equal"], found["restarted_checksums_equal"] = shares
         if quick:
             found |= await pauses(fleet, 3)
     finally:
         await fleet.engine.aclose()
     if not quick:
+        fleet = Fleet(folder / "tp2-run", model, source, 2, by=2)
+        try:
+            found["tp2_checksums_equal"], found["tp2_restarted_equal"] = await weights(fleet, 20)
+        finally:
+            await fleet.engine.aclose()
         big = big_model(folder / "big")
         fleet = Fleet(folder / "big-run", big, folder / "big", 1)
         try:

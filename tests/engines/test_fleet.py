@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from fleet_kit import (
     TEXT,
     call,
@@ -227,6 +229,31 @@ def test_weights_that_a_server_cannot_read(tmp_path: Path) -> None:
                 await send(engine, 2.0, 1)
             assert "weight update 1: the files of the weights: " in str(caught.value)
             assert "bytes of w are not those that were written" in str(caught.value)
+
+    asyncio.run(main())
+
+
+def test_a_full_folder_of_weights(tmp_path: Path) -> None:
+    """One error with the folder and its setting; the servers keep the weights that they have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def main() -> None:
+        async with running(tmp_path, count=1) as engine:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))  # as a full disk
+            try:
+                with pytest.raises(EngineError) as caught:
+                    await engine.update(iter([("w", torch.tensor([2.0]))]), 1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            folder = engine._writer.folder
+            assert str(caught.value).startswith(f"weight update 1: {folder}/1.part/weights-00000")
+            assert "File too large" in str(caught.value)
+            assert str(caught.value).endswith(f"are in {folder} (weight_sync.folder)")
+            await sample(engine, 1)
+            (served,) = await call(tmp_path, 0, "GET", "/stub/log")
+            assert served["version"] == "0"
+            await send(engine, 3.0, 2)
+            assert {path.name for path in folder.iterdir()} <= {"0", "1.part", "2"}
 
     asyncio.run(main())
 

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import ServersConfig
-from agenttrain.engines.placement import place, placement_problems
+from agenttrain.engines.placement import gpu_numbers, place, placement_problems
 from agenttrain.engines.vllm_server.client import ServerFailed, completion_of
+from agenttrain.engines.vllm_server.config import RoleConfig
 from agenttrain.engines.vllm_server.local import OutsideServers, weights_folder
 from agenttrain.engines.vllm_server.routing import choose, preferred
 from agenttrain.engines.weight_files import BadWeights, WeightWriter, read_verified
@@ -208,9 +209,29 @@ def test_servers_take_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatc
 def test_servers_that_do_not_fit_the_machine(
     servers: ServersConfig, gpus: int, message: str | None
 ) -> None:
-    problems = list(placement_problems(servers, gpus))
+    problems = list(placement_problems({"servers": servers}, gpus))
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
+
+
+def test_servers_of_roles_take_gpus_that_nothing_else_has() -> None:
+    two, judge = ServersConfig(count=2), RoleConfig(model="m", tensor_parallel_size=2)
+    user = RoleConfig(model="m", gpus=[2])
+    fleets = {"servers": two, "roles.judge": judge, "roles.user": user}
+    assert list(placement_problems(fleets, 6)) == []
+    # GPU 0 is the trainer's, 2 the user's: the policy's servers have 1 and 3, the judge 4 and 5.
+    assert gpu_numbers(two, 1, {2}) == (1, 3)
+    assert gpu_numbers(judge, 1, {1, 2, 3}) == (4, 5)
+    assert gpu_numbers(user, 1, {1, 2, 3, 4, 5}) == (2,)
+    (problem,) = placement_problems(fleets, 5)
+    assert problem == (
+        "servers.count=2 roles.judge.count=1: with servers.tensor_parallel_size=1 and "
+        "roles.judge.tensor_parallel_size=2 the servers need 4 GPUs beside the trainer's and the 1 "
+        "that are named, and this machine has 5; lower one of them"
+    )
+    named = {"servers": ServersConfig(count=2, gpus=[1, 2]), "roles.user": user}
+    (problem,) = placement_problems(named, 8)
+    assert problem == "roles.user.gpus=[2]: servers.gpus has GPU 2 too; name each GPU once"
 
 
 def test_weight_files_of_a_killed_run_go_at_its_next_start(tmp_path: Path) -> None:

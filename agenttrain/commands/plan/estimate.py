@@ -249,7 +249,7 @@ def _training(
         reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
         yield MemoryItem(name="reference", bytes=sizes.weights // by, why=reference)
     teacher = config.algorithm.teacher
-    if teacher.path is not None:
+    if teacher.own_path is not None:
         size = weight_bytes(_teacher(config)) // by
         why = f"{teacher.path}, {teacher.dtype}{divided}"
         yield MemoryItem(name="teacher", bytes=size, why=why, on_host=host)
@@ -269,7 +269,7 @@ def _training(
         gathered, why = _gathered(sizes.model), "embeddings, head and two layers, unsharded"
         if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
             gathered, why = gathered * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
-        if teacher.path is not None:  # it scores before the policy's forward pass
+        if teacher.own_path is not None:  # it scores before the policy's forward pass
             theirs = _gathered(_teacher(config)), "the teacher's embeddings, head and two layers"
             gathered, why = max((gathered, why), theirs)
         yield MemoryItem(name="gathered", bytes=gathered, why=why, when=(When.update,))
@@ -306,8 +306,8 @@ def _gathered(model: PreTrainedModel) -> int:
 def _teacher(config: RunConfig) -> PreTrainedModel:
     """Return the teacher without its weights."""
     teacher = config.algorithm.teacher
-    assert teacher.path is not None
-    return _teacher_of(teacher.path, teacher.revision, teacher.dtype)
+    assert teacher.own_path is not None
+    return _teacher_of(teacher.own_path, teacher.revision, teacher.dtype)
 
 
 @cache
@@ -330,7 +330,7 @@ def _files(
         else:
             loading = sizes.weights * (2 if copied else 1)
             why = "each process loads the whole model" + ", and copies it as reference" * copied
-        if config.algorithm.teacher.path is not None:  # one after the other
+        if config.algorithm.teacher.own_path is not None:  # one after the other
             teacher = _teacher(config)
             taught = (weight_bytes(teacher), "each process loads the whole teacher")
             if _read_in_slices(config, teacher):

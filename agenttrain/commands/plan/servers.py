@@ -14,6 +14,7 @@ from agenttrain.commands.plan.estimate import GIB, RESERVE, MemoryEstimate, Size
 from agenttrain.engines.memory import EngineLoad, When
 from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedName
+from agenttrain.settings.role_checks import fleets
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 
@@ -82,14 +83,19 @@ def trainers_of(config: RunConfig, devices: int | None) -> int | None:
 
     Raises ConfigError if none is left.
     """
-    if devices is None or not spec_of(config.engine).fleet or config.servers.outside:
+    started = fleets(config, "train")
+    if devices is None or not started:
         return devices
-    taken = config.servers.count * config.servers.tensor_parallel_size
+    taken = sum(servers.gpu_count for servers in started.values())
     if taken >= devices:
+        parts = " + ".join(
+            f"{key}.count={servers.count} x "
+            f"{key}.tensor_parallel_size={servers.tensor_parallel_size}"
+            for key, servers in started.items()
+        )
         raise ConfigError(
-            f"--devices {devices}: servers.count={config.servers.count} x "
-            f"servers.tensor_parallel_size={config.servers.tensor_parallel_size} take {taken} GPUs "
-            "and leave none to the trainer; lower one of them"
+            f"--devices {devices}: {parts} take {taken} GPUs and leave none to the trainer; lower "
+            "one of them"
         )
     single = config.distributed.name is DistributedName.single
     return 1 if single else devices - taken

@@ -189,10 +189,10 @@ def unshared(script: JobScript, configs: Sequence[RunConfig]) -> Iterator[str]:
             folder = model_folder(config.model.path, (), revision=config.model.revision)
             named[f"model.path={config.model.path}"] = folder
         teacher = config.algorithm.teacher
-        if teacher.path is not None and not teacher.path.startswith(BUNDLED):
+        if teacher.own_path is not None and not teacher.own_path.startswith(BUNDLED):
             key = "algorithm.teacher.path"
-            folder = model_folder(teacher.path, (), revision=teacher.revision, key=key)
-            named[f"{key}={teacher.path}"] = folder
+            folder = model_folder(teacher.own_path, (), revision=teacher.revision, key=key)
+            named[f"{key}={teacher.own_path}"] = folder
         for split in ("train", "test"):
             path = getattr(config.data, split).get("path")
             for one in path if isinstance(path, list) else [path]:

@@ -11,14 +11,14 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from math import nan
 from typing import Any
 from urllib.parse import quote
 
-import httpx
-
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.vllm_server.connections import Connections
 from agenttrain.engines.vllm_server.files_transport import VERIFY
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion, Finish
@@ -42,6 +42,9 @@ SHOWN = 400
 
 
 INFO, WORLD_SIZE = "/server_info", "/get_world_size"
+CHAT = "/v1/chat/completions"
+REFUSABLE = ("/inference", CHAT)
+"""Beginnings of the paths whose requests a server may refuse for what they hold."""
 
 
 class ServerFailed(Exception):
@@ -74,14 +77,10 @@ class ServerClient:
         """Tokens of the prompts so far, and those that the server had in its prefix cache."""
         self.paused_s = 0.0
         """Seconds for which the last update paused the server."""
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-            timeout=timeout_s,
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,  # no proxy is between processes of one run
-            verify=False,  # plain HTTP: no certificates are read
-        )
+        self.url = url
+        self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        """Those of every request."""
+        self._http = Connections(url, self.headers, timeout_s=timeout_s)
 
     async def generate(
         self,
@@ -128,7 +127,12 @@ class ServerClient:
         return completion
 
     async def score(
-        self, token_ids: Sequence[int], *, salt: str, adapter: int | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        salt: str,
+        adapter: int | None = None,
+        request_id: str = "probe",
     ) -> list[float]:
         """Return the log-probability of every id after the first, at temperature 1; NaN for all of
         them if the server's weights make any of them NaN.
@@ -144,8 +148,8 @@ class ServerClient:
             answer = await self._generate(
                 token_ids,
                 parameters,
-                request_id="probe",
-                session="probe",
+                request_id=request_id,
+                session=request_id,
                 salt=salt,
                 adapter=adapter,
             )
@@ -178,6 +182,13 @@ class ServerClient:
         # Of ASCII without line breaks, as a header has to be.
         headers = {"X-Session-ID": quote(session, safe="/")}
         return await self._call("POST", "/inference/v1/generate", body, headers=headers)
+
+    async def chat(self, body: Mapping[str, Any]) -> Any:
+        """Return the answer to a request of OpenAI's chat completions.
+
+        Raises EngineError for one that the server refuses, as it is too long.
+        """
+        return await self._call("POST", CHAT, body)
 
     async def weight_version(self) -> str:
         """Return the label of the weights. The answer comes from the engine's process, which
@@ -261,21 +272,21 @@ class ServerClient:
         is_json: bool = True,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        content = None if body is None else json.dumps(body)
+        content = b"" if body is None else json.dumps(body).encode()
         try:
-            answer = await self._http.request(method, path, content=content, headers=headers)
-        except httpx.HTTPError as error:
+            answer = await self._http.request(method, path, content, headers)
+        except OSError as error:
             detail = str(error) or type(error).__name__
             raise ServerFailed(f"{path.partition('?')[0]}: {detail}") from error
-        if answer.status_code == httpx.codes.OK:
+        if answer.status == HTTPStatus.OK:
             try:
-                return answer.json() if answer.content and is_json else None
+                return json.loads(answer.content) if answer.content and is_json else None
             except ValueError as error:
                 raise ServerFailed(f"{path}: the answer is no JSON") from error
-        message = f"{path.partition('?')[0]}: {answer.status_code} {answer.text[:SHOWN]}"
-        if path.startswith("/inference") and answer.status_code in (400, 422):
+        message = f"{path.partition('?')[0]}: {answer.status} {answer.text[:SHOWN]}"
+        if path.startswith(REFUSABLE) and answer.status in (400, 422):
             raise EngineError(f"vLLM refuses a request: {message}")
-        raise ServerFailed(message, status=answer.status_code)
+        raise ServerFailed(message, status=answer.status)
 
     async def aclose(self) -> None:
         """Close the connections; requests in flight fail, and the server aborts them."""

@@ -1,23 +1,28 @@
-"""Settings of a fleet of vLLM servers; the servers themselves are in the section `servers`."""
+"""Settings of vLLM servers: of a fleet that samples, and of frozen models with a role of their own.
+
+How many there are, and where, is in the section `servers`, and for each role beside its model.
+"""
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Iterator
+from dataclasses import field, fields
+
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from agenttrain.engines.config import EngineDtype, EngineSettings
-from agenttrain.utils.sections import SETTINGS, Number, Whole
+from agenttrain.engines.config import EngineDtype, EngineSettings, StartedServers, gpu_problems
+from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, raise_problems, shown
 
 
 @dataclass(config=SETTINGS, kw_only=True)
-class VllmServerSettings(EngineSettings):
-    """Settings of engine=vllm_server, of each server."""
+class OneServer:
+    """Settings of each server, whatever it is for."""
 
-    name: str = "vllm_server"
     max_rows: Whole = Field(default=256, ge=1)
     """Sequences that a server decodes together (bounds the KV cache)."""
     dtype: EngineDtype = EngineDtype.auto
-    """Number format of the servers' weights: the policy's are cast to it when they are sent."""
+    """Number format of the servers' weights."""
     memory_share: Number = Field(default=0.9, gt=0, lt=1)
     """Share of a GPU's memory that a server takes (of the machine's, on vLLM's build for CPUs)."""
     kv_cache_mb: Whole | None = Field(default=None, ge=1)
@@ -26,3 +31,57 @@ class VllmServerSettings(EngineSettings):
     """Quantization of the servers' weights, by vLLM's names, e.g. fp8."""
     enforce_eager: bool = False
     """No CUDA graphs: starts faster, samples slower."""
+
+
+@dataclass(config=SETTINGS, kw_only=True)
+class VllmServerSettings(OneServer, EngineSettings):
+    """Settings of engine=vllm_server, of each server."""
+
+    name: str = "vllm_server"
+    dtype: EngineDtype = EngineDtype.auto
+    """Number format of the servers' weights: the policy's are cast to it when they are sent."""
+
+
+@dataclass(config=SETTINGS, kw_only=True)
+class RoleConfig(OneServer, StartedServers):
+    """vLLM servers of a frozen model, which the run starts and ends."""
+
+    model: str | None = None
+    """Folder of the model, `bundled:<name>` or `org/name`; null: the role has no servers."""
+    revision: Quoted = None
+    """Branch, tag or commit of a model of the hub; null: main. config.yaml has its commit."""
+    max_context: Whole | None = Field(default=None, ge=1)
+    """Tokens of one sequence; None: what the model's config allows."""
+
+
+@dataclass(config=SETTINGS)
+class RolesConfig:
+    """Servers of models that judge, play the user or teach: `role:<name>` stands for their URL.
+
+    Any consumer may name any role; two that name the same one share its servers.
+    """
+
+    judge: RoleConfig = field(default_factory=RoleConfig)
+    """For `reward.judge.url=role:judge`."""
+    user: RoleConfig = field(default_factory=RoleConfig)
+    """For `user.url=role:user`."""
+    teacher: RoleConfig = field(default_factory=RoleConfig)
+    """For `algorithm.teacher.path=role:teacher`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RolesConfig:
+        raise_problems(line for name in ROLES for line in self._problems(name))
+        return self
+
+    def _problems(self, name: str) -> Iterator[str]:
+        role, default, key = getattr(self, name), RoleConfig(), f"roles.{name}"
+        yield from gpu_problems(key, role)
+        for one in fields(RoleConfig) if role.model is None else ():
+            if (value := getattr(role, one.name)) != getattr(default, one.name):
+                yield (
+                    f"{key}.{one.name}={shown(value)}: has no effect without {key}.model; set it, "
+                    "or leave this out"
+                )
+
+
+ROLES = tuple(one.name for one in fields(RolesConfig))

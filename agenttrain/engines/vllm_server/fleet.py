@@ -150,32 +150,22 @@ class Fleet:
         """Send a request; ServerFailed as soon as its server is lost."""
         assert member.client is not None
         files = self._versions.of(session)
-        answer = asyncio.create_task(
-            member.client.generate(
-                token_ids,
-                sampling,
-                request_id=f"{self._salt}-{member.boot}-{next(self._numbers)}",
-                session=session,
-                salt=f"{self._salt}-{files.version}",
-                adapter=files.version if files.adapters else None,
-            )
+        call = member.client.generate(
+            token_ids,
+            sampling,
+            request_id=f"{self._salt}-{member.boot}-{next(self._numbers)}",
+            session=session,
+            salt=f"{self._salt}-{files.version}",
+            adapter=files.version if files.adapters else None,
         )
-        lost = asyncio.create_task(member.lost.wait())
-        member.requests += 1
         try:
-            await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise ServerFailed(f"{member.name} died: {member.reason}")
-            completion = answer.result()
-            if any(version < files.version for version, _ in completion.versions):
-                raise ServerFailed(f"it sampled with older weights than those of {files.version}")
-            return completion
+            completion = await member.until_lost(call)
         finally:
-            member.requests -= 1
-            for task in (answer, lost):  # a cancelled call aborts its request at the server
-                task.cancel()
             if not member.requests:
                 self.changed()
+        if any(version < files.version for version, _ in completion.versions):
+            raise ServerFailed(f"it sampled with older weights than those of {files.version}")
+        return completion
 
     async def load(self, files: WeightFiles) -> None:
         """Send new weights to every server; nothing is sampled until `verify` has passed.

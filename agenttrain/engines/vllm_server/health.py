@@ -13,13 +13,14 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from agenttrain.engines.config import ServersConfig
+from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient, ServerFailed
 from agenttrain.engines.vllm_server.records import Condition, ServerRecord, read_record
 
@@ -27,6 +28,8 @@ FAULTS = 3
 """Calls that fail one after the other until a server that still runs is killed."""
 GRACE_S = 0.5
 """Further seconds for an answer that came while this process's event loop was busy training."""
+
+T = TypeVar("T")
 
 
 class MemberState(StrEnum):
@@ -61,6 +64,8 @@ class Member:
     answers: bool = False
     """An outside server answered when it was last asked."""
     url: str = ""
+    role: str = ""
+    """Role of its frozen model; empty: it serves the policy."""
     state: MemberState = MemberState.starting
     boot: int = 0
     """The start that the fleet knows; answers of an earlier one are dropped."""
@@ -93,8 +98,27 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Name in messages: ``server 1``, with the address of an outside one."""
-        return f"server {self.number}{f' ({self.url})' if self.outside else ''}"
+        """Name in messages: ``server 1``, ``judge server 1``, with an outside one's address."""
+        role = f"{self.role} " if self.role else ""
+        return f"{role}server {self.number}{f' ({self.url})' if self.outside else ''}"
+
+    async def until_lost(self, call: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a call of this server; ServerFailed as soon as the server is lost.
+
+        A cancelled call aborts its request at the server.
+        """
+        answer = asyncio.create_task(call)
+        lost = asyncio.create_task(self.lost.wait())
+        self.requests += 1
+        try:
+            await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ServerFailed(f"{self.name} died: {self.reason}")
+            return answer.result()
+        finally:
+            self.requests -= 1
+            for task in (answer, lost):
+                task.cancel()
 
     def fault(self, reason: str) -> None:
         """Count a failed call; the server gets no request before it has been examined."""
@@ -144,12 +168,13 @@ class Members(Protocol):
         ...
 
 
-async def watch(member: Member, fleet: Members, folder: Path, servers: ServersConfig) -> None:
+async def watch(member: Member, fleet: Members, folder: Path, servers: StartedServers) -> None:
     """Follow a server's record and examine it, for ever."""
     while True:
         record = read_record(folder, member.number)
         wrapped = record is not None and _exists(record.wrapper)
-        if not wrapped:  # its last words may have come since
+        # Its last words may have come since; a first record that has come since is not examined.
+        if record is not None and not wrapped:
             record = read_record(folder, member.number)
         if record is not None:
             await _follow(member, record, fleet, wrapped=wrapped)

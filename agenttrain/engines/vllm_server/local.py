@@ -106,7 +106,7 @@ class LocalServers:
         try:
             self._await_end_of_earlier()
         except EngineError:
-            remove_weights(Path(plan.weights), folder)
+            self._remove_weights()
             raise
         plan.write(folder)
         for number in range(count):
@@ -135,7 +135,11 @@ class LocalServers:
         for wrapper in self._wrappers:
             wrapper.ended(2 * END_S)
             wrapper.kill()
-        remove_weights(Path(self._plan.weights), self._folder)
+        self._remove_weights()
         for number in range(self._count):
             remove_record(self._folder, number)
         (self._folder / FOLDER / PLAN).unlink(missing_ok=True)
+
+    def _remove_weights(self) -> None:
+        if self._plan.weights is not None:
+            remove_weights(Path(self._plan.weights), self._folder)

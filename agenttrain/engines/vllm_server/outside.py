@@ -10,10 +10,9 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.vllm_server.client import ServerClient, ServerFacts, ServerFailed
@@ -27,7 +26,7 @@ WRITTEN_FOR = "0.32"
 ROUTER = -1
 """Number of a router."""
 AWAY = (MemberState.restarting, MemberState.gone)
-REFUSALS = (httpx.codes.UNAUTHORIZED, httpx.codes.NOT_FOUND)
+REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND)
 LONGEST_S = 60.0
 """Longest time between two attempts to use a server that is not as it should be."""
 NEEDS = {
@@ -143,7 +142,7 @@ async def fitness(client: ServerClient, url: str, run: Outside) -> tuple[ServerF
     try:
         facts = await client.facts()
     except ServerFailed as error:
-        if error.status != httpx.codes.UNAUTHORIZED:
+        if error.status != HTTPStatus.UNAUTHORIZED:
             raise
         facts = ServerFacts(version="", paths=frozenset(), config={}, world_size=1)
         return facts, [f"{TOKEN}: {url} refuses it; give this process and the server the same one"]

@@ -89,16 +89,21 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         "dtype": plan.dtype,
         "host": os.environ.get(HOST, "127.0.0.1"),
         "port": port,
-        "served_model_name": NAME,
+        "served_model_name": plan.role or NAME,
         "middleware": "agenttrain.engines.vllm_server.guard.TokenGuard",
-        "weight_transfer_config": {"backend": BACKEND},
-        "worker_extension_cls": METHODS,
         "enable_scale_out": True,  # token ids in, token ids out
         "enable_prompt_tokens_details": True,
         "shutdown_timeout": GRACE_S,
         "uvicorn_log_level": "warning",
         "disable_uvicorn_access_log": True,
     }
+    if plan.role is None:
+        arguments |= {
+            "weight_transfer_config": {"backend": BACKEND},
+            "worker_extension_cls": METHODS,
+        }
+    else:
+        arguments["generation_config"] = "auto"  # the model's own ends of a turn, and sampling
     arguments |= {name.replace("-", "_"): value for name, value in plan.servers["args"].items()}
     return [word for name, value in arguments.items() for word in flag(name, value)]
 

@@ -53,10 +53,12 @@ class ServerPlan:
     """The section `servers`."""
     rank: int
     """Rank of the adapters that the servers are sent; 0: they are sent all weights."""
-    weights: str
-    """Folder of the weight files; it goes with the run."""
+    weights: str | None
+    """Folder of the weight files, which goes with the run; None: there are none."""
     gpus: tuple[tuple[int | str, ...], ...] | None = None
     """GPUs of each server, as CUDA_VISIBLE_DEVICES names them; None: there are none."""
+    role: str | None = None
+    """Role of the frozen model that they serve, also its name there; None: the policy."""
 
     def write(self, folder: Path) -> None:
         """Write the plan of the run in `folder`."""

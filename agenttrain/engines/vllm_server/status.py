@@ -1,8 +1,8 @@
 """`<run>/servers/status.json`: the fleet as the run sees it, for `agenttrain servers`.
 
-{"time": 1795665600.0, "pid": 4711, "ended": false, "servers": [{"number": 0, "state": "live",
- "version": 7, "requests": 12, "completions": 3400, "boot": 1, "url": "http://127.0.0.1:40123",
- "reason": ""}, …]}
+{"time": 1795665600.0, "pid": 4711, "ended": false, "servers": [{"number": 0, "role": "",
+ "state": "live", "version": 7, "requests": 12, "completions": 3400, "boot": 1,
+ "url": "http://127.0.0.1:40123", "reason": ""}, …]}
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from agenttrain.engines.vllm_server.health import Member
 from agenttrain.engines.vllm_server.records import FOLDER, last_lines, write_private
 
 STATUS = "status.json"
+OF_PROCESSES = "status"
+"""Folder of the files of a role's servers, one for each process that asks them."""
+ROLES = "roles"
+"""Folder in a run's that has a folder for the servers of each role."""
 EVERY_S = 1.0
 """Least time between two writes, unless a server's state has changed."""
 
@@ -26,8 +30,10 @@ EVERY_S = 1.0
 class StatusFile:
     """Writes the file, at most once a second without need."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FOLDER / STATUS
+    def __init__(self, folder: Path, *, own: bool = False) -> None:
+        """`own`: several processes ask these servers, and each has a file of its own."""
+        name = f"{OF_PROCESSES}/{os.getpid()}.json" if own else STATUS
+        self._path = folder / FOLDER / name
         self._states: list[object] = []
         self._written = 0.0
 
@@ -40,6 +46,7 @@ class StatusFile:
         rows = [
             {
                 "number": member.number,
+                "role": member.role,
                 "state": str(member.state),
                 "version": member.version,
                 "requests": member.requests,
@@ -56,12 +63,52 @@ class StatusFile:
 
 
 def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
-    """Read the state of a run's servers and the last lines of their logs; None: it has had none."""
+    """Read the state of a run's servers, those of roles last, and the last lines of their logs.
+
+    None: it has had none. The processes that ask a role's servers are taken together.
+    """
+    places = {
+        folder: [folder / FOLDER / STATUS],
+        **{
+            place: sorted((place / FOLDER / OF_PROCESSES).glob("*.json"))
+            for place in sorted((folder / ROLES).glob("*"))
+        },
+    }
+    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    for place, files in places.items():
+        by_process = [status for file in files if (status := _read(file)) is not None]
+        found += by_process
+        rows += [
+            {**row, "log": last_lines(place, row["number"], lines).splitlines() if lines else []}
+            for row in _together(by_process)
+        ]
+    if not found:
+        return None
+    running = [status for status in found if not status["ended"]] or found
+    newest = max(running, key=lambda status: float(status["time"]))
+    return {
+        "time": newest["time"],
+        "pid": newest["pid"],
+        "ended": newest["ended"],
+        "servers": rows,
+    }
+
+
+def _read(path: Path) -> dict[str, Any] | None:
     try:
-        status: dict[str, Any] = json.loads((folder / FOLDER / STATUS).read_text(encoding="utf-8"))
+        status: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    for row in status["servers"]:
-        log = last_lines(folder, row["number"], lines) if lines else ""
-        row["log"] = log.splitlines()
     return status
+
+
+def _together(by_process: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the servers: their newest state, and the requests of all processes."""
+    rows: dict[int, dict[str, Any]] = {}
+    for status in sorted(by_process, key=lambda status: float(status["time"])):
+        for row in status["servers"]:
+            before = rows.get(row["number"], {"requests": 0, "completions": 0})
+            sums = {key: row[key] + before[key] for key in ("requests", "completions")}
+            rows[row["number"]] = {**row, **sums}
+    return [rows[number] for number in sorted(rows)]

@@ -36,11 +36,15 @@ from agenttrain.engines.weight_files import BadWeights, read_verified, verify
 from agenttrain.utils.child_process import end_with_parent
 
 VOCABULARY = 500
+LONGEST_CHAT = 10_000
+"""Characters of a conversation."""
 FAULTS = "AGENTTRAIN_STUB_FAULTS"
 """Environment variable: faults of every stub from its start, ``{"abort": 20}``."""
 CONFIG = "AGENTTRAIN_STUB_CONFIG"
 """Environment variable: what differs from the server that a run expects, e.g. ``{"version":
-"0.31.0", "model_config": {"dtype": "torch.bfloat16"}, "backend": null, "without": ["/pause"]}``."""
+"0.31.0", "model_config": {"dtype": "torch.bfloat16"}, "backend": null, "without": ["/pause"]}``;
+the weight that it starts with, ``{"w": 0.5}``; the part of a score that grows with the id,
+``{"slope": 0.001}``; its answer in a chat, ``{"reply": "Yes."}``."""
 TOKEN_S = "AGENTTRAIN_STUB_TOKEN_S"
 """Environment variable: seconds that a token takes (0)."""
 
@@ -55,11 +59,11 @@ class StubServer:
     """MemberState and routes of one stub."""
 
     def __init__(self) -> None:
-        self.w = 0.0
+        self.config: dict[str, Any] = json.loads(os.environ.get(CONFIG, "{}"))
+        self.w = float(self.config.get("w", 0.0))
         self.version = "default"
         self.adapters: dict[str, float] = {}
         """Adapters by name: each of them is the weight `w`."""
-        self.config: dict[str, Any] = json.loads(os.environ.get(CONFIG, "{}"))
         self.updating = False
         self.faults: dict[str, int] = json.loads(os.environ.get(FAULTS, "{}"))
         """Kind of fault, mapped to the times that it will still happen."""
@@ -104,7 +108,8 @@ class StubServer:
         stopped = sampled[-1] in sampling.get("stop_token_ids", ())
         prompt = None
         if "prompt_logprobs" in sampling:
-            prompt = [None, *({str(one): {"logprob": -w}} for one in ids[1:count])]
+            slope = self.config.get("slope", 0.0)
+            prompt = [None, *({str(one): {"logprob": -w - slope * one}} for one in ids[1:count])]
         else:
             self.served.append(
                 {"version": self.version, "model": model, "ids": sampled, "sampling": sampling}
@@ -117,6 +122,18 @@ class StubServer:
         }
         cached = {"prompt_tokens_details": {"cached_tokens": count // 2}}
         return {"model": model, "choices": [choice], "prompt_logprobs": prompt, "usage": cached}
+
+    async def chat(self, body: Any) -> Any:
+        """Answer a conversation, always in the same way."""
+        await self.engine_answers()
+        if self.takes_fault("error"):
+            return Response("an error that was asked for", status_code=500)
+        if len(str(body["messages"])) > LONGEST_CHAT:
+            return Response("the conversation is too long", status_code=400)
+        await asyncio.sleep(float(os.environ.get(TOKEN_S, 0)))
+        self.served.append({"model": body["model"], "messages": body["messages"]})
+        reply = self.config.get("reply", "Score: 7")
+        return {"choices": [{"message": {"role": "assistant", "content": reply}}]}
 
     async def pause(self, body: Any) -> Any:
         """Stop sampling; requests wait in every mode, as new ones do in vLLM's."""
@@ -230,6 +247,7 @@ class StubServer:
         """Return the application, behind the guard of real servers."""
         routes: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "POST /inference/v1/generate": self.generate,
+            "POST /v1/chat/completions": self.chat,
             "POST /pause": self.pause,
             "POST /resume": self.resume,
             "POST /init_weight_transfer_engine": self.health,

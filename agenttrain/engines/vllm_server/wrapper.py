@@ -99,7 +99,7 @@ class Wrapper:
         finally:
             if self._is_stopping():
                 record_path(self.folder, self.number).unlink(missing_ok=True)
-                if self.parent is not None:
+                if self.parent is not None and plan.weights is not None:
                     shutil.rmtree(plan.weights, ignore_errors=True)
 
     def _live(self, plan: ServerPlan) -> bool:

@@ -15,7 +15,7 @@ from agenttrain.rewards.builtin.answers import as_text
 from agenttrain.rewards.builtin.format import rollout_view
 from agenttrain.rewards.function import RewardUnavailable
 from agenttrain.types import Rollout
-from agenttrain.utils.chat_api import ChatApi, ChatUnavailable, Transient
+from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
 
@@ -41,8 +41,8 @@ class Judge:
     def __init__(
         self,
         *,
-        url: str,
-        model: str,
+        url: str | ChatBackend,
+        model: str | None = None,
         prompt: str,
         system: str | None = None,
         pattern: str | None = None,

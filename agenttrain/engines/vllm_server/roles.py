@@ -1,0 +1,197 @@
+"""Servers of roles: how a run starts them, and how a judge, a user or a teacher asks them.
+
+    <run>/roles/judge/servers/plan.json, 0.json, 0.log, …    as of the policy's servers, in <run>
+
+The run's first process starts the wrappers. Every process that asks finds the servers by their
+records, also those that were started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import StartedServers
+from agenttrain.engines.vllm_server.client import ServerClient
+from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
+from agenttrain.engines.vllm_server.frozen import FrozenFleet
+from agenttrain.engines.vllm_server.local import LocalServers
+from agenttrain.engines.vllm_server.records import (
+    FOLDER,
+    Condition,
+    ServerPlan,
+    last_lines,
+    read_record,
+)
+from agenttrain.engines.vllm_server.status import OF_PROCESSES, ROLES
+from agenttrain.utils.chat_api import ChatUnavailable, Transient
+from agenttrain.utils.role_names import ROLE, role_named
+from agenttrain.utils.sections import plain
+
+SALT = "frozen"
+"""Salt of a frozen model's prefix cache: its keys and values never grow old."""
+AT_ONCE = 64
+"""Sequences that each server scores at once for one process."""
+CLOSE_S = 10.0
+LOOK_S = 0.2
+T = TypeVar("T")
+
+
+def role_folder(run: Path, role: str) -> Path:
+    """Return the folder of a role's servers in a run's."""
+    return run / ROLES / role
+
+
+def role_plan(
+    role: str,
+    settings: RoleConfig,
+    model: Path,
+    *,
+    module: str,
+    dtype: str,
+    max_context: int,
+    seed: int,
+    gpus: tuple[tuple[int | str, ...], ...] | None,
+) -> ServerPlan:
+    """Return how a role's servers are started."""
+    engine = VllmServerSettings(
+        max_context=max_context,
+        **{one.name: getattr(settings, one.name) for one in fields(OneServer)},
+    )
+    started = StartedServers(
+        **{one.name: getattr(settings, one.name) for one in fields(StartedServers)}
+    )
+    return ServerPlan(
+        module=module,
+        model=str(model),
+        tokenizer=str(model),
+        dtype=dtype,
+        max_context=max_context,
+        seed=seed,
+        engine=plain(engine),
+        servers=plain(started),
+        rank=0,
+        weights=None,
+        gpus=gpus,
+        role=role,
+    )
+
+
+def start_role(run: Path, plan: ServerPlan) -> LocalServers:
+    """Start the servers of a role; raises EngineError if those of an earlier process still run."""
+    assert plan.role is not None
+    folder = role_folder(run.resolve(), plan.role)
+    shutil.rmtree(folder / FOLDER / OF_PROCESSES, ignore_errors=True)
+    return LocalServers(folder, plan, plan.servers["count"])
+
+
+async def all_started(folder: Path, role: str, count: int) -> None:
+    """Wait until all servers of a role have answered; raises EngineError if one has ended."""
+    for number in range(count):
+        while True:
+            record = read_record(folder, number)
+            if record is not None and record.condition is Condition.ready:
+                break
+            if record is not None and record.condition is Condition.gone:
+                raise EngineError(
+                    f"roles.{role}: {role} server {number} did not start: it {record.end}; the end "
+                    f"of its log:\n{last_lines(folder, number)}"
+                )
+            await asyncio.sleep(LOOK_S)
+
+
+class RoleServers:
+    """The servers of a role, for callers in any thread; implements `ChatBackend`.
+
+    The requests have an event loop in a thread of its own, from the first one to `close`.
+    """
+
+    def __init__(self, run: Path, role: str, servers: StartedServers) -> None:
+        self.name = f"{ROLE}{role}"
+        self._folder, self._role, self._servers = role_folder(run, role), role, servers
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._fleet: FrozenFleet | None = None
+        self._numbers = itertools.count()
+
+    def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """Implement `ChatBackend.complete`; waiting for a server does not count as a request."""
+        request = {**body, "model": self._role}
+
+        async def ask(client: ServerClient) -> Any:
+            async with asyncio.timeout(timeout_s):
+                return await client.chat(request)
+
+        # A conversation stays on the server that has its beginning in the prefix cache.
+        session = str(body["messages"][:2])
+        try:
+            return self._run(lambda fleet: fleet.send(session, ask))
+        except TimeoutError as error:
+            raise Transient(f"{self.name}: no answer within {timeout_s:g} s") from error
+        except EngineError as error:
+            raise ChatUnavailable(str(error)) from error
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probability, at temperature 1, of every id of each sequence but the first.
+
+        Raises EngineError for a sequence that the servers refuse or die of, RoleLost.
+        """
+        return self._run(lambda fleet: self._score(fleet, sequences))
+
+    async def _score(
+        self, fleet: FrozenFleet, sequences: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        slots = asyncio.Semaphore(AT_ONCE * self._servers.count)
+
+        async def one(token_ids: Sequence[int]) -> list[float]:
+            name = f"score-{next(self._numbers)}"
+            async with slots:
+                return await fleet.send(
+                    name, lambda client: client.score(token_ids, salt=SALT, request_id=name)
+                )
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(token_ids)) for token_ids in sequences]
+        return [task.result() for task in tasks]
+
+    def _run(self, call: Callable[[FrozenFleet], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of a call in the thread of the requests."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            loop = self._loop
+
+        async def called() -> T:
+            if self._fleet is None:
+                self._fleet = FrozenFleet(self._folder, self._role, self._servers)
+            return await call(self._fleet)
+
+        try:
+            return asyncio.run_coroutine_threadsafe(called(), loop).result()
+        except BaseExceptionGroup as errors:  # of the scores, the first to fail
+            raise errors.exceptions[0] from errors
+
+    def close(self) -> None:
+        """End the thread; requests in flight fail. A later request begins another one."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+            fleet, self._fleet = self._fleet, None
+        if loop is None:
+            return
+        if fleet is not None:
+            asyncio.run_coroutine_threadsafe(fleet.aclose(), loop).result(CLOSE_S)
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def with_servers(section: Mapping[str, Any], roles: Mapping[str, RoleServers]) -> Mapping[str, Any]:
+    """Return a component's section with the servers in the place of ``url: role:<name>``."""
+    servers = roles.get(role_named(section.get("url")) or "")
+    return section if servers is None else {**section, "url": servers}

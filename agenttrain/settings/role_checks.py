@@ -1,0 +1,112 @@
+"""Roles: who names one, and checks of `roles` together with other sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from agenttrain.engines.config import StartedServers
+from agenttrain.engines.registry import OutsideEngine, spec_of
+from agenttrain.engines.vllm_server.config import ROLES, RoleConfig
+from agenttrain.engines.vllm_server.spec import OWNED
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.role_names import ROLE, role_named
+from agenttrain.utils.sections import shown
+
+SAMPLING = ("train", "eval")
+"""Verbs whose runs have the servers of roles."""
+TEACHER = "algorithm.teacher.path"
+
+
+def roles_named(config: RunConfig) -> dict[str, str]:
+    """Return the settings that name a role, mapped to its name.
+
+    Example: {"reward.judge.url": "judge", "algorithm.teacher.path": "teacher"}.
+    """
+    addresses = {
+        f"reward.{name}.url": section.get("url")
+        for name, section in config.reward.items()
+        if isinstance(section, Mapping)
+    }
+    addresses["user.url"] = config.user.get("url")
+    addresses[TEACHER] = config.algorithm.teacher.path
+    return {
+        key: role for key, address in addresses.items() if (role := role_named(address)) is not None
+    }
+
+
+def used_roles(config: RunConfig, verb: str) -> dict[str, RoleConfig]:
+    """Return the roles whose servers a run of `verb` needs, in a fixed order."""
+    if verb not in SAMPLING:
+        return {}
+    named = roles_named(config)
+    if verb != "train":
+        named.pop(TEACHER, None)
+    return {name: getattr(config.roles, name) for name in ROLES if name in named.values()}
+
+
+def fleets(config: RunConfig, verb: str) -> dict[str, StartedServers]:
+    """Return all servers that a run of `verb` starts on its machine, by the key of their section.
+
+    The policy's come first; an engine from outside has none.
+    """
+    own: dict[str, StartedServers] = {}
+    engine = config.engine
+    if not isinstance(engine, OutsideEngine) and spec_of(engine).fleet:
+        own = {} if config.servers.outside else {"servers": config.servers}
+    roles = {f"roles.{name}": one for name, one in used_roles(config, verb).items()}
+    return {**own, **roles}
+
+
+def named_gpus(config: RunConfig, verb: str) -> tuple[int, ...]:
+    """Return the GPUs that roles name, which the policy's servers leave alone."""
+    return tuple(gpu for role in used_roles(config, verb).values() for gpu in role.gpus or ())
+
+
+def role_problems(config: RunConfig) -> Iterator[str]:
+    """Yield roles that are named and have no servers, or the other way round."""
+    named = roles_named(config)
+    for key, role in named.items():
+        if role not in ROLES:
+            yield (
+                f"{key}={ROLE}{role}: is no role{did_you_mean(role, ROLES)}; the roles are: "
+                f"{', '.join(ROLES)}"
+            )
+        elif getattr(config.roles, role).model is None:
+            yield (
+                f"{key}={ROLE}{role}: roles.{role}.model is not set; name the model that its "
+                f"servers have: roles.{role}.model=…"
+            )
+    consumers = {
+        "judge": "reward.judge.url=role:judge",
+        "user": "user.url=role:user",
+        "teacher": f"{TEACHER}=role:teacher",
+    }
+    for role in ROLES:
+        model = getattr(config.roles, role).model
+        if model is not None and role not in named.values():
+            yield (
+                f"roles.{role}.model={model}: nothing names role:{role}; set {consumers[role]}, "
+                "or leave it out"
+            )
+        for name in getattr(config.roles, role).args if model is not None else ():
+            if (owner := _owner(role, name)) is not None:
+                instead = owner and f", set {owner}"
+                yield f"roles.{role}.args.{name}: is set by agenttrain; leave it out{instead}"
+    if TEACHER not in named:
+        return
+    temperature = config.rollout.temperature
+    if temperature != 1:
+        yield (
+            f"rollout.temperature={shown(temperature)}: servers score at temperature 1, as vLLM "
+            f"has no other for a prompt; set it to 1, or let {TEACHER} name a model"
+        )
+
+
+def _owner(role: str, name: str) -> str | None:
+    """Return the setting that has a flag of agenttrain's, "" if none has; None: it is free."""
+    owner = OWNED.get(name.strip("-").replace("-", "_"))
+    if owner is None:
+        return None
+    section, _, key = owner.partition(".")
+    return f"roles.{role}.{key}" if section in ("engine", "servers") else ""
