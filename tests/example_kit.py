@@ -6,6 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
 from code_blocks import ROOT, blocks
 
 from agenttrain import cli
@@ -28,6 +29,13 @@ def commands(name: str) -> list[list[str]]:
     """The words of the commands in an example's README."""
     fences = [b for b in blocks(EXAMPLES / name / "README.md") if b.language == "bash"]
     return [shlex.split(command) for block in fences for command in block.commands()]
+
+
+def call_of_readme(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the README's `agenttrain tools … --call` prints."""
+    (words,) = (words[1:] for words in commands(name) if words[:2] == ["agenttrain", "tools"])
+    assert cli.main(words) == 0
+    return capsys.readouterr().out
 
 
 def train_shop(folder: Path) -> None:
