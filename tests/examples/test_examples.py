@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,10 @@ def test_a_readmes_commands_are_composed(name: str, enter: Callable[..., Path]) 
             with hydra_session(command.source):
                 assert cli.compose_all(command)
             trained += f"experiment={folder.name}" in words
+        elif program == "python" and words[:2] == ["-m", "venv"]:
+            place = folder / words[2] / "bin" / "python"
+            place.parent.mkdir(parents=True)
+            place.symlink_to(sys.executable)
         else:
             assert Path(program).name in ("agenttrain", "python"), program
     assert trained
