@@ -115,7 +115,7 @@ async def client(agent: AgentTask) -> AsyncIterator[httpx.AsyncClient]:
     """A plain HTTP client of the rollout."""
     headers = {"authorization": f"Bearer {agent.api_key}"}
     async with httpx.AsyncClient(
-        base_url=agent.url, headers=headers, timeout=30, verify=False
+        base_url=agent.url, headers=headers, timeout=120, verify=False
     ) as opened:
         yield opened
 

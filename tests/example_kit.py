@@ -13,14 +13,14 @@ from agenttrain import cli
 
 EXAMPLES = ROOT / "examples"
 FOLDERS = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
-SMALL = ("debug=tiny", "steps=1", "tasks_per_step=1", "eval.questions=0", "tracker=none")
+SMALL = ("debug=tiny", "steps=2", "tasks_per_step=1", "eval.questions=0", "tracker=none")
 
 
 def train(folder: Path, *overrides: str) -> list[dict]:
-    """Train for a step; return its rollouts."""
+    """Train for two steps; return the rollouts of the first."""
     words = ["--config-dir", "conf", f"experiment={folder.name}", *SMALL, *overrides]
     assert cli.main([*words, "hydra.run.dir=run"]) == 0
-    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 1
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 2
     lines = (folder / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -347,7 +347,7 @@ class Agents:
             return None
         if form != ANY_FORM and not structured:
             return unstructured(form)
-        key = json.dumps([schemas, form.schema, structured], sort_keys=True)
+        key = json.dumps([schemas, form.schema, structured])
         if key not in self._problems:
             async with self._certifying:
                 if key not in self._problems:

@@ -1,4 +1,4 @@
-"""The folders under examples/: the commands of their READMEs, and a step of training of each."""
+"""The folders under examples/: the commands of their READMEs, and two steps of training of each."""
 
 from __future__ import annotations
 
