@@ -52,6 +52,7 @@ def rollout(
     engine: ScriptedEngine | None = None,
     lockstep: bool = False,
     limits: dict[str, Any] | None = None,
+    chat: Chat | None = None,
     **settings: Any,
 ) -> Rollout:
     """Let `drive` be the agent of one rollout, and check its ledger."""
@@ -63,6 +64,7 @@ def rollout(
             engine=engine,
             lockstep=lockstep,
             limits=limits,
+            chat=chat,
             **settings,
         )
     )
@@ -75,12 +77,13 @@ async def arollout(
     engine: ScriptedEngine | None = None,
     lockstep: bool = False,
     limits: dict[str, Any] | None = None,
+    chat: Chat | None = None,
     **settings: Any,
 ) -> Rollout:
     """`rollout` inside a running event loop."""
     if "command" not in settings:
         settings.setdefault("_target_", f"{__name__}.driven")
-    chat = shared_chat()
+    chat = chat or shared_chat()
     agents = Agents(AgentConfig(name="endpoint", **settings), chat, folder, lockstep=lockstep)
     _drives.append(drive)
     try:
@@ -112,7 +115,7 @@ async def client(agent: AgentTask) -> AsyncIterator[httpx.AsyncClient]:
     """A plain HTTP client of the rollout."""
     headers = {"authorization": f"Bearer {agent.api_key}"}
     async with httpx.AsyncClient(
-        base_url=agent.url, headers=headers, timeout=30, verify=False
+        base_url=agent.url, headers=headers, timeout=120, verify=False
     ) as opened:
         yield opened
 

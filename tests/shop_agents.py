@@ -1,4 +1,4 @@
-"""The shop agent as programs of others: the loop's rules over HTTP, in three clients' shapes.
+"""The shop agent as programs of others: the loop's rules over HTTP, in four clients' shapes.
 
 Each answers calls with the run's own tools, and ends when the model calls `final_answer`.
 """
@@ -180,8 +180,64 @@ async def in_anthropics_shape(agent: AgentTask) -> None:
                 return
 
 
+async def with_anthropic(agent: AgentTask) -> None:
+    """Anthropic's client, streaming."""
+    import anthropic
+
+    tools = [
+        {
+            "name": schema["function"]["name"],
+            "description": schema["function"]["description"],
+            "input_schema": schema["function"]["parameters"],
+        }
+        for schema in toolbox().schemas()
+    ]
+    system = "".join(m["content"] for m in agent.messages if m["role"] == "system")
+    messages: list[Any] = [m for m in agent.messages if m["role"] != "system"]
+    client = anthropic.AsyncAnthropic(
+        base_url=agent.url, api_key=agent.api_key, http_client=anthropics_http()
+    )
+    while True:
+        asked = {"system": system} if system else {}
+        try:
+            async with client.messages.stream(
+                model=agent.model, messages=messages, tools=tools, max_tokens=4096, **asked
+            ) as stream:
+                answer = await stream.get_final_message()
+        except anthropic.PermissionDeniedError:  # a limit of the run
+            return
+        messages.append({"role": "assistant", "content": answer.content})
+        uses = [block for block in answer.content if block.type == "tool_use"]
+        if answer.stop_reason != "tool_use":
+            return
+        texts = await run_calls(agent, [(use.name, dict(use.input)) for use in uses])
+        results = [
+            {"type": "tool_result", "tool_use_id": use.id, "content": text}
+            for use, text in zip(uses, texts, strict=True)
+        ]
+        messages.append({"role": "user", "content": results})
+        if any(use.name == "final_answer" for use in uses):
+            for message in messages[1::2]:  # the assistant's
+                message["content"] = [b.model_dump(exclude_none=True) for b in message["content"]]
+            closing = {"messages": messages, "api": "anthropic"}
+            headers = {"x-api-key": agent.api_key}
+            await anthropics_http().post(f"{agent.url}/finish", json=closing, headers=headers)
+            return
+
+
+@cache
+def anthropics_http() -> Any:
+    """The HTTP client of all rollouts; one that reads certificates takes longer than a rollout."""
+    import anthropic
+
+    return anthropic.DefaultAsyncHttpxClient(verify=False)
+
+
 def main() -> None:
-    """Attempt the tasks on standard input, a line each and all at once, until its end."""
+    """Attempt the tasks on standard input, a line each and all at once, until its end.
+
+    The argument `anthropic` is for Anthropic's client.
+    """
 
     clients: list[httpx.AsyncClient] = []  # of ended rollouts; one for all would be slow
 
@@ -192,20 +248,21 @@ def main() -> None:
             task_id=given["task_id"], messages=tuple(given["messages"]), columns=given["columns"]
         )
         agent = AgentTask(task=task, **{name: given[name] for name in names})
-        client = clients.pop() if clients else http("", {})
-        await converse(agent, client)
-        clients.append(client)
+        if sys.argv[1:] == ["anthropic"]:
+            await with_anthropic(agent)
+        else:
+            client = clients.pop() if clients else http("", {})
+            await converse(agent, client)
+            clients.append(client)
         print(json.dumps({"rollout_id": given["rollout_id"]}), flush=True)
 
     async def serve() -> None:
-        lines, running = asyncio.StreamReader(limit=2**24), set()
+        lines = asyncio.StreamReader(limit=2**24)
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-        while line := await lines.readline():
-            task = asyncio.create_task(attempt(line.decode()))
-            running.add(task)
-            task.add_done_callback(running.discard)
-        await asyncio.gather(*running)
+        async with asyncio.TaskGroup() as group:  # one that raises ends the program
+            while line := await lines.readline():
+                group.create_task(attempt(line.decode()))
 
     asyncio.run(serve())
 

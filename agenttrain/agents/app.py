@@ -134,8 +134,7 @@ class AnswerResponse(Response):
     async def _write(self, send: Send, leaving: asyncio.Future[None]) -> bool:
         """Write the answer; return False if the client has left."""
         task, streams = self.delivery.task, self.question.stream
-        if streams:
-            await _start(send, 200, "text/event-stream")
+        begun = False  # an error has its status, unless a stream began before it
         while not task.done():
             await asyncio.wait(
                 (task, leaving),
@@ -145,6 +144,9 @@ class AnswerResponse(Response):
             if leaving.done():
                 return False
             if streams and not task.done():
+                if not begun:
+                    await _start(send, 200, "text/event-stream")
+                    begun = True
                 await _send(send, ": keep-alive\n\n", more=True)
         error: RequestError | None = None
         try:
@@ -155,12 +157,13 @@ class AnswerResponse(Response):
             error = problem
         except Exception as problem:
             error = RequestError(f"{type(problem).__name__}: {problem}", status=500)
-        if streams:
-            text = "".join(self.api.stream(answer, self.question)) if error is None else None
-            if text is None and error is not None:
-                event = "event: error\n" if self.api.anthropic else ""
-                text = f"{event}data: {_json(self.api.error(error))}\n\n"
-            await _send(send, text or "", more=False)
+        if error is not None and begun:
+            event = "event: error\n" if self.api.anthropic else ""
+            await _send(send, f"{event}data: {_json(self.api.error(error))}\n\n", more=False)
+        elif error is None and streams:
+            if not begun:
+                await _start(send, 200, "text/event-stream")
+            await _send(send, "".join(self.api.stream(answer, self.question)), more=False)
         elif error is not None:
             await _start(send, error.status, "application/json")
             await _send(send, _json(self.api.error(error)), more=False)

@@ -74,8 +74,8 @@ class ServedPolicy:
     lockstep: bool = False
     """The engine waits for each rollout at a fixed step, so that a rollout has one request at a
     time."""
-    check_tools: Callable[[Sequence[dict[str, Any]]], Awaitable[str | None]]
-    """Returns why the template cannot show these tools; None: it can."""
+    check: Callable[[Question], Awaitable[RequestError | None]]
+    """Returns why the template cannot show a request's tools, or the engine not keep its form."""
     parsed: Callable[..., None] | None = None
     """Takes each parsed turn, as `ParsedTurns.record`."""
     restarted: Callable[[Restart, str, str], None] = lambda kind, rollout_id, difference: None
@@ -136,8 +136,7 @@ class EndpointRollout:
         """
         self.counts["agent/requests"] += 1
         try:
-            schemas = question.schemas
-            problem = await self.policy.check_tools(schemas) if schemas else None
+            problem = await self.policy.check(question)
             self._check_open()
             transcript = self._admit(question, problem)
             return await self._sample(transcript, question, text_arguments)
@@ -221,10 +220,10 @@ class EndpointRollout:
             reason, message = self.ended
             raise RequestError(f"the rollout has ended: {message}", code=str(reason), status=403)
 
-    def _admit(self, question: Question, problem: str | None) -> Transcript:
+    def _admit(self, question: Question, problem: RequestError | None) -> Transcript:
         """Check a request's parameters; return the transcript that it belongs to.
 
-        `problem` is that of its tools.
+        `problem` is that of its tools and its form.
         """
         kind = served(self.settings.models, question.model)
         if not isinstance(kind, Served):
@@ -245,7 +244,7 @@ class EndpointRollout:
             )
         self._check_sampling(question.sampling)
         if problem is not None:
-            raise RequestError(f"tools: {problem}", param="tools")
+            raise problem
         if self.policy.lockstep and (self._in_engine or self._changing.locked()):
             raise RequestError(
                 "the rollout has a request in flight, and with rollout.deterministic each has one "
@@ -302,7 +301,7 @@ class EndpointRollout:
             if plan.extends is not None:
                 transcript.growing.add(plan.extends.index)
         try:
-            completion = await self._generate(transcript, plan, budget)
+            completion = await self._generate(transcript, plan, budget, question)
             async with self._changing:
                 return self._record(request, question, completion, text_arguments)
         finally:
@@ -397,8 +396,13 @@ class EndpointRollout:
                 self._check_open()
         return min(limits.max_turn_tokens, left, context, asked or context)
 
-    async def _generate(self, transcript: Transcript, plan: Plan, budget: int) -> Completion:
-        attempt, chat = self.attempt, self.policy.chat
+    async def _generate(
+        self, transcript: Transcript, plan: Plan, budget: int, question: Question
+    ) -> Completion:
+        attempt, chat, grammar = self.attempt, self.policy.chat, None
+        if self.policy.limits.structured_calls:
+            after = plan.messages[-1]["role"]
+            grammar = chat.grammar(question.schemas, after=after, form=question.form)
         seed, turns = plan.seed, 0
         if plan.extends is not None:
             seed = transcript.seeds[plan.extends.index]
@@ -408,6 +412,7 @@ class EndpointRollout:
             max_tokens=budget,
             seed=derive_seed(seed, turns),
             stop_token_ids=attempt.sampling.stop_token_ids or chat.stop_token_ids,
+            grammar=grammar,
         )
         guest = None if plan.session == attempt.rollout_id else attempt.rollout_id
         try:

@@ -82,6 +82,8 @@ class Sandbox(StrEnum):
     """By bubblewrap: no network but the endpoint, a read-only disk, an empty /tmp of its own."""
 
 
+MEMORY_MB, DISK_MB = 4096, 512
+"""Limits of a sandbox by default."""
 Command = Annotated[Any, PlainValidator(command_parts, json_schema_input_type=str | list[str])]
 
 
@@ -121,6 +123,11 @@ class AgentConfig:
     that it prints when one is done has its `rollout_id`."""
     sandbox: Sandbox = Sandbox.none
     """Confinement of the processes of `command`; needs Linux and the program bwrap."""
+    memory_mb: Whole = Field(default=MEMORY_MB, ge=64)
+    """Memory of all processes in a sandbox with what they wrote to /tmp; of more they are ended,
+    as a crash."""
+    disk_mb: Whole = Field(default=DISK_MB, ge=1)
+    """Size of what is written to /tmp, /run and /dev/shm of a sandbox; they are in memory."""
     exit_code_reward: bool = False
     """The exit code is the reward: 0 gives 1, another gives 0 and is no crash."""
     env: list[str] = field(default_factory=list)
@@ -152,6 +159,17 @@ class AgentConfig:
         if self.sandbox is not Sandbox.none and not self.command:
             problems.append(
                 f"agent.sandbox={self.sandbox}: only processes are confined; add agent.command=[…]"
+            )
+        for name, default in (("memory_mb", MEMORY_MB), ("disk_mb", DISK_MB)):
+            value = getattr(self, name)
+            if self.sandbox is Sandbox.none and value != default:
+                problems.append(
+                    f"agent.{name}={value}: only a sandbox has this limit; add agent.sandbox=bwrap"
+                )
+        if self.disk_mb > self.memory_mb:
+            problems.append(
+                f"agent.disk_mb={self.disk_mb}: more than agent.memory_mb={self.memory_mb}, which "
+                "counts it too; lower it, or raise memory_mb"
             )
         if self.per_process > 1 and not self.reuse:
             problems.append(

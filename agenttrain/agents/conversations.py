@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from agenttrain.chat.wire.normal import HANDLE
@@ -170,7 +171,13 @@ def opening_of(messages: Sequence[Message]) -> list[bytes]:
 
 def tools_digest(schemas: Sequence[Mapping[str, Any]]) -> bytes:
     """Return a digest of tools that is the same in any order of them."""
-    texts = sorted(_json(_without_nulls(schema)) for schema in schemas)
+    return _tools_digest(json.dumps(schemas))
+
+
+@lru_cache(maxsize=1024)
+def _tools_digest(schemas: str) -> bytes:
+    """Return the digest of tools, given as JSON: clients send the same ones with each request."""
+    texts = sorted(_json(_without_nulls(schema)) for schema in json.loads(schemas))
     return hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).digest()
 
 
@@ -306,7 +313,7 @@ def _whole_numbers(value: Any) -> Any:
     """Return a JSON value in which 3.0 is 3, as some languages write it."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _whole_numbers(item) for key, item in value.items()}
     return [_whole_numbers(item) for item in value] if isinstance(value, list) else value
 
@@ -317,8 +324,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=True)
+_json = json.JSONEncoder(sort_keys=True).encode
 
 
 def text_ids(ids: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,13 +29,15 @@ from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
 from agenttrain.agents.conversations import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
-from agenttrain.agents.sandbox import check_sandbox, confined
+from agenttrain.agents.sandbox import SandboxLimits, check_sandbox, confined
 from agenttrain.agents.task import AgentFailed, AgentTask
 from agenttrain.agents.transport import EndpointTransport
 from agenttrain.agents.workers import WorkerAgent
 from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
+from agenttrain.chat.grammar import ANY_FORM, AnswerForm, grammar_problem
 from agenttrain.chat.wire.normal import Question
+from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine
 from agenttrain.rewards.function import LARGEST, copy_task
 from agenttrain.rollout.config import RolloutConfig
@@ -163,7 +166,8 @@ class Agents:
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, Open] = {}
         self._app = build_app(self._open.get)
-        self._problems: dict[str, str | None] = {}
+        self._problems: dict[str, tuple[str, str] | None] = {}
+        """Tools and form of a request, as JSON -> the parameter at fault, and why."""
         self._restarted: set[Restart] = set()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         """Folder of the socket by which sandboxes reach the endpoint."""
@@ -190,7 +194,7 @@ class Agents:
                 chat=self.chat,
                 limits=limits,
                 lockstep=self.lockstep,
-                check_tools=self._check_tools,
+                check=partial(self._check, structured=limits.structured_calls),
                 parsed=parsed,
                 restarted=self._on_restart,
                 asked=self._asked,
@@ -235,7 +239,9 @@ class Agents:
         if self._folder is None:
             return command
         port = int(self.address.rpartition(":")[2])
-        return confined(command, Path(self._folder.name, "endpoint"), port)
+        settings = self.settings
+        limits = SandboxLimits(memory_mb=settings.memory_mb, disk_mb=settings.disk_mb)
+        return confined(command, Path(self._folder.name, "endpoint"), port, limits)
 
     async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
         """Run the agent of a rollout to its end; return its failure and its reward."""
@@ -330,18 +336,29 @@ class Agents:
                     flush=True,
                 )
 
-    async def _check_tools(self, schemas: Sequence[dict[str, Any]]) -> str | None:
-        """Return why the template cannot show these tools; None: it can.
+    async def _check(self, question: Question, *, structured: bool) -> RequestError | None:
+        """Return why a request's tools cannot be shown or its form not be kept; None: they can.
 
         Certifying many tools takes tenths of a second, so a thread does it, once for each set.
+        `structured`: the engine samples under grammars.
         """
-        key = json.dumps(schemas, sort_keys=True)
+        schemas, form = question.schemas, question.form
+        if not schemas and form == ANY_FORM:
+            return None
+        if form != ANY_FORM and not structured:
+            return unstructured(form)
+        key = json.dumps([schemas, form.schema, structured])
         if key not in self._problems:
             async with self._certifying:
                 if key not in self._problems:
-                    problem = await asyncio.to_thread(tools_problem, self.chat, schemas)
-                    self._problems[key] = problem
-        return self._problems[key]
+                    self._problems[key] = await asyncio.to_thread(
+                        form_problem, self.chat, question, structured
+                    )
+        problem = self._problems[key]
+        if problem is None:
+            return None
+        param, text = problem
+        return RequestError(f"{param}: {text}", param=param)
 
     def _warn_of_restart(self, kind: Restart, rollout_id: str, difference: str) -> None:
         """Warn of the first restart of each kind: a client that rewrites its history."""
@@ -354,6 +371,41 @@ class Agents:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def unstructured(form: AnswerForm) -> RequestError:
+    """Return the answer to a request that demands a form of an engine without grammars."""
+    param, demanded = "response_format", "JSON"
+    if form.call:
+        param, demanded = "tool_choice", "a call"
+    return RequestError(
+        f"{param}: demands {demanded}, which needs a grammar; leave it out, or set engine=vllm and "
+        "rollout.structured_calls=true, and algorithm.correction=token, which weighs what the "
+        "grammar rules out",
+        param=param,
+        code="unsupported_value",
+    )
+
+
+def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str, str] | None:
+    """Return the parameter of a request that cannot be followed, and why; None: all can."""
+    if question.schemas and (problem := tools_problem(chat, question.schemas)):
+        return "tools", problem
+    if not structured:
+        return None
+    if question.form.schema is not None:
+        try:
+            ArgumentSchema(json.loads(question.form.schema))
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            return "response_format", str(error)
+        form = AnswerForm(schema=question.form.schema)
+        if problem := grammar_problem(chat.grammar([], form=form)):
+            return "response_format", f"no grammar can be made of its schema: {problem}"
+    for schema in question.schemas:
+        if problem := grammar_problem(chat.grammar([schema])):
+            name = schema["function"]["name"]
+            return "tools", f"no grammar can be made of the parameters of {name}: {problem}"
+    return None
 
 
 def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:

@@ -22,7 +22,7 @@ from agenttrain.chat.boundary import (
 )
 from agenttrain.chat.encoding import ChatError, Encoder, clean
 from agenttrain.chat.fixes import Fix
-from agenttrain.chat.grammar import CallGrammar
+from agenttrain.chat.grammar import ANY_FORM, AnswerForm, CallGrammar
 from agenttrain.chat.parsers.base import ResponseSpec, parse_response
 from agenttrain.chat.probing import REASONING_KEYS, USER, adapt_message, probe_behaviour, render
 from agenttrain.images import (
@@ -240,7 +240,13 @@ class Chat:
             schemas=schemas,
         )
 
-    def grammar(self, schemas: Sequence[dict], *, after: str = "user") -> str:
+    def grammar(
+        self,
+        schemas: Sequence[Mapping[str, Any]],
+        *,
+        after: str = "user",
+        form: AnswerForm = ANY_FORM,
+    ) -> str:
         """Return the grammar of completions whose calls fit these tools, for `Sampling.grammar`.
 
         `after` is the role of the message before. Raises ChatError if calls in this format have no
@@ -248,7 +254,9 @@ class Chat:
         """
         if self._grammar is None:
             self._grammar = CallGrammar(self.response, self.render)
-        return self._grammar.grammar_for(schemas, in_reasoning=self.opens_reasoning(after))
+        return self._grammar.grammar_for(
+            schemas, in_reasoning=self.opens_reasoning(after), form=form
+        )
 
     def suffix(
         self,

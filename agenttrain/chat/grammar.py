@@ -7,6 +7,8 @@ the form that the chat template writes, up to the closing mark. The grammar read
 `MarkedSpec` does: a mark inside the reasoning opens no call, and no reasoning begins behind a call.
 vLLM's compiler tries a grammar before an engine is built.
 
+An `AnswerForm` leaves less: a call at once, or a text that is JSON. Reasoning stays free before it.
+
 The grammar lets some calls pass that the parser or the tool refuses: a number beyond the range of
 floats, half of a surrogate pair, a key given twice in an object whose schema leaves its keys open,
 over 16 marks in a string, and violations of keywords that xgrammar ignores (`multipleOf`, `allOf`
@@ -26,6 +28,7 @@ from agenttrain.chat.parsers.base import ResponseSpec
 from agenttrain.chat.parsers.marked import MarkedSpec
 from agenttrain.chat.probing import USER
 from agenttrain.types import Message
+from agenttrain.utils.json_schema import without_nullable
 
 Format = dict[str, Any]
 """A node of a structural tag."""
@@ -44,6 +47,8 @@ CALL: Message = {
         {"id": ID, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
     ],
 }
+GAP = ("", "\n", "\n\n")
+"""Line breaks between the reasoning and an answer of a given form."""
 _ARGUMENTS = re.compile(r'\{\s*"x"\s*:\s*1\s*\}')
 _ANYTHING = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 """Keywords that describe values without `type`."""
@@ -59,6 +64,21 @@ class CallGlue:
     before: str
     between: str
     after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """What a completion must be behind its reasoning; by default text and calls as it likes."""
+
+    call: bool = False
+    """It begins with a call."""
+    tool: str | None = None
+    """Name of the tool of that call, its only one; None: any."""
+    schema: str | None = None
+    """JSON schema of the text, as JSON, unless a call stands in its place; None: any text."""
+
+
+ANY_FORM = AnswerForm()
 
 
 class CallGrammar:
@@ -79,57 +99,111 @@ class CallGrammar:
             )
         self._spec = spec
         self._glue = _glue(spec, render([USER, CALL]))
-        self._cache: dict[tuple[str, bool], str] = {}
+        self._cache: dict[tuple[str, bool, AnswerForm], str] = {}
 
-    def grammar_for(self, schemas: Sequence[Mapping[str, Any]], *, in_reasoning: bool) -> str:
+    def grammar_for(
+        self,
+        schemas: Sequence[Mapping[str, Any]],
+        *,
+        in_reasoning: bool,
+        form: AnswerForm = ANY_FORM,
+    ) -> str:
         """Return the grammar, as JSON, of a completion that may call these tools.
 
-        `in_reasoning`: the completion begins inside the reasoning.
+        `in_reasoning`: the completion begins inside the reasoning. Arguments are as
+        `ArgumentSchema` reads them.
         """
-        key = json.dumps(schemas), in_reasoning
+        key = json.dumps(schemas), in_reasoning, form
         if key not in self._cache:
             if len(self._cache) >= CACHED_GRAMMARS:
                 self._cache.clear()
-            tag = {"type": "structural_tag", "format": self._completion(schemas, in_reasoning)}
-            self._cache[key] = json.dumps(tag)
+            calls = self._calls(schemas)
+            if form == ANY_FORM:
+                completion = self._completion(calls, in_reasoning)
+            else:
+                completion = self._formed(schemas, calls, form, in_reasoning)
+            self._cache[key] = json.dumps({"type": "structural_tag", "format": completion})
         return self._cache[key]
 
-    def _completion(self, schemas: Sequence[Mapping[str, Any]], in_reasoning: bool) -> Format:
-        """Return the format of a whole completion: reasoning, free text and calls."""
+    def _calls(self, schemas: Sequence[Mapping[str, Any]]) -> list[Format]:
+        """Return the format of a call of each tool, behind the opening mark."""
         spec, glue = self._spec, self._glue
         calls = []
         for schema in schemas:
             function = schema["function"]
             name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
-            parameters = function.get("parameters") or {}
+            parameters = without_nullable(function.get("parameters") or {})
             if "type" not in parameters and not _ANYTHING & parameters.keys():
                 parameters = {"type": "object", **parameters}
-            elements = [
-                {"type": "const_string", "value": f"{glue.before}{name}{glue.between}"},
-                {"type": "json_schema", "json_schema": parameters, "max_whitespace_cnt": BLANKS},
-                {"type": "const_string", "value": f"{glue.after}{spec.call_close}"},
-            ]
-            calls.append({"type": "sequence", "elements": elements})
+            value = {"type": "json_schema", "json_schema": parameters, "max_whitespace_cnt": BLANKS}
+            before, after = f"{glue.before}{name}{glue.between}", f"{glue.after}{spec.call_close}"
+            calls.append(_sequence(_text(before), value, _text(after)))
+        return calls
+
+    def _completion(self, calls: Sequence[Format], in_reasoning: bool) -> Format:
+        """Return the format of a whole completion: reasoning, free text and calls."""
+        spec = self._spec
         # Without tools no call is right, so the opening mark itself is excluded.
         excluded = [] if calls else [spec.call_open]
-        any_call: Format = {"type": "or", "elements": calls}
+        any_call = _either(calls)
         answer = _dispatch([(spec.call_open, any_call)] if calls else [], excluded, loop=True)
         # Reasoning, and the answer behind it if it is closed.
         free = {"type": "any_text", "excludes": [spec.reasoning_close]}
-        close = {"type": "const_string", "value": spec.reasoning_close}
-        thought = {
-            "type": "or",
-            "elements": [{"type": "sequence", "elements": [free, close, answer]}, free],
-        }
+        thought = _either([_sequence(free, _text(spec.reasoning_close), answer), free])
         if in_reasoning:
             return thought
         if not spec.reasoning_open:
             return answer
         opened: list[tuple[str, Format]] = []
         if calls:
-            opened.append((spec.call_open, {"type": "sequence", "elements": [any_call, answer]}))
+            opened.append((spec.call_open, _sequence(any_call, answer)))
         opened.append((spec.reasoning_open, thought))
         return _dispatch(opened, excluded, loop=False)
+
+    def _formed(
+        self,
+        schemas: Sequence[Mapping[str, Any]],
+        calls: Sequence[Format],
+        form: AnswerForm,
+        in_reasoning: bool,
+    ) -> Format:
+        """Return the format of a completion that must have a form; reasoning may come first."""
+        spec = self._spec
+        chosen = [
+            call
+            for schema, call in zip(schemas, calls, strict=True)
+            if form.tool in (None, schema["function"]["name"])
+        ]
+        # Behind a call of a named tool there is text at most.
+        others = [] if form.tool is not None else [(spec.call_open, _either(calls))]
+        rest = _dispatch(others, [spec.call_open] if not others else [], loop=True)
+        answers = []
+        if chosen:
+            answers.append(_sequence(_text(spec.call_open), _either(chosen), rest))
+        if form.schema is not None and not form.call:
+            schema = without_nullable(json.loads(form.schema))
+            value = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": BLANKS}
+            answers.append(value)
+        answer = _sequence(_either([_text(gap) for gap in GAP]), _either(answers))
+        free = {"type": "any_text", "excludes": [spec.reasoning_close]}
+        thought = _sequence(free, _text(spec.reasoning_close), answer)
+        if in_reasoning:
+            return thought
+        if not spec.reasoning_open:
+            return answer
+        return _either([answer, _sequence(_text(spec.reasoning_open), thought)])
+
+
+def _text(value: str) -> Format:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _either(elements: Sequence[Format]) -> Format:
+    return {"type": "or", "elements": list(elements)}
 
 
 def _glue(spec: MarkedSpec, rendering: str) -> CallGlue:

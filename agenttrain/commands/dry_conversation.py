@@ -8,10 +8,12 @@ rewrites its history is seen by its second request.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from agenttrain.agents.attempt import Attempt
@@ -43,7 +45,11 @@ FAILED = (StopReason.error, StopReason.aborted)
 
 @dataclass(slots=True)
 class DryModel:
-    """A script for `ScriptedEngine`: one call after a user's message, and an answer otherwise."""
+    """A script for `ScriptedEngine`: one call after a user's message, and an answer otherwise.
+
+    A call or JSON that a request demands is given; behind a reply that call ends the rollout, if it
+    can.
+    """
 
     components: Components
     task: Task
@@ -54,15 +60,18 @@ class DryModel:
         """Return the ids of a turn of this session."""
         question, config = self.questions[session], self.components.config
         after = question.messages[-1]["role"]
-        tools = [schema["function"] for schema in question.schemas]
-        tools = [tool for tool in tools if tool["name"] not in config.stop_tools] or tools
+        form, tools = question.form, [schema["function"] for schema in question.schemas]
+        ends = after == "tool"
+        chosen = [tool for tool in tools if (tool["name"] in config.stop_tools) == ends] or tools
+        chosen = [tool for tool in tools if tool["name"] == form.tool] or chosen
+        known, words = task_texts(self.task)
+        value = partial(example, words=[*known, *words], rng=random.Random(config.seed))
         calls: tuple[ToolCall, ...] = ()
-        if tools and after != "tool":
-            known, words = task_texts(self.task)
-            rng = random.Random(config.seed)
-            arguments = example(tools[0]["parameters"], [*known, *words], rng)
-            calls = (ToolCall(id=f"call_{turn}_0", name=tools[0]["name"], arguments=arguments),)
-        reply = AssistantTurn(content="" if calls else "ok", reasoning=None, calls=calls)
+        content = "ok" if form.schema is None else json.dumps(value(json.loads(form.schema)))
+        if chosen and (form.call or not ends):
+            name, arguments = chosen[0]["name"], value(chosen[0]["parameters"])
+            calls, content = (ToolCall(id=f"call_{turn}_0", name=name, arguments=arguments),), ""
+        reply = AssistantTurn(content=content, reasoning=None, calls=calls)
         return turn_ids(self.components.chat, reply, question.schemas, after)
 
 

@@ -110,7 +110,8 @@ class RolloutConfig:
     """Temperature of sampling, while training."""
     structured_calls: bool = False
     """A call that the model opens can only become one that fits its tool's schema: a grammar rules
-    the other tokens out. Needs engine=vllm, and for training algorithm.correction."""
+    the other tokens out. Needs engine=vllm, and for training algorithm.correction. An outside agent
+    may then demand calls and JSON."""
     compaction: str = NO_COMPACTION
     """What takes the place of a context of more than compact_at tokens: none; summary: the task,
     the policy's own summary, which is sampled and trained, and the last turns; drop_tool_results:

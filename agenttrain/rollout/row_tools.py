@@ -21,7 +21,7 @@ from agenttrain.engines.config import Sampling
 from agenttrain.environments.environment import Episode
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.config import RolloutConfig
-from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments, without_nullable
+from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
@@ -264,7 +264,7 @@ def turn_sampling(
     """
     grammar = None
     if limits.structured_calls:
-        grammar = grammar_of(chat, tools.schemas, after=trajectory.messages[-1]["role"])
+        grammar = chat.grammar(tools.schemas, after=trajectory.messages[-1]["role"])
     return replace(
         sampling,
         max_tokens=budget,
@@ -272,16 +272,6 @@ def turn_sampling(
         stop_token_ids=sampling.stop_token_ids or chat.stop_token_ids,
         grammar=grammar,
     )
-
-
-def grammar_of(chat: Chat, schemas: Sequence[Mapping[str, Any]], *, after: str = "user") -> str:
-    """Return the grammar of calls to these tools, with arguments as `ArgumentSchema` reads them."""
-    plain = []
-    for schema in schemas:
-        function = schema["function"]
-        parameters = without_nullable(function.get("parameters") or {})
-        plain.append({**schema, "function": {"name": function["name"], "parameters": parameters}})
-    return chat.grammar(plain, after=after)
 
 
 CHECKED = 20_000
@@ -353,7 +343,7 @@ def check_grammars(chat: Chat, sets: Iterable[Sequence[Mapping[str, Any]]]) -> N
     chat.grammar(())  # raises if the format of calls has no grammar at all
     tools = {repr(schema): schema for schemas in sets for schema in schemas}
     for schema in tools.values():
-        if problem := grammar_problem(grammar_of(chat, [schema])):
+        if problem := grammar_problem(chat.grammar([schema])):
             raise ChatError(
                 f"{KEY}: no grammar can be made of the parameters of the tool "
                 f"{schema['function']['name']!r}: {problem}; change its schema, or leave "

@@ -136,8 +136,6 @@ def _agent(config: RunConfig) -> Iterator[str]:
             f"rollout.compaction={rollout.compaction}: an outside agent keeps its own context; "
             "leave compaction and compact_at out"
         )
-    if rollout.structured_calls:
-        yield "rollout.structured_calls=true: is not supported with agent=endpoint; leave it out"
     if rollout.timeout_s is not None:
         yield (
             f"rollout.timeout_s={rollout.timeout_s:g}: has no effect with agent=endpoint; set "

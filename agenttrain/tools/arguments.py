@@ -24,6 +24,7 @@ from typing import Any
 from jsonschema import Draft202012Validator, SchemaError
 from referencing import Registry
 
+from agenttrain.utils.json_schema import schema_types, without_nullable
 from agenttrain.utils.names import did_you_mean
 
 Schema = Mapping[str, Any]
@@ -97,7 +98,9 @@ class ArgumentSchema:
             for name in schema.get("required", [])
             if name not in arguments
         ]
-        types = ((v, _types(schema.get("properties", {}).get(n, {}))) for n, v in arguments.items())
+        types = (
+            (v, schema_types(schema.get("properties", {}).get(n, {}))) for n, v in arguments.items()
+        )
         if problems or (
             self._checks_types_only
             and all(not wanted or any(_is_type(v, t) for t in wanted) for v, wanted in types)
@@ -143,33 +146,6 @@ def make_validator(schema: Schema) -> Draft202012Validator:
     return Draft202012Validator(schema, registry=Registry())
 
 
-def without_nullable(schema: Any) -> Any:
-    """Replace transformers' ``nullable: true`` in a schema by standard keywords.
-
-    Example: ``{"type": "integer", "nullable": True}`` -> ``{"type": ["integer", "null"]}``
-    """
-    if isinstance(schema, list):
-        return [without_nullable(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    plain = {
-        key: value if key in ("enum", "const", "default", "examples") else without_nullable(value)
-        for key, value in schema.items()
-        # A property may also be called `nullable`; only the keyword's value is a boolean.
-        if not (key == "nullable" and isinstance(value, bool))
-    }
-    if schema.get("nullable") is not True:
-        return plain
-    if "type" in plain:
-        types = _types(plain)
-        plain["type"] = types if "null" in types else [*types, "null"]
-    if "enum" in plain and None not in plain["enum"]:
-        plain["enum"] = [*plain["enum"], None]
-    if "anyOf" in plain:
-        plain["anyOf"] = [*plain["anyOf"], {"type": "null"}]
-    return plain
-
-
 def coerce(value: Any, schema: Any) -> Any:
     """Convert a value to the form that fits a schema, if that loses nothing; copy containers.
 
@@ -190,7 +166,7 @@ def coerce(value: Any, schema: Any) -> Any:
                 if make_validator(option).is_valid(candidate):
                     value = candidate
                     break
-    if types := _types(schema):
+    if types := schema_types(schema):
         value = _coerce_type(value, types)
     if "enum" in schema:
         value = _coerce_enum(value, schema["enum"])
@@ -203,11 +179,6 @@ def coerce(value: Any, schema: Any) -> Any:
         properties, others = schema.get("properties", {}), schema.get("additionalProperties")
         return {key: coerce(item, properties.get(key, others)) for key, item in value.items()}
     return value
-
-
-def _types(schema: Schema) -> list[str]:
-    types = schema.get("type", [])
-    return [types] if isinstance(types, str) else list(types)
 
 
 def _coerce_type(value: Any, types: Sequence[str]) -> Any:

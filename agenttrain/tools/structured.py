@@ -30,8 +30,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from agenttrain.tools.arguments import InvalidArguments, make_validator, without_nullable
+from agenttrain.tools.arguments import InvalidArguments, make_validator
 from agenttrain.types import AgenttrainError
+from agenttrain.utils.json_schema import without_nullable
 
 Build = Callable[[Any, str], Any]
 """Makes an instance of a JSON value that fits the schema. The second argument is the value's place

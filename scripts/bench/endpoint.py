@@ -6,14 +6,16 @@ endpoint_overhead_ms_64   CPU milliseconds of the endpoint's process per turn, m
                           rounds, with 64 agents at once; their clients are another process
 merged_share              share of turns after the first that continue a trajectory
 
-The bundled shop agent's training, against the run's own loop in the same round; the same ids and
-weights. Wall time of a step is that of its rollouts and its update, over all steps of a run; the
-figures are the medians of the rounds, which start with each of them in turn:
+The bundled shop agent's training, against the run's own loop; the same ids and weights. Each run of
+an agent has a run of the loop beside it, in turn before and after it; the figures are the medians
+of these pairs. Wall time of a step is that of its rollouts and its update, over all steps of a run:
 
 wall_over_loop_coroutine  an async function with `agent.http_client()`
 wall_over_loop_network    the same with an httpx client of its own for each rollout
 wall_over_loop_reuse      a reused process, `agent.per_process=128`
 cpu_over_loop_…           CPU seconds of the whole command, agents included
+cpu_ms_per_turn_…         CPU milliseconds by which the whole command exceeds the loop's, per turn
+turns                     turns of a run, the same in all
 process_start_cpu_s       CPU seconds to start and end the agent's program, which a process for each
                           rollout adds to each of them
 """
@@ -144,12 +146,13 @@ def children_cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def shop(name: str, steps: int) -> tuple[list[float], float]:
-    """Train the shop agent; return the seconds of each step, and the CPU seconds of it all."""
+def shop(name: str, steps: int) -> tuple[float, float, int]:
+    """Train the shop agent; return seconds of the steps, CPU seconds of it all, and its turns."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     before = children_cpu()
     with tempfile.TemporaryDirectory() as folder:
         words = [f"steps={steps}", "eval.questions=0", "tracker=none", *SHOP[name]]
+        words.append("rollout.on_malformed_call=stop")  # the programs end there too
         command = [sys.executable, "-m", "agenttrain.cli", "experiment=shop", *words]
         subprocess.run(
             [*command, f"hydra.run.dir={folder}/run"],
@@ -158,27 +161,39 @@ def shop(name: str, steps: int) -> tuple[list[float], float]:
             env={**os.environ, "PYTHONPATH": path},
         )
         lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
+        turns = sum(
+            span["origin"] == "sampled"
+            for file in Path(folder, "run/rollouts").glob("step-*.jsonl")
+            for line in file.read_text().splitlines()
+            for trajectory in json.loads(line)["trajectories"]
+            for span in trajectory["spans"]
+        )
         rows = [json.loads(line) for line in lines]
-    return [row["time/rollout_s"] + row["time/train_s"] for row in rows], children_cpu() - before
+    seconds = sum(row["time/rollout_s"] + row["time/train_s"] for row in rows)
+    return seconds, children_cpu() - before, turns
 
 
 def bench_shop(rounds: int, steps: int) -> dict[str, float]:
-    """Measure `rounds` rounds of runs."""
-    ratios: dict[str, list[float]] = {}
+    """Measure `rounds` pairs of the loop and each of the agents."""
+    figures: dict[str, list[float]] = {}
     for number in range(rounds):
-        names = [*SHOP][number % len(SHOP) :] + [*SHOP][: number % len(SHOP)]
-        runs = {name: shop(name, steps) for name in names}
-        loop, cpu = runs.pop("loop")
-        for name, (seconds, spent) in runs.items():
-            ratios.setdefault(f"wall_over_loop_{name}", []).append(sum(seconds) / sum(loop))
-            ratios.setdefault(f"cpu_over_loop_{name}", []).append(spent / cpu)
+        for name in [each for each in SHOP if each != "loop"]:
+            order = ["loop", name] if number % 2 == 0 else [name, "loop"]
+            runs = {each: shop(each, steps) for each in order}
+            (loop, loop_cpu, turns), (seconds, cpu, own) = runs["loop"], runs[name]
+            assert own == turns
+            figures.setdefault(f"wall_over_loop_{name}", []).append(seconds / loop)
+            figures.setdefault(f"cpu_over_loop_{name}", []).append(cpu / loop_cpu)
+            more = 1000 * (cpu - loop_cpu) / turns
+            figures.setdefault(f"cpu_ms_per_turn_{name}", []).append(more)
+            figures.setdefault("turns", []).append(turns)
         before = children_cpu()
         program = [sys.executable, str(TESTS / "shop_agents.py")]
         path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONPATH": path}
         subprocess.run(program, check=True, input=b"", env=env)
-        ratios.setdefault("process_start_cpu_s", []).append(children_cpu() - before)
-    return {name: round(statistics.median(values), 3) for name, values in ratios.items()}
+        figures.setdefault("process_start_cpu_s", []).append(children_cpu() - before)
+    return {name: round(statistics.median(values), 3) for name, values in figures.items()}
 
 
 def main() -> None:

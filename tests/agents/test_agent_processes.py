@@ -211,6 +211,41 @@ def test_a_sandbox_reaches_the_endpoint_and_nothing_else(tmp_path: Path, reuse: 
         }
 
 
+GREEDY = """
+import subprocess, sys, time
+ask(json.loads(sys.stdin.readline()))
+print(os.getpid(), flush=True)
+"""
+HUNGRY = {
+    "agent.memory_mb=150: its processes and files use more": """
+command = "x = b'7' * (60 << 20); import time; time.sleep(600)"
+started = [subprocess.Popen([sys.executable, "-c", command]) for _ in range(3)]
+time.sleep(600)
+""",
+    "agent.disk_mb=20: its files are larger": """
+open("/dev/shm/large", "wb").write(b"7" * (30 << 20))
+time.sleep(600)
+""",
+}
+
+
+@pytest.mark.skipif(
+    shutil.which("bwrap") is None,
+    reason="bubblewrap is not installed; apt install bubblewrap, then scripts/test -k sandbox",
+)
+@pytest.mark.parametrize("message", HUNGRY)
+def test_a_sandbox_that_uses_too_much_memory_is_ended(tmp_path: Path, message: str) -> None:
+    folder = Path(tempfile.mkdtemp(dir=Path(__file__).parent, prefix=".sandbox-"))
+    limits = {"sandbox": "bwrap", "memory_mb": 150, "disk_mb": 20}
+    try:
+        command = program(folder, GREEDY + HUNGRY[message])
+        done = rollout(unused, SEVEN, folder=tmp_path, command=command, timeout_s=60, **limits)
+    finally:
+        shutil.rmtree(folder)
+    assert (done.stop_reason, done.turns) == (StopReason.error, 1)
+    assert f"the agent ended with exit code 1; it printed: {message}" in str(done.error)
+
+
 ORPHANS = """
 import subprocess, time
 given = json.loads(sys.stdin.readline())

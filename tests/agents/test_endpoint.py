@@ -307,8 +307,15 @@ def test_a_cut_connection_gets_its_answer_with_the_next_equal_request() -> None:
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"n": 2}, 400, "n=2: is not supported"),
         ({"stop": ["x"]}, 400, "never cut"),
-        ({"tool_choice": "required"}, 400, "only auto and none"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"tool_choice": "required"}, 400, "tool_choice: demands a call, which needs a grammar"),
+        (
+            {"response_format": {"type": "json_object"}},
+            400,
+            "engine=vllm and rollout.structured_calls=true, and algorithm.correction=token",
+        ),
+        ({"tool_choice": "required", "tools": []}, 400, "demands a call of a tool, and tools are"),
+        ({"tool_choice": {"type": "function"}}, 400, "expected auto, none, required, or"),
+        ({"response_format": {"type": "json_schema"}}, 400, "expected the type text, json_object"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}]},
             400,

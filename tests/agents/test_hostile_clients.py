@@ -136,7 +136,15 @@ class Hostile:
         self.extend(response)
 
 
-async def attacked(seed: int, attacks: list[list[str]]) -> int:
+def hostile_agents() -> Agents:
+    """The endpoint of an event loop."""
+    config = AgentConfig(
+        name="endpoint", _target_="agent_kit.driven", max_requests=10**6, on_failure="error"
+    )
+    return Agents(config, agent_kit.shared_chat(), Path(tempfile.mkdtemp()))
+
+
+async def attacked(agents: Agents, seed: int, attacks: list[list[str]]) -> int:
     """Run one rollout for each list of attacks, at once; return the number of requests."""
     agents_seen: list[AgentTask] = []
     ready = asyncio.Event()
@@ -158,12 +166,6 @@ async def attacked(seed: int, attacks: list[list[str]]) -> int:
     engine = ScriptedEngine(
         lambda ids, session, turn: parts.ids(rng.choice(ANSWERS)), max_context=3000
     )
-    folder = Path(tempfile.mkdtemp())
-    chat = agent_kit.shared_chat()
-    config = AgentConfig(
-        name="endpoint", _target_="agent_kit.driven", max_requests=10**6, on_failure="error"
-    )
-    agents = Agents(config, chat, folder)
     agent_kit._drives.append(drive)
     limits = replace(parts.LIMITS, max_turns=10**6, max_completion_tokens=10**6)
     try:
@@ -181,16 +183,15 @@ async def attacked(seed: int, attacks: list[list[str]]) -> int:
             )
     finally:
         agent_kit._drives.pop()
-        await agents.aclose()
     sent = {(one.session, one.token_ids) for one in engine.sent}
     for rollout in done:
         assert "the agent raised" not in str(rollout.error), rollout.error
         if not rollout.turns:
             continue
-        verify(rollout, chat, [])
+        verify(rollout, agents.chat, [])
         for trajectory in rollout.trajectories:
             # Only its own words: the third message of every conversation names its rollout.
-            text = chat.decode(trajectory.token_ids)
+            text = agents.chat.decode(trajectory.token_ids)
             assert not [name for name in places if name in text and name != rollout.rollout_id]
             position = trajectory.context_length
             for span in trajectory.spans:
@@ -209,15 +210,33 @@ lists = st.lists(st.lists(st.sampled_from(ATTACKS), min_size=1, max_size=8), min
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**20), attacks=lists)
 def test_hostile_clients_break_no_ledger(seed: int, attacks: list[list[str]]) -> None:
-    asyncio.run(attacked(seed, attacks))
+    async def once() -> None:
+        agents = hostile_agents()
+        await attacked(agents, seed, attacks)
+        await agents.aclose()
+
+    asyncio.run(once())
+
+
+# A message of 1 MB takes half a second to tokenise: some 60 of the requests have one.
+WEIGHED = tuple(attack for attack in ATTACKS for _ in range(1 if attack == "huge" else 10))
+eight_rollouts = st.lists(
+    st.lists(st.sampled_from(WEIGHED), min_size=12, max_size=12), min_size=8, max_size=8
+)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_ten_thousand_hostile_requests() -> None:
-    rng, count, seed = random.Random(7), 0, 0
-    # A message of 1 MB takes half a second to tokenise: some 60 of the requests have one.
-    weights = [0.1 if attack == "huge" else 1 for attack in ATTACKS]
-    while count < 10_000:
-        attacks = [rng.choices(ATTACKS, weights, k=12) for _ in range(8)]
-        count += asyncio.run(attacked(seed, attacks))
-        seed += 1
+    counts: list[int] = []
+    agents = hostile_agents()
+
+    @settings(max_examples=105, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(seed=st.integers(0, 2**20), attacks=eight_rollouts)
+    def attack(seed: int, attacks: list[list[str]]) -> None:
+        counts.append(runner.run(attacked(agents, seed, attacks)))
+
+    with asyncio.Runner() as runner:
+        attack()
+        runner.run(agents.aclose())
+    assert sum(counts) >= 10_000

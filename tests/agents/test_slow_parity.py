@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,17 +10,12 @@ import pytest
 import shop_agents
 from process_runs import agenttrain
 from same_run import assert_same_weights, metrics
+from shop_runs import SETTINGS, sampled
 
 from agenttrain.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-SETTINGS = (
-    *("experiment=shop", "steps=5", "tasks_per_step=4", "algorithm.group_size=4"),
-    "rollout.on_malformed_call=stop",  # the programs end there too
-    *("algorithm.minibatches=1", "optimizer.warmup_steps=0", "optimizer.lr=1e-4"),
-    *("eval.questions=0", "checkpoint.every=1", "tracker=none"),
-)
 WORKER = f"agent.command=[{sys.executable},{shop_agents.__file__}]"
 AGENTS = {
     "in process": ["agent._target_=shop_agents.in_process"],
@@ -38,23 +32,6 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loop") / "run"
     assert main([*SETTINGS, f"hydra.run.dir={folder}"]) == 0
     return folder
-
-
-def sampled(folder: Path, steps: int = 5) -> list[tuple]:
-    """Ids, mask, log-probabilities and rewards of all steps' rollouts, in their order."""
-    rows = []
-    for step in range(1, steps + 1):
-        for line in (folder / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines():
-            rollout = json.loads(line)
-            (trajectory,) = rollout["trajectories"]
-            ids = trajectory["token_ids"]
-            mask = [0] * len(ids)
-            for span in trajectory["spans"]:
-                if span["origin"] == "sampled":
-                    mask[span["start"] : span["end"]] = [1] * (span["end"] - span["start"])
-            values = (rollout["rollout_id"], rollout["reward"])
-            rows.append((*values, ids, mask, trajectory["logprobs"]))
-    return rows
 
 
 @pytest.mark.parametrize("agent", AGENTS)

@@ -17,7 +17,7 @@ from agenttrain import cli
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.fixes import families
-from agenttrain.chat.grammar import CallGrammar
+from agenttrain.chat.grammar import AnswerForm, CallGrammar
 from agenttrain.chat.loading import load_chat
 from agenttrain.commands.templates import original, small_tokenizer
 from agenttrain.data.tasks import TaskSource
@@ -27,7 +27,6 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
-from agenttrain.rollout.row_tools import grammar_of
 from agenttrain.runs.setup import check_rows
 from agenttrain.settings.checks import check_structured
 from agenttrain.settings.compose import Source, compose_run, hydra_session
@@ -69,7 +68,7 @@ UNWATCHED = "guards.logprob_gap.limit=null"
 
 def test_free_text_reasoning_and_calls() -> None:
     chat = parts.chat()
-    found = json.loads(grammar_of(chat, toolbox(add).schemas()))["format"]
+    found = json.loads(chat.grammar(toolbox(add).schemas()))["format"]
     calls = {"type": "or", "elements": [ADD]}
     answer = {
         "type": "dispatch",
@@ -91,16 +90,45 @@ def test_free_text_reasoning_and_calls() -> None:
 
 
 def test_without_a_tool_no_call_is_opened() -> None:
-    found = json.loads(grammar_of(parts.chat(), []))["format"]
+    found = json.loads(parts.chat().grammar([]))["format"]
     assert found["excludes"] == ["<tool_call>"]
     assert [text for text, _ in found["rules"]] == ["<think>"]
+
+
+def text(value: str) -> dict:
+    return {"type": "const_string", "value": value}
+
+
+def test_a_demanded_call_stands_behind_the_reasoning() -> None:
+    chat = parts.chat()
+    schemas = toolbox(add, parts.final_answer).schemas()
+    found = json.loads(chat.grammar(schemas, form=AnswerForm(call=True, tool="add")))["format"]
+    gap = {"type": "or", "elements": [text(""), text("\n"), text("\n\n")]}
+    rest = {"type": "any_text", "excludes": ["<tool_call>"]}
+    call = [text("<tool_call>"), {"type": "or", "elements": [ADD]}, rest]
+    answer = [gap, {"type": "or", "elements": [{"type": "sequence", "elements": call}]}]
+    plain = {"type": "sequence", "elements": answer}
+    thought = [{"type": "any_text", "excludes": ["</think>"]}, text("</think>"), plain]
+    opened = [text("<think>"), {"type": "sequence", "elements": thought}]
+    assert found == {"type": "or", "elements": [plain, {"type": "sequence", "elements": opened}]}
+    any_call = chat.grammar(schemas, form=AnswerForm(call=True))
+    assert any_call.count('"value": "<tool_call>"') == 2  # with and without reasoning
+    assert "final_answer" in any_call
+
+
+def test_demanded_json_ends_the_answer() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    form = AnswerForm(schema=json.dumps(schema))
+    found = elements(json.loads(parts.chat().grammar([], form=form)))
+    value = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 8}
+    assert {"type": "or", "elements": [value]} in found  # without tools nothing but JSON
 
 
 def test_a_schema_means_to_the_grammar_what_it_means_to_the_tool() -> None:
     """`nullable` is transformers' own word, and a schema without `type` is an object's."""
     parameters = {"properties": {"a": {"type": "integer", "nullable": True}}}
     schema = {"type": "function", "function": {"name": 'a"b', "parameters": parameters}}
-    text = grammar_of(parts.chat(), [schema])
+    text = parts.chat().grammar([schema])
     read = {"type": "object", "properties": {"a": {"type": ["integer", "null"]}}}
     assert json.dumps({"json_schema": read})[1:-1] in text
     assert json.dumps('\n{"name": "a\\"b", "arguments": ') in text
@@ -133,7 +161,7 @@ def test_each_rollout_has_the_grammar_of_its_own_tools() -> None:
     plus = {"type": "function", "function": {"name": "plus", "parameters": own.parameters}}
     rows = [(None, schemas), (("add",), schemas[:1]), ((own, "add"), [plus, schemas[0]])]
     for tools, expected in rows:
-        assert sent(tools) == [grammar_of(parts.chat(), expected)] * 2
+        assert sent(tools) == [parts.chat().grammar(expected)] * 2
     assert sent(None, structured=False) == [None, None]
 
 
@@ -162,7 +190,7 @@ def test_families_of_json_between_marks_have_one(family: str, source: str) -> No
     tokenizer.chat_template = text
     chat = load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig())
     if family in HAVE_ONE:
-        found = json.loads(grammar_of(chat, toolbox(add).schemas()))
+        found = json.loads(chat.grammar(toolbox(add).schemas()))
         assert HAVE_ONE[family] in elements(found)
         return
     with pytest.raises(ChatError, match=r"^rollout\.structured_calls=true: "):

@@ -16,8 +16,8 @@ number = {"type": "integer", "minimum": 1}
 add = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
 tools = [{"type": "function", "function": {"name": "add", "parameters": add}}]
 
-def ask(messages):
-    body = json.dumps({"messages": messages, "tools": tools}).encode()
+def ask(messages, **fields):
+    body = json.dumps({"messages": messages, "tools": tools, **fields}).encode()
     headers = {"authorization": "Bearer " + given["api_key"]}
     request = urllib.request.Request(given["base_url"] + "/chat/completions", body, headers)
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
@@ -35,11 +35,11 @@ END
 """
 
 
-def check(folder: Path, *, system: str, end: str = "ask([system(), *history])") -> int:
+def check(folder: Path, *words: str, system: str, end: str = "ask([system(), *history])") -> int:
     path = folder / "agent.py"
     path.write_text(AGENT.replace("SYSTEM", system).replace("END", end))
     settings = ["agent=endpoint", f"agent.command=[{sys.executable},{path}]"]
-    return main(["check", "experiment=shop", "debug=tiny", *settings])
+    return main(["check", "experiment=shop", "debug=tiny", *settings, *words])
 
 
 def test_a_client_that_keeps_its_history_has_no_restarts(
@@ -73,3 +73,27 @@ def test_an_agent_that_somebody_else_starts_is_not_waited_for(
 ) -> None:
     assert main(["check", "experiment=shop", "debug=tiny", "agent=endpoint"]) == 0
     assert "started by somebody else: no conversation to check" in capsys.readouterr().out
+
+
+DEMANDS = """
+point = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+form = {"type": "json_schema", "json_schema": {"name": "point", "schema": point}}
+again = ask([system(), *history], tool_choice="required")
+(call,) = again["tool_calls"]
+history += [again, {"role": "tool", "tool_call_id": call["id"], "content": "8"}]
+written = ask([system(), *history], response_format=form)
+assert type(json.loads(written["content"])["x"]) is int
+"""
+
+
+def test_calls_and_json_that_an_agent_demands_are_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert check(tmp_path, system="'Be brief.'", end=DEMANDS) == 2
+    assert "tool_choice: demands a call, which needs a grammar" in capsys.readouterr().err
+    structured = (
+        *("engine=vllm", "rollout.structured_calls=true", "guards.logprob_gap.limit=null"),
+        *("algorithm.correction=token", "algorithm.behaviour=recomputed"),
+    )
+    check(tmp_path, *structured, system="'Be brief.'", end=DEMANDS)  # 2 where vLLM is not installed
+    assert "3 turns of a scripted model, completed: 0 restarts\n" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -16,7 +17,9 @@ import parts
 import pytest
 import tiny
 import torch
+from agent_kit import client, post, rollout
 
+from agenttrain.agents.task import AgentTask
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.grammar import grammar_problem
 from agenttrain.engines.base import EngineError
@@ -25,7 +28,7 @@ from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
-from agenttrain.rollout.row_tools import check_grammars, grammar_of
+from agenttrain.rollout.row_tools import check_grammars
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import named_weights
 from agenttrain.types import AssistantTurn, Completion, Finish, RowTool
@@ -144,7 +147,7 @@ def turn_of(completion: Completion) -> AssistantTurn:
 def test_every_call_that_ends_fits_its_tool(engine: VllmEngine) -> None:
     """Several in a completion too; what is cut by the budget stays a call that is not closed."""
     tools = [schema("add"), schema("search", {"type": "object", "properties": {}})]
-    grammar = grammar_of(parts.chat(), tools)
+    grammar = parts.chat().grammar(tools)
 
     async def use() -> None:
         free = await sample(engine, None, 64)
@@ -176,7 +179,7 @@ def test_every_call_that_ends_fits_its_tool(engine: VllmEngine) -> None:
 def test_logprobs_are_those_of_the_policy_renormalised(
     engine: VllmEngine, temperature: float
 ) -> None:
-    grammar = grammar_of(parts.chat(), [schema("add")])
+    grammar = parts.chat().grammar([schema("add")])
 
     async def use() -> None:
         constrained = 0
@@ -201,7 +204,7 @@ def test_logprobs_are_those_of_the_policy_renormalised(
 @pytest.mark.parametrize("mode", ["abort_resume", "in_flight"])
 def test_a_call_goes_on_under_new_weights(folder: Path, mode: str) -> None:
     """The grammar stands where it stood; what is sampled afterwards is of the new weights."""
-    grammar = grammar_of(parts.chat(), [schema("add")])
+    grammar = parts.chat().grammar([schema("add")])
     changed = model()
     torch.manual_seed(2)
     with torch.no_grad():
@@ -231,7 +234,7 @@ def test_a_call_goes_on_under_new_weights(folder: Path, mode: str) -> None:
 
 def test_text_before_the_first_call_is_free(engine: VllmEngine) -> None:
     """The same ids as without a grammar, control tokens and broken characters too."""
-    grammar = grammar_of(parts.chat(), [schema("add")])
+    grammar = parts.chat().grammar([schema("add")])
 
     async def use() -> None:
         pairs = zip(await sample(engine, None, 48), await sample(engine, grammar, 48), strict=True)
@@ -289,13 +292,53 @@ def test_a_row_calls_its_own_tools_only(engine: VllmEngine) -> None:
     asyncio.run(use())
 
 
+def test_an_outside_agent_gets_the_calls_and_the_json_that_it_demands(engine: VllmEngine) -> None:
+    switch = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tools = [schema("first", switch), schema("second", switch)]
+    named = {"type": "function", "function": {"name": "second"}}
+    form = {"type": "json_schema", "json_schema": {"name": "switch", "schema": switch}}
+    seen, numbers = dict.fromkeys(("called", "named", "written"), 0), itertools.count()
+
+    async def drive(agent: AgentTask) -> None:
+        async with client(agent) as http:
+
+            async def answers(**fields) -> list[tuple[str, list[str]]]:
+                """Text and names of the calls of those that the budget did not cut."""
+                asks = [[{"role": "user", "content": f"{next(numbers)}?"}] for _ in range(12)]
+                got = await asyncio.gather(*(post(http, ask, **fields) for ask in asks))
+                for response in got:
+                    assert response.status_code == 200, response.text
+                choices = [response.json()["choices"][0] for response in got]
+                whole = [c["message"] for c in choices if c["finish_reason"] != "length"]
+                calls = [[c["function"] for c in m.get("tool_calls", ())] for m in whole]
+                for call in (call for some in calls for call in some):
+                    jsonschema.validate(json.loads(call["arguments"]), switch)
+                names = [[call["name"] for call in some] for some in calls]
+                return [(m["content"], n) for m, n in zip(whole, names, strict=True)]
+
+            for _, names in await answers(tools=tools, tool_choice="required"):
+                assert names
+                seen["called"] += 1
+            for _, names in await answers(tools=tools, tool_choice=named):
+                assert names == ["second"]
+                seen["named"] += 1
+            for text, names in await answers(tools=[], response_format=form):
+                assert not names
+                jsonschema.validate(json.loads(text), switch)
+                seen["written"] += 1
+
+    limits = {"max_turns": 99, "max_turn_tokens": 150, "max_completion_tokens": 10**5}
+    rollout(drive, engine=engine, limits={**limits, "structured_calls": True})
+    assert min(seen.values()) >= 4, seen
+
+
 def test_a_grammar_that_cannot_be_made_fails_its_rollout_only(engine: VllmEngine) -> None:
     bad = {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}
 
     async def use() -> None:
-        good = grammar_of(parts.chat(), [schema("add")])
+        good = parts.chat().grammar([schema("add")])
         found = await asyncio.gather(
-            sample(engine, grammar_of(parts.chat(), [schema("add", bad)]), 1),
+            sample(engine, parts.chat().grammar([schema("add", bad)]), 1),
             sample(engine, good, 2),
             return_exceptions=True,
         )
@@ -303,7 +346,7 @@ def test_a_grammar_that_cannot_be_made_fails_its_rollout_only(engine: VllmEngine
         assert len(found[1]) == 2
 
     asyncio.run(use())
-    assert "$defs" in grammar_problem(grammar_of(parts.chat(), [schema("add", bad)]))
+    assert "$defs" in grammar_problem(parts.chat().grammar([schema("add", bad)]))
     with pytest.raises(ChatError, match=r"the parameters of the tool 'second': Cannot find field"):
         check_grammars(parts.chat(), [[schema("first")], [schema("first"), schema("second", bad)]])
 
@@ -313,7 +356,7 @@ def test_an_engine_without_a_tokenizer_refuses_grammars(folder: Path) -> None:
         engine = started(folder, grammars=False)
         try:
             with pytest.raises(EngineError, match="built without a tokenizer"):
-                await sample(engine, grammar_of(parts.chat(), [schema("add")]), 1)
+                await sample(engine, parts.chat().grammar([schema("add")]), 1)
         finally:
             await engine.aclose()
 

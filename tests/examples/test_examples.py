@@ -1,12 +1,13 @@
-"""The folders under examples/: the commands of their READMEs, and a step of training of each."""
+"""The folders under examples/: the commands of their READMEs, and two steps of training of each."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from example_kit import EXAMPLES, FOLDERS, commands, train, train_shop
+from example_kit import EXAMPLES, FOLDERS, call_of_readme, commands, train, train_shop
 from sandbox_kit import usable
 from served_kit import served
 
@@ -28,16 +29,13 @@ def test_a_readmes_commands_are_composed(name: str, enter: Callable[..., Path]) 
             with hydra_session(command.source):
                 assert cli.compose_all(command)
             trained += f"experiment={folder.name}" in words
+        elif program == "python" and words[:2] == ["-m", "venv"]:
+            place = folder / words[2] / "bin" / "python"
+            place.parent.mkdir(parents=True)
+            place.symlink_to(sys.executable)
         else:
             assert Path(program).name in ("agenttrain", "python"), program
     assert trained
-
-
-def call_of_readme(name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the README's `agenttrain tools … --call` prints."""
-    (words,) = (words[1:] for words in commands(name) if words[:2] == ["agenttrain", "tools"])
-    assert cli.main(words) == 0
-    return capsys.readouterr().out
 
 
 def test_the_shop_agent_with_openais_client_is_trained(enter: Callable[..., Path]) -> None:

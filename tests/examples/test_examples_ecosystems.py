@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from example_kit import train, train_shop
+from example_kit import call_of_readme, train, train_shop
 
 
 def python_of(variable: str) -> object:
@@ -48,6 +48,18 @@ def openenv_server(folder: Path) -> Iterator[str]:
     finally:
         server.kill()
         server.wait()
+
+
+@python_of("VERIFIERS_PYTHON")
+def test_the_verifiers_taskset_is_trained(
+    enter: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = enter("verifiers_countdown")
+    (folder / "verifiers-env").symlink_to(Path(os.environ["VERIFIERS_PYTHON"]).parents[1])
+    assert "27" in call_of_readme("verifiers_countdown", capsys)  # 3 * (2 + 7)
+    for rollout in train(folder):
+        assert "each used once" in rollout["trajectories"][0]["messages"][0]["content"]
+        assert rollout["rewards"].keys() == {"environment"}
 
 
 @python_of("OPENENV_PYTHON")

@@ -220,6 +220,7 @@ UNUSABLE = {
     "agent.command='a \"b'": "No closing quotation; quote the parts as in a shell, or write a list",
     "agent.command=3": "expected a list of texts, or one text as in a shell",
     "agent._target_=solve": "agent._target_=solve: expected a dotted path, my_pkg.solve",
+    "agent.memory_mb=100": "agent.memory_mb=100: only a sandbox has this limit; add agent.s",
     "agent.reuse=true": "only processes are reused; add agent.command=[…]",
     "agent.exit_code_reward=true": "needs a process for each rollout; add agent.command=[…]",
     "agent.timeout_s=0": "must be more than 0",
@@ -468,10 +469,6 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         (
             ("agent=endpoint", "rollout.compaction=summary", "rollout.compact_at=100"),
             "an outside agent keeps its own context; leave compaction and compact_at out",
-        ),
-        (
-            ("agent=endpoint", "engine=vllm", "rollout.structured_calls=true"),
-            "rollout.structured_calls=true: is not supported with agent=endpoint; leave it out",
         ),
         (
             ("agent=endpoint", "rollout.timeout_s=5"),

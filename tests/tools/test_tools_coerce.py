@@ -11,8 +11,8 @@ from agenttrain.tools.arguments import (
     InvalidArguments,
     coerce,
     make_validator,
-    without_nullable,
 )
+from agenttrain.utils.json_schema import without_nullable
 
 INTEGER, NUMBER, STRING, BOOLEAN = (
     {"type": name} for name in ("integer", "number", "string", "boolean")

@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from agenttrain.chat.grammar import AnswerForm
 from agenttrain.chat.wire.normal import HANDLE, Answer, Question, call_message
-from agenttrain.chat.wire.openai import RequestError
+from agenttrain.chat.wire.openai import RequestError, check_form
 from agenttrain.types import Finish, Message
 
 BIASING = ("temperature", "top_p", "top_k")
@@ -33,10 +34,11 @@ def read_question(data: Mapping[str, Any]) -> Question:
         raise RequestError("messages: needs a list with at least one message", param="messages")
     choice = data.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind not in (None, "auto", "none"):
+    tool = choice.get("name") if isinstance(choice, Mapping) and kind == "tool" else None
+    if kind not in (None, "auto", "none", "any") and not isinstance(tool, str):
         raise RequestError(
-            f"tool_choice={kind}: only auto and none are supported, because calls are not forced; "
-            "leave it out",
+            f"tool_choice={json.dumps(choice)}: expected the type auto, none, any, or tool with a "
+            "name",
             param="tool_choice",
             code="unsupported_value",
         )
@@ -62,9 +64,13 @@ def read_question(data: Mapping[str, Any]) -> Question:
     most = data.get("max_tokens")
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise RequestError(f"max_tokens={most}: needs a number of at least 1", param="max_tokens")
+    schemas = [] if kind == "none" else _schemas(data.get("tools") or [])
+    form = AnswerForm(call=kind in ("any", "tool"), tool=tool)
+    check_form(form, schemas)
     return Question(
         messages=messages,
-        schemas=[] if kind == "none" else _schemas(data.get("tools") or []),
+        schemas=schemas,
+        form=form,
         model=data.get("model"),
         max_tokens=most,
         sampling={name: data[name] for name in BIASING if data.get(name) is not None},

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agenttrain.chat.grammar import ANY_FORM, AnswerForm
 from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
 
 HANDLE = "handle"
@@ -29,6 +30,8 @@ class Question:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that change the distribution sampled from, as the request names them."""
     stops: tuple[str, ...] = ()
+    form: AnswerForm = ANY_FORM
+    """Calls or JSON that the request demands."""
     stream: bool = False
     include_usage: bool = False
     """A stream ends with the numbers of tokens."""

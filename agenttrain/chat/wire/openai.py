@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from agenttrain.chat.grammar import AnswerForm
 from agenttrain.chat.wire.normal import Answer, Question, call_message
 from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
 
@@ -138,10 +139,17 @@ def read_question(data: Mapping[str, Any]) -> Question:
         for name, harmless in BIASING.items()
         if (value := data.get(name)) is not None and value not in harmless
     }
-    request = _validated({name: value for name, value in data.items() if name not in BIASING})
+    form = _form(data)
+    taken = {*BIASING, "response_format"}
+    if form.call:
+        taken.add("tool_choice")
+    request = _validated({name: value for name, value in data.items() if name not in taken})
+    schemas = request.schemas
+    check_form(form, schemas)
     return Question(
         messages=read_messages(request, text_arguments=True),
-        schemas=request.schemas,
+        schemas=schemas,
+        form=form,
         model=request.model,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         sampling=biasing,
@@ -149,6 +157,52 @@ def read_question(data: Mapping[str, Any]) -> Question:
         stream=request.stream,
         include_usage=bool((request.stream_options or {}).get("include_usage")),
     )
+
+
+def _form(data: Mapping[str, Any]) -> AnswerForm:
+    """Return the calls or JSON that a request demands; raises RequestError."""
+    choice, given = data.get("tool_choice"), data.get("response_format")
+    tool = None
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        tool = function.get("name") if isinstance(function, Mapping) else None
+        if choice.get("type") != "function" or not isinstance(tool, str):
+            raise RequestError(
+                f"tool_choice={json.dumps(choice)}: expected auto, none, required, or "
+                '{"type": "function", "function": {"name": …}}',
+                param="tool_choice",
+                code="unsupported_value",
+            )
+    schema: Any = None
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if isinstance(given, Mapping) and kind == "json_object":
+        schema = {"type": "object"}
+    elif isinstance(given, Mapping) and kind == "json_schema":
+        named = given.get("json_schema")
+        schema = named.get("schema") if isinstance(named, Mapping) else None
+    if kind not in (None, "text") and not isinstance(schema, Mapping):
+        raise RequestError(
+            f"response_format={json.dumps(given)}: expected the type text, json_object, or "
+            'json_schema with {"json_schema": {"schema": …}}',
+            param="response_format",
+            code="unsupported_value",
+        )
+    return AnswerForm(
+        call=choice == "required" or tool is not None,
+        tool=tool,
+        schema=None if schema is None else json.dumps(schema),
+    )
+
+
+def check_form(form: AnswerForm, schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RequestError if a request demands a call of a tool that it does not have."""
+    names = [schema["function"]["name"] for schema in schemas]
+    if form.call and (not names or form.tool not in (None, *names)):
+        missing = "a tool" if form.tool is None else f"the tool {form.tool}"
+        raise RequestError(
+            f"tool_choice: demands a call of {missing}, and tools are {names}; add it to them",
+            param="tool_choice",
+        )
 
 
 def _validated(data: dict[str, Any]) -> ChatRequest:

@@ -17,16 +17,13 @@ from contextlib import suppress
 from typing import Any
 
 from agenttrain.tools.sandbox import repl
-from agenttrain.tools.sandbox.confine import OPEN_FILES, limit_worker
+from agenttrain.tools.sandbox.confine import limit_worker
+from agenttrain.tools.sandbox.memory import memory_in_use
 
 MEMORY_CHECK_MS = 50
 """Milliseconds between two checks of the memory in use."""
 EXITS_AT_ONCE = 100
 """Ended processes that are handled before the next message of the parent is read."""
-MEMORY_LINES = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
-FREE_FILES, FILE_BYTES = 16, 212_992
-"""Open files of a process that do not count as memory, and the bytes that each further one counts
-for: it may be a socket, whose buffer (net.core.wmem_default) is charged to no process."""
 CHANNEL = 9
 """File descriptor of bash's channel to the parent."""
 
@@ -73,7 +70,7 @@ class InitProcess:
                         if kind is not None:
                             exited = os.waitstatus_to_exitcode(status)
                             self._control.send(f"exit {kind} {exited}".encode())
-                if watching and _memory_in_use() > self._settings["memory_mb"] << 20:
+                if watching and memory_in_use(("/work",)) > self._settings["memory_mb"] << 20:
                     self._control.send(b"memory")
                     self._signal_all(signal.SIGKILL)
         finally:
@@ -142,26 +139,3 @@ class InitProcess:
         os.closerange(3, CHANNEL)
         os.closerange(CHANNEL + 1, 64)
         os.execv("/bin/bash", ["bash", "--noprofile", "--norc"])
-
-
-def _memory_in_use() -> int:
-    """Return the bytes that the sandbox uses for processes, open files and written files.
-
-    The number is an upper bound: memory that processes share counts for each of them.
-    """
-    disk = os.statvfs("/work")
-    total = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or name == "1":
-            continue
-        with suppress(OSError):  # the process has ended meanwhile
-            with open(f"/proc/{name}/status", "rb") as file:
-                lines = [line.split() for line in file]
-            kilobytes = [int(words[1]) for words in lines if words[0] in MEMORY_LINES]
-            if not kilobytes:  # a process that has ended and is not reaped yet
-                continue
-            files = OPEN_FILES
-            with suppress(PermissionError):  # a process that hides its files counts with the most
-                files = len(os.listdir(f"/proc/{name}/fd"))
-            total += sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES
-    return total

@@ -1,0 +1,44 @@
+"""Memory that a sandbox uses, counted by a process inside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+from agenttrain.tools.sandbox.confine import OPEN_FILES
+
+MEMORY_LINES = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
+FREE_FILES, FILE_BYTES = 16, 212_992
+"""Open files of a process that do not count as memory, and the bytes that each further one counts
+for: it may be a socket, whose buffer (net.core.wmem_default) is charged to no process."""
+
+
+def memory_in_use(disks: Sequence[str]) -> int:
+    """Return the bytes that the sandbox uses for processes, open files and written files.
+
+    `disks` are folders in memory. The number is an upper bound: memory that processes share counts
+    for each of them. The first process, and the one that asks, do not count.
+    """
+    total = disk_in_use(disks)
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or name == "1" or int(name) == os.getpid():
+            continue
+        with suppress(OSError):  # the process has ended meanwhile
+            with open(f"/proc/{name}/status", "rb") as file:
+                lines = [line.split() for line in file]
+            kilobytes = [int(words[1]) for words in lines if words[0] in MEMORY_LINES]
+            if not kilobytes:  # a process that has ended and is not reaped yet
+                continue
+            files = OPEN_FILES
+            with suppress(PermissionError):  # a process that hides its files counts with the most
+                files = len(os.listdir(f"/proc/{name}/fd"))
+            total += sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES
+    return total
+
+
+def disk_in_use(disks: Sequence[str]) -> int:
+    """Return the bytes that are written to folders in memory; a file system counts once."""
+    systems = {os.stat(path).st_dev: path for path in disks}
+    used = [os.statvfs(path) for path in systems.values()]
+    return sum((system.f_blocks - system.f_bfree) * system.f_frsize for system in used)
