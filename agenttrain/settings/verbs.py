@@ -202,6 +202,20 @@ VERBS: dict[str, Verb] = {
         settings=False,
         page="operate/viewer.md",
     ),
+    "timeline": Verb(
+        does="who sampled, waited, trained, synced and saved when, as a page",
+        usage="<run folder> [steps=A-B] [to=FILE]",
+        options={
+            "steps=A-B": "these steps, or one: steps=10 (all)",
+            "to=FILE": "the page (timeline.html in the run's folder)",
+        },
+        examples={
+            "timeline outputs/shop/<run>": "all of a run, also of one that goes on",
+            "timeline outputs/shop/<run> steps=10-12 to=page.html": "three steps, to another file",
+        },
+        settings=False,
+        page="operate/timeline.md",
+    ),
     "replay": Verb(
         does="rollouts once more from what was recorded: the same ids?",
         usage="<run folder> [step=N] [rollout=ID] [tools=recorded|live] [trust=true]",

@@ -122,6 +122,10 @@ class VllmServerEngine:
     async def sleep(self) -> None:
         """Do nothing: servers have devices of their own."""
 
+    def server_of(self, session: str) -> int | None:
+        """Implement `Placed.server_of`."""
+        return self.fleet.server_of(session)
+
     def metrics(self) -> dict[str, float]:
         """Implement `Metered.metrics`."""
         return self.fleet.metrics()

@@ -19,7 +19,7 @@ from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
-from agenttrain.engines.vllm_server.outside import Front, Outside, watch_outside
+from agenttrain.engines.vllm_server.outside import ROUTER, Front, Outside, watch_outside
 from agenttrain.engines.vllm_server.records import ServerRecord, last_lines, log_path
 from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.status import StatusFile
@@ -71,6 +71,8 @@ class Fleet:
         self._numbers = itertools.count()
         self._salt = secrets.token_hex(4)
         """Keeps this run's entries of an outside server's prefix cache apart from another run's."""
+        self._servers_of: dict[str, int] = {}
+        """Server of each session's last request."""
         self._status = StatusFile(folder)
 
     async def generate(
@@ -86,6 +88,7 @@ class Fleet:
         while sends < SENDS or self._front_may_recover(first_failure):
             member = await self._pick(session)
             boot = member.boot
+            self._servers_of[session] = member.number
             member.sent += 1
             self.resent += error is not None
             sends += 1
@@ -116,6 +119,12 @@ class Fleet:
     def release(self, session: str) -> None:
         """End a session: the adapters that it began with may go."""
         self._versions.release(session)
+        self._servers_of.pop(session, None)
+
+    def server_of(self, session: str) -> int | None:
+        """Return the server of a session's last request; a router does not say."""
+        number = self._servers_of.get(session)
+        return None if number == ROUTER else number
 
     async def _pick(self, session: str) -> Member:
         """Return the server for a request; wait until there is one."""
