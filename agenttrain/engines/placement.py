@@ -37,9 +37,13 @@ def placement_problems(servers: ServersConfig, gpus: int, trainers: int = 1) -> 
 def place(servers: ServersConfig, trainers: int = 1) -> tuple[tuple[int | str, ...], ...]:
     """Return the GPUs of each server, as CUDA_VISIBLE_DEVICES names them.
 
-    Example: two servers of two GPUs beside one trainer: ``((1, 2), (3, 4))``.
+    Example: two servers of two GPUs beside one trainer: ``((1, 2), (3, 4))``. On nodes of their own
+    they are positions among the GPUs of the server's node: ``((0, 1), (2, 3), (0, 1), (2, 3))``.
     """
     size = servers.tensor_parallel_size
+    if servers.nodes:
+        firsts = [number % servers.per_node * size for number in range(servers.count)]
+        return tuple(tuple(range(first, first + size)) for first in firsts)
     numbers = servers.gpus or list(range(trainers, trainers + servers.count * size))
     names: list[int | str] = list(numbers)
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):

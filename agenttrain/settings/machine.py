@@ -54,7 +54,7 @@ def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) 
         if verb in SAMPLING_VERBS and not config.servers.outside:
             spec = spec_of(config.engine)
             problems += spec.check_machine(config.engine, lambda: machine.gpus)
-            if spec.fleet:
+            if spec.fleet and not config.servers.nodes:
                 section = config.distributed
                 several = section.name is not DistributedName.single
                 trainers = (section.processes or machine.gpus) if several else 1

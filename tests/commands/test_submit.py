@@ -107,7 +107,7 @@ def test_one_process_per_gpu_on_every_node(capsys):
     assert "distributed.processes=8" in arguments_of(script)
     # Their number and where they meet is the job's to say.
     assert not [text for text in arguments_of(script) if "distributed.nodes" in text]
-    assert '"distributed.nodes=$SLURM_NNODES" "distributed.rendezvous=$first:$port"' in script
+    assert '"distributed.nodes=$training" "distributed.rendezvous=$first:$port"' in script
 
 
 def test_a_sweep_becomes_one_array(capsys, elsewhere):

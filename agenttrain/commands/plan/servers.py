@@ -82,7 +82,8 @@ def trainers_of(config: RunConfig, devices: int | None) -> int | None:
 
     Raises ConfigError if none is left.
     """
-    if devices is None or not spec_of(config.engine).fleet or config.servers.outside:
+    elsewhere = config.servers.outside or config.servers.nodes
+    if devices is None or not spec_of(config.engine).fleet or elsewhere:
         return devices
     taken = config.servers.count * config.servers.tensor_parallel_size
     if taken >= devices:

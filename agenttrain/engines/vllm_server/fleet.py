@@ -20,7 +20,7 @@ from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
 from agenttrain.engines.vllm_server.outside import ROUTER, Front, Outside, watch_outside
-from agenttrain.engines.vllm_server.records import ServerRecord, last_lines, log_path
+from agenttrain.engines.vllm_server.records import ServerRecord, last_lines, log_path, order_path
 from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.status import StatusFile
 from agenttrain.engines.vllm_server.versions import Versions
@@ -51,7 +51,13 @@ class Fleet:
     ) -> None:
         urls = outside.urls if outside is not None else ("",) * servers.count
         self.members = [
-            Member(number, outside=outside is not None, url=url) for number, url in enumerate(urls)
+            Member(
+                number,
+                outside=outside is not None,
+                url=url,
+                order=order_path(folder, number) if servers.nodes else None,
+            )
+            for number, url in enumerate(urls)
         ]
         self.resent = 0
         """Requests that were sent again since the metrics were last read."""
