@@ -296,15 +296,17 @@ VERBS: dict[str, Verb] = {
     ),
     "engine-server": Verb(
         does="a vLLM server: one of a run, or one for runs elsewhere",
-        usage="<run folder> [number=N] | <new folder> port=N [host=…] [key=value …]",
+        usage="<run folder> [number=N] [host=…] | <new folder> port=N [host=…] [key=value …]",
         options={
             "number=N": "which of servers.count, from 0 (0): a run starts them itself",
             "port=N": "a server for servers.admin_urls; the folder gets its log",
             "host=ADDRESS": "the address that it listens on (127.0.0.1)",
+            "wait=SECONDS": "wait for a run with servers.nodes to begin",
             "parent=PID": "end with this process, as servers do that a run starts",
         },
         examples={
             "engine-server outputs/shop/<run> number=1": "replace one without restarts left",
+            "engine-server outputs/shop/<run> number=0 host=10.0.0.5": "for servers.nodes, by hand",
             "engine-server /tmp/server port=8000 model=shop": "one for runs elsewhere",
         },
         settings=False,

@@ -97,7 +97,7 @@ def test_a_silent_machine_and_one_that_never_comes(tmp_path: Path) -> None:
         folder = tmp_path / "alone"
         folder.mkdir()
         engine = stubs(folder, nodes=1, count=1, start_s=1.0)
-        late = "server 0 has not been started within servers"
+        late = "server 0 was not started within 1 s on its node"
         with pytest.raises(FleetLost, match=late):
             await send(engine, 1.0, 0)
         await engine.aclose()

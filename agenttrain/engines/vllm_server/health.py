@@ -26,6 +26,9 @@ from agenttrain.engines.vllm_server.records import Condition, ServerRecord, read
 
 FAULTS = 3
 """Calls that fail one after the other until a server that still runs is killed."""
+ARRIVAL_S = 600.0
+"""Longest wait for the wrapper of another machine, which is there before the run or comes with it,
+and then has `servers.start_s` for its server."""
 GRACE_S = 0.5
 """Further seconds for an answer that came while this process's event loop was busy training."""
 
@@ -137,8 +140,8 @@ class Member:
         """Drop a server of another machine whose wrapper has not come, or has gone."""
         if self.state is MemberState.starting:
             start = f"agenttrain engine-server <run folder> number={self.number}"
-            limit = f"within servers.start_s={servers.start_s:g} s"
-            self.leave(MemberState.gone, f"has not been started {limit} ({start})")
+            limit = f"within {arrival_s(servers):g} s"
+            self.leave(MemberState.gone, f"was not started {limit} on its node ({start})")
         elif self.state is not MemberState.gone:
             self.leave(MemberState.gone, "was ended")
 
@@ -160,6 +163,11 @@ class Members(Protocol):
         ...
 
 
+def arrival_s(servers: ServersConfig) -> float:
+    """Return the seconds within which the wrapper of another machine writes a record."""
+    return min(servers.start_s, ARRIVAL_S)
+
+
 @dataclass(slots=True)
 class SignsOfLife:
     """Signs of life of a wrapper on another machine, by the clock of this one."""
@@ -174,7 +182,7 @@ class SignsOfLife:
         beat = None if record is None else (record.host, record.wrapper, record.beat)
         if beat is not None and beat != self.beat:
             self.beat, self.since = beat, time.monotonic()
-        limit_s = servers.start_s if self.beat is None else servers.dead_s
+        limit_s = arrival_s(servers) if self.beat is None else servers.dead_s
         return time.monotonic() < self.since + limit_s
 
 
