@@ -306,7 +306,6 @@ VERBS: dict[str, Verb] = {
         },
         examples={
             "engine-server outputs/shop/<run> number=1": "replace one without restarts left",
-            "engine-server outputs/shop/<run> number=0 host=10.0.0.5": "for servers.nodes, by hand",
             "engine-server /tmp/server port=8000 model=shop": "one for runs elsewhere",
         },
         settings=False,

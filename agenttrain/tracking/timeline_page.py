@@ -247,7 +247,6 @@ class Page:
     def data(self) -> dict[str, Any]:
         """Return what the page's script draws."""
         lost = {id(one) for phases in self._phases.values() for one in phases if self.lost(one)}
-        steps = {step: self._place(start) for step, start, _ in self.steps()}
         return {
             "total": round(self.total, 4),
             "breaks": [
@@ -257,7 +256,7 @@ class Page:
                 )
             ],
             "clock": self._windows[0][0],
-            "steps": [[step, start] for step, start in steps.items()],
+            "steps": [[step, self._place(start)] for step, start, _ in self.steps()],
             "phases": {
                 name: [
                     [

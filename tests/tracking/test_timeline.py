@@ -84,7 +84,7 @@ def test_time_between_a_stop_and_a_resume_is_left_out(tmp_path):
     data = Page(processes, sessions(processes)).data()
     assert data["total"] == 18.0  # 12 and 6 seconds
     assert data["breaks"] == [[12.0, 60.0]]  # where on the page, and how long
-    assert data["steps"] == [[1, 2.0], [2, 13.0]]
+    assert data["steps"] == [[1, 2.0], [2, 10.0], [2, 13.0]]
     # start, seconds, phase, step, label, lost. The trainer waits, as another process samples.
     assert data["phases"]["trainer-0"] == [
         [0.0, 2.0, "load", None, "", False],
@@ -186,11 +186,12 @@ def test_a_browser_draws_it(tmp_path):
     page = tmp_path / "page.html"
     page.write_text(render_timeline(tmp_path, title="shop/run"), encoding="utf-8")
     dom = dump(page, "", tmp_path / "profile")
-    assert "18.00 s of 18.00 s: 3 rollouts, 4 turns, 1 calls of tools" in dom
+    # from the end of the first load, at 2 s, with a hundredth of 18 s before it
+    assert "16.18 s of 18.00 s: 3 rollouts, 4 turns, 1 calls of tools" in dom
     assert re.search(r'<canvas[^>]* data-phases="9"', dom)
-    # step 1 and a thirtieth of it on both sides: 8 s of 102 to 110 are left
+    # step 1 takes 8 s; 3 % of it are shown on both sides
     dom = dump(page, "step=1", tmp_path / "profile")
-    assert "of 18.00 s: 3 rollouts, 4 turns, 1 calls of tools" in dom
+    assert "8.48 s of 18.00 s: 3 rollouts, 4 turns, 1 calls of tools" in dom
     dom = dump(page, "step=2", tmp_path / "profile")
     assert "of 18.00 s: 0 rollouts, 0 turns, 0 calls of tools" in dom
 
