@@ -43,7 +43,7 @@ class NoTimes(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class RecordedPhase:
     """A phase of a process."""
 
     start: float
@@ -59,7 +59,7 @@ class Process:
 
     name: str
     starts: list[float] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
+    phases: list[RecordedPhase] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
     """As recorded."""
 
@@ -81,7 +81,7 @@ def read_processes(run_folder: Path) -> list[Process]:
                 process.rollouts.append(row)
             else:
                 process.phases.append(
-                    Phase(
+                    RecordedPhase(
                         start=row["time"],
                         end=row["time"] + row["seconds"],
                         name=row["phase"],
@@ -109,12 +109,12 @@ def read_processes(run_folder: Path) -> list[Process]:
     return processes
 
 
-def _loading(process: Process) -> Iterator[Phase]:
+def _loading(process: Process) -> Iterator[RecordedPhase]:
     """Yield a phase from each start of a process to the first thing that it recorded."""
     for start in process.starts:
         later = (begin for begin, _ in process.intervals() if begin >= start)
         if (end := min(later, default=None)) is not None:
-            yield Phase(start=start, end=end, name=LOAD, step=None, label="")
+            yield RecordedPhase(start=start, end=end, name=LOAD, step=None, label="")
 
 
 def sessions(processes: Sequence[Process]) -> list[Interval]:
@@ -235,7 +235,7 @@ class Page:
         assert index is not None
         return round(self._begins[index] + at - self._windows[index][0], 4)
 
-    def lost(self, phase: Phase) -> bool:
+    def lost(self, phase: RecordedPhase) -> bool:
         """Return True for the work on a step that a later session did again."""
         index = self._window(phase.start)
         return phase.step is not None and any(
