@@ -35,8 +35,8 @@ def engine_server(arguments: Sequence[str]) -> int:
     """Run `engine-server <run folder> number=N [host=…] [wait=SECONDS]`; raises ConfigError.
 
     It replaces a server of a run that has used up its restarts, or is one of those that a run with
-    `servers.nodes` waits for. With `port=` it is a server for
-    runs elsewhere, `engine-server <folder> port=N [host=ADDRESS] [key=value …]`.
+    `servers.nodes` waits for. With `port=` it is a server for runs elsewhere, `engine-server
+    <folder> port=N [host=ADDRESS] [key=value …]`.
     """
     typed = parse_folder(arguments, KEYS, USAGE)
     if "port" in typed.words:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import re
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -206,6 +207,11 @@ class Page:
             process.name: [p for p in process.phases if self._window(p.start) is not None]
             for process in processes
         }
+        self._last: dict[int | None, float] = {}
+        """Last time at which each step was worked on."""
+        for phase in self._phases[self._main]:
+            if phase.name in TRAINING:
+                self._last[phase.step] = max(phase.start, self._last.get(phase.step, 0.0))
         self._rollouts: dict[str, list[dict[str, Any]]] = {}
         self.left_out = 0
         """Rollouts that are too many for the page: the oldest."""
@@ -237,12 +243,10 @@ class Page:
 
     def lost(self, phase: RecordedPhase) -> bool:
         """Return True for the work on a step that a later session did again."""
-        index = self._window(phase.start)
-        return phase.step is not None and any(
-            other.step == phase.step and other.name in TRAINING
-            for other in self._phases[self._main]
-            if self._window(other.start) != index and other.start > phase.start
-        )
+        last = self._last.get(phase.step, 0.0)
+        if phase.step is None or last <= phase.start:
+            return False
+        return self._window(last) != self._window(phase.start)
 
     def data(self) -> dict[str, Any]:
         """Return what the page's script draws."""
@@ -314,12 +318,13 @@ class Page:
 
     def table(self) -> str:
         """Return the seconds of each step as an HTML table, the last steps of a long run."""
-        phases = self._phases[self._main]
+        phases = sorted(self._phases[self._main], key=lambda phase: phase.start)
+        starts = [phase.start for phase in phases]
         shown = [name for name in COLUMNS if any(phase.name == name for phase in phases)]
         head = "".join(f"<th>{name}" for name in ("step", "seconds", *shown, "other"))
         rows = []
         for step, start, end in self.steps()[-MOST_STEPS:]:
-            own = [phase for phase in phases if start <= phase.start < end]
+            own = phases[bisect_left(starts, start) : bisect_left(starts, end)]
             seconds = [sum(p.end - p.start for p in own if p.name == name) for name in shown]
             again = " (lost, done again)" if any(map(self.lost, own)) else ""
             other = max(end - start - sum(seconds), 0.0)

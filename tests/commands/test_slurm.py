@@ -173,19 +173,25 @@ def test_two_nodes_train_together(work):
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: scripts/install_vllm_cpu")
-def test_serving_and_training_are_steps_of_one_job(work):
+@pytest.mark.parametrize("how", ["signalled", "preempted"])
+def test_serving_and_training_are_steps_of_one_job(work, how):
     """On two nodes; the job gives way in the middle of a step, and both go on in its next life."""
     (work / "hold").write_text("all")
     job = submit(
         work,
         *("engine=vllm_server", "servers.nodes=1", "slurm.nodes=2", "engine.kv_cache_mb=32"),
         *("steps=4", "tasks_per_step=2", "eval.questions=0", "hydra.run.dir='my run=1'"),
+        "slurm.cpus=96",
     )
     wait("the run is at its step", (work / "held").exists, lambda: logs(work))
     record = json.loads((work / "my run=1/servers/0.json").read_text())
     assert (record["condition"], record["boot"]) == ("ready", 1)
     assert record["host"] == socket.gethostname() and record["url"].startswith("http://")
-    subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
+    if how == "signalled":
+        subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
+    else:  # SIGTERM to both steps
+        urgent = ["--partition=high", f"--nodelist={socket.gethostname()}", "--cpus-per-task=96"]
+        sbatch(work, *urgent, "--wrap=true", "--output=/dev/null")
     ended(job, "COMPLETED", work)
     assert (shown(job, "Restarts"), shown(job, "NumNodes")) == ("1", "2")
     folder = work / "my run=1"

@@ -29,6 +29,9 @@ FAULTS = 3
 ARRIVAL_S = 600.0
 """Longest wait for the wrapper of another machine, which is there before the run or comes with it,
 and then has `servers.start_s` for its server."""
+SILENCES = 4
+"""Times servers.dead_s without a sign of life until the wrapper of another machine is given up: a
+shared file system may show its record a minute late. A server that hangs is found without it."""
 GRACE_S = 0.5
 """Further seconds for an answer that came while this process's event loop was busy training."""
 
@@ -182,7 +185,7 @@ class SignsOfLife:
         beat = None if record is None else (record.host, record.wrapper, record.beat)
         if beat is not None and beat != self.beat:
             self.beat, self.since = beat, time.monotonic()
-        limit_s = arrival_s(servers) if self.beat is None else servers.dead_s
+        limit_s = arrival_s(servers) if self.beat is None else SILENCES * servers.dead_s
         return time.monotonic() < self.since + limit_s
 
 
