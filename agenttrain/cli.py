@@ -32,6 +32,7 @@ from agenttrain.commands.sweep.config import objective_problems
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.process import end_with_sweep
 from agenttrain.commands.sweep.record import is_job
+from agenttrain.commands.timeline import timeline
 from agenttrain.launch.processes import (
     assigned_folder,
     check_processes,
@@ -161,6 +162,7 @@ def _dispatch(arguments: list[str]) -> int:
             "completion": completion,
             "init": init,
             "view": view,
+            "timeline": timeline,
             "tools": _tools,
             "data": _data,
             "replay": replay,

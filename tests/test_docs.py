@@ -36,7 +36,18 @@ from agenttrain.utils.model_path import model_folder
 PROGRAMS = {"pytest", "python", "pip", "torchrun", "trackio", ".venv-vllm/bin/python"}
 """Programs other than `agenttrain` and scripts/… that commands may begin with."""
 AGENTTRAIN = {"agenttrain", ".venv-vllm/bin/agenttrain"}
-ON_A_RUN = {"view", "replay", "rescore", "export", "templates", "tools", "data", "init", "rehearse"}
+ON_A_RUN = {
+    "view",
+    "timeline",
+    "replay",
+    "rescore",
+    "export",
+    "templates",
+    "tools",
+    "data",
+    "init",
+    "rehearse",
+}
 """Verbs that are run, because they take seconds and need no more than a run or a tokenizer."""
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]

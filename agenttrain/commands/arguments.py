@@ -38,7 +38,10 @@ class FolderCommand:
 
 def parse_folder(arguments: Sequence[str], keys: Sequence[str], usage: str) -> FolderCommand:
     """Parse the arguments of a verb with the words `keys`. Raises ConfigError, quoting `usage`."""
-    folders = [word for word in arguments if "=" not in word]
+    # A folder's name may have a "=", as those of jobs of a sweep do.
+    named = [word for word in arguments if "=" in word and Path(word).is_dir()]
+    arguments = [word for word in arguments if word not in named]
+    folders = [*named, *(word for word in arguments if "=" not in word)]
     if len(folders) != 1 or folders[0].startswith("-"):
         raise ConfigError(usage)
     words: dict[str, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from socket import SO_REUSEADDR, SOL_SOCKET, socket
 
@@ -15,39 +16,51 @@ from agenttrain.settings.pinning import fetch
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 
-USAGE = "engine-server: give the folder of a run with servers: engine-server <run folder> number=0"
+USAGE = (
+    "engine-server: give the folder of a run with servers: engine-server <run folder> number=0 "
+    "[host=…] [wait=SECONDS]"
+)
 ALONE = (
     "engine-server: a server for runs elsewhere has a port and a new folder: engine-server "
     "<folder> port=8000 [host=…] [key=value …]"
 )
-KEYS = ("number", "parent", "host", "port")
+KEYS = ("number", "parent", "host", "port", "wait")
 HOST = "127.0.0.1"
 PLAN = "servers/plan.json"
+LOOK_S = 0.5
+"""Seconds between two looks for the plan of a run that has not begun."""
 
 
 def engine_server(arguments: Sequence[str]) -> int:
-    """Run `engine-server <run folder> number=N [parent=PID]`; raises ConfigError.
+    """Run `engine-server <run folder> number=N [host=…] [wait=SECONDS]`; raises ConfigError.
 
-    It replaces a server of a run that has used up its restarts. With `port=` it is a server for
-    runs elsewhere, `engine-server <folder> port=N [host=ADDRESS] [key=value …]`.
+    It replaces a server of a run that has used up its restarts, or is one of those that a run with
+    `servers.nodes` waits for. With `port=` it is a server for runs elsewhere, `engine-server
+    <folder> port=N [host=ADDRESS] [key=value …]`.
     """
     typed = parse_folder(arguments, KEYS, USAGE)
     if "port" in typed.words:
         return _alone(typed)
-    if "host" in typed.words:
-        raise ConfigError(f"host={typed.words['host']}: has no effect without port=; {ALONE}")
     if typed.overrides:
         key = typed.overrides[0].partition("=")[0]
         hint = did_you_mean(key, KEYS)
         raise ConfigError(f"{typed.overrides[0]}: is not an option of engine-server{hint}; {USAGE}")
     for key, text in typed.words.items():
-        if not text.isdecimal():
+        if key != "host" and not text.isdecimal():
             raise ConfigError(f"{key}={text}: is no number; {USAGE}")
+    host, wait = typed.words.get("host"), typed.words.get("wait")
+    without_port = f"host={host}: has no effect without port= or servers.nodes; {ALONE}"
+    plan_file = typed.folder / PLAN
+    deadline = time.monotonic() + int(wait or 0)
+    while not plan_file.exists() and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
     try:
-        plan = json.loads((typed.folder / PLAN).read_text(encoding="utf-8"))
+        plan = json.loads(plan_file.read_text(encoding="utf-8"))
     except OSError as error:
+        if host is not None and wait is None:
+            raise ConfigError(without_port) from error
         raise ConfigError(
-            f"{typed.folder / PLAN}: {error.strerror}: no run with servers is going on in this "
+            f"{plan_file}: {error.strerror}: no run with servers is going on in this "
             f"folder; a run with {names_with(fleet=True)} starts them itself"
         ) from error
     number, count = int(typed.words.get("number", 0)), plan["servers"]["count"]
@@ -55,10 +68,14 @@ def engine_server(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"number={number}: this run has servers.count={count}, numbered from 0; {USAGE}"
         )
+    if host is not None and not plan["servers"]["nodes"]:
+        raise ConfigError(without_port)
+    if host is not None:
+        _check_free(host, 0)
     parent = typed.words.get("parent")
     run_server = specs()[plan["engine"]["name"]].run_server
     assert run_server is not None
-    return run_server(typed.folder, number, None if parent is None else int(parent))
+    return run_server(typed.folder, number, None if parent is None else int(parent), host or HOST)
 
 
 def _alone(typed: FolderCommand) -> int:
@@ -66,7 +83,7 @@ def _alone(typed: FolderCommand) -> int:
     from agenttrain.runs.sampling import server_inputs
 
     words, folder = typed.words, typed.folder
-    for key in ("number", "parent"):
+    for key in ("number", "parent", "wait"):
         if key in words:
             raise ConfigError(f"{key}={words[key]}: has no effect beside port=; {ALONE}")
     port = words["port"]
@@ -86,8 +103,10 @@ def _alone(typed: FolderCommand) -> int:
     spec = spec_of(config.engine)
     if spec.serve_alone is None:
         raise ConfigError(f"engine={config.engine.name}: has no servers; leave it out")
-    if config.servers.outside or config.servers.count > 1:
-        raise ConfigError("servers.count, servers.admin_urls: this is one server; leave them out")
+    if config.servers.outside or config.servers.nodes or config.servers.count > 1:
+        raise ConfigError(
+            "servers.count, servers.nodes, servers.admin_urls: this is one server; leave them out"
+        )
     if problems := list(spec.check_machine(config.engine, count_gpus)):
         raise ConfigError("\n".join(problems))
     fetch(config, "eval")

@@ -110,7 +110,7 @@ def rescore(arguments: Sequence[str]) -> int:
         config = rescored(typed.folder, changes, Source(), trust=trust).config
     validate(config, code=("reward", "data"))
     if to is not None:
-        _check_new_file(to)
+        check_new_file(to)
     try:
         from agenttrain.commands.rescore import rescore as rescore_run
 
@@ -142,14 +142,14 @@ def view(arguments: Sequence[str]) -> int:
         remedy = "write the page elsewhere: to=page.html"
         check_writable(folder / "rollouts", f"view {folder}", remedy)
     else:
-        _check_new_file(to)
+        check_new_file(to)
     from agenttrain.runs.report import write_page
 
     print(write_page(composed.config, folder, step, Path(to) if to else None))
     return 0
 
 
-def _check_new_file(to: str) -> None:
+def check_new_file(to: str) -> None:
     """Raise ConfigError if the file of `to=` exists or cannot be written."""
     path = Path(to)
     if path.exists():

@@ -169,6 +169,15 @@ class Metered(Protocol):
 
 
 @runtime_checkable
+class Placed(Protocol):
+    """An engine of several servers."""
+
+    def server_of(self, session: str) -> int | None:
+        """Return the number of the server that had the last request of a session."""
+        ...
+
+
+@runtime_checkable
 class Streaming(Protocol):
     """An engine that reports tokens while it samples them."""
 

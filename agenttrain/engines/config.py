@@ -99,11 +99,15 @@ def gpu_problems(key: str, servers: StartedServers) -> Iterator[str]:
 class ServersConfig(StartedServers):
     """Servers that sample for a run, each in processes of its own.
 
-    The run starts them on this machine, unless `admin_urls` names servers that others started.
+    The run starts them on this machine, unless `nodes` or `admin_urls` says that others do.
     """
 
     count: Whole = Field(default=1, ge=1)
-    """Number of servers; of those of `admin_urls`, the least that have to answer at the start."""
+    """Number of servers; 1 with `nodes` stands for one on each. Of those of `admin_urls`, the least
+    that have to answer at the start."""
+    nodes: Whole = Field(default=0, ge=0)
+    """Nodes that serve and do not train, each with count / nodes servers: the last ones of the job
+    that `agenttrain submit` writes. 0: the run starts the servers on its own machine."""
     admin_urls: list[str] = field(default_factory=list)
     """Servers that somebody else started and ends, e.g. [http://10.0.0.5:8000]; each of them is
     controlled under its own address. The token is in AGENTTRAIN_SERVER_TOKEN."""
@@ -118,18 +122,47 @@ class ServersConfig(StartedServers):
 
     @model_validator(mode="after")
     def _check(self) -> ServersConfig:
+        if self.count == 1:
+            self.count = max(self.nodes, 1)
         raise_problems(self._problems())
         return self
 
     def _problems(self) -> Iterator[str]:
         yield from self._outside_problems()
-        if not self.outside:
+        yield from self._node_problems()
+        if not (self.outside or self.nodes):
             yield from gpu_problems("servers", self)
 
     @property
     def outside(self) -> bool:
         """True: somebody else started the servers, and ends them."""
         return bool(self.admin_urls)
+
+    @property
+    def per_node(self) -> int:
+        """Servers of one machine."""
+        return self.count // max(self.nodes, 1)
+
+    def _node_problems(self) -> Iterator[str]:
+        """Yield settings that do not go with nodes for servers."""
+        if not self.nodes:
+            return
+        for key in ("admin_urls", "url"):
+            if value := getattr(self, key):
+                yield (
+                    f"servers.{key}={shown(value)}: names servers of others, and servers.nodes="
+                    f"{self.nodes} has some of the job's own; leave one of them out"
+                )
+        if self.gpus is not None:
+            yield (
+                f"servers.gpus={shown(self.gpus)}: with servers.nodes={self.nodes} the servers of "
+                "a node share all of its GPUs; leave it out"
+            )
+        if self.count % self.nodes:
+            yield (
+                f"servers.count={self.count}: servers.nodes={self.nodes} have equally many each; "
+                f"set a multiple of {self.nodes}"
+            )
 
     def _outside_problems(self) -> Iterator[str]:
         urls = self.admin_urls

@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from itertools import count, islice
 
-from agenttrain.engines.config import StartedServers
+from agenttrain.engines.config import ServersConfig, StartedServers
 from agenttrain.utils.sections import shown
 
 Fleets = Mapping[str, StartedServers]
@@ -70,9 +70,14 @@ def place(
 ) -> tuple[tuple[int | str, ...], ...]:
     """Return the GPUs of each server, as CUDA_VISIBLE_DEVICES names them.
 
-    Example: two servers of two GPUs beside one trainer: ``((1, 2), (3, 4))``.
+    Example: two servers of two GPUs beside one trainer: ``((1, 2), (3, 4))``. On nodes of their own
+    they are positions among the GPUs of the server's node: ``((0, 1), (2, 3), (0, 1), (2, 3))``.
     """
-    numbers, size = gpu_numbers(servers, trainers, taken), servers.tensor_parallel_size
+    size = servers.tensor_parallel_size
+    if isinstance(servers, ServersConfig) and servers.nodes:
+        firsts = [number % servers.per_node * size for number in range(servers.count)]
+        return tuple(tuple(range(first, first + size)) for first in firsts)
+    numbers = gpu_numbers(servers, trainers, taken)
     names: list[int | str] = list(numbers)
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         names = [visible.split(",")[number] for number in numbers]

@@ -151,10 +151,10 @@ class EngineSpec(Generic[S]):
     standalone: bool = False
     """True: needs neither the policy nor a device of its process, so that it can be in a process
     apart from the trainer's (`rollout.process`)."""
-    run_server: Callable[[Path, int, int | None], int] | None = None
+    run_server: Callable[[Path, int, int | None, str], int] | None = None
     """Run one server of the run in a folder, by its number, until it is stopped or the process of
-    the third argument has ended; return the exit code. Raises ConfigError if that server runs
-    already. None: the engine has no servers."""
+    the third argument has ended, at an address of this machine; return the exit code. Raises
+    ConfigError if that server runs already. None: the engine has no servers."""
     read_servers: Callable[[Path, int], dict[str, Any] | None] | None = None
     """Return the state of the servers of the run in a folder, with so many lines of each log:
     ``{"time": …, "pid": …, "ended": …, "servers": [{"number": 0, "state": "live", …}, …]}``; None:

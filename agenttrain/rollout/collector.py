@@ -199,11 +199,13 @@ async def collect(
     for rollout in failed:
         rollout.rewards, rollout.reward = dict.fromkeys(collector.rubric.names, 0.0), 0.0
     scored = [rollout for rollout in usable if rollout.stop_reason is not StopReason.agent_failed]
-    try:
-        unscored = await collector.rubric.score(scored)
-    except RewardError as error:
-        error.rollouts = usable
-        raise
+    label = "-".join(str(part) for part in seed_path[1:])
+    with collector.in_flight.timeline.phase("reward", label=label):
+        try:
+            unscored = await collector.rubric.score(scored)
+        except RewardError as error:
+            error.rollouts = usable
+            raise
     for rollout in usable:
         # Again, after all user code has run: what is trained is what was verified.
         verify(rollout, collector.chat, schemas[rollout.rollout_id], parsed_turns)

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from agenttrain.engines.base import Engine
+from agenttrain.engines.base import Engine, Placed
 from agenttrain.engines.config import Sampling
 from agenttrain.images import PlacedImage
 from agenttrain.tools.toolbox import RunningCall
+from agenttrain.tracking.timeline import Call, Timeline, Turn
 from agenttrain.types import Completion
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Flight:
     in_engine: bool = False
     """True while the engine has a request of this rollout."""
     since: float = field(default_factory=time.monotonic)
+    turns: list[Turn] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,17 +76,26 @@ class InFlight:
 
     progress: int = 0
     """Counter of engine requests sent and answered, and of rollouts that ended."""
+    timeline: Timeline = field(default_factory=Timeline)
+    """Gets the times of each rollout when it ends."""
     _flights: dict[str, Flight] = field(default_factory=dict)
 
     @contextmanager
     def tracked(self, rollout_id: str, engine: Engine) -> Iterator[Engine]:
         """Count the rollout as in flight for the block; it must use the engine that this yields."""
         flight = self._flights[rollout_id] = Flight(rollout_id=rollout_id)
+        began = flight.since
         try:
             yield TrackedEngine(engine, self, flight)
         finally:
             del self._flights[rollout_id]
             self.progress += 1
+            self.timeline.rollout(rollout_id, began, flight.turns, flight.calls)
+
+    def answered(self, call: RunningCall) -> None:
+        """Record the end of a tool's call; one that outlives its rollout is left out."""
+        if (flight := self._flights.get(call.rollout_id)) is not None:
+            flight.calls.append((call.tool, call.since, time.monotonic()))
 
     def waiting(self, calls: Iterable[RunningCall]) -> list[Waiting]:
         """Return all rollouts, the longest wait first; `calls` are those of all toolboxes."""
@@ -133,8 +145,8 @@ class TrackedEngine:
         images: Sequence[PlacedImage] = (),
     ) -> Completion:
         """Sample from the engine; meanwhile the rollout counts as waiting for it."""
-        flight = self._flight
-        flight.in_engine, flight.since = True, time.monotonic()
+        flight, began = self._flight, time.monotonic()
+        flight.in_engine, flight.since = True, began
         flight.turn += 1
         self._in_flight.progress += 1
         try:
@@ -144,6 +156,9 @@ class TrackedEngine:
         finally:
             flight.in_engine, flight.since = False, time.monotonic()
             self._in_flight.progress += 1
+            engine = self._engine
+            server = engine.server_of(session) if isinstance(engine, Placed) else None
+            flight.turns.append((began, flight.since, server))
 
     async def release(self, session: str) -> None:
         """Pass on to the engine."""

@@ -53,6 +53,7 @@ from agenttrain.runs.rollout_messages import (
 from agenttrain.runs.setup import Components
 from agenttrain.settings.compose import convert
 from agenttrain.settings.engine_checks import admit_engine
+from agenttrain.tracking.timeline import Timeline
 from agenttrain.training.checkpoint import seed_random
 from agenttrain.types import AgenttrainError
 from agenttrain.utils.channel import Channel, ChannelClosed
@@ -134,7 +135,9 @@ class RolloutService:
         stack.push_async_callback(self._engine.aclose)
         stack.push_async_callback(components.aclose)
         tasks, order = components.train_tasks, config.data.curriculum
-        collector = components.collector(self._engine, self._folder)
+        times = self._folder if config.tracker.timeline else None
+        timeline = stack.enter_context(Timeline(times, "rollouts"))
+        collector = components.collector(self._engine, self._folder, timeline)
         self._source = RolloutSource(
             algorithm=config.algorithm,
             tasks_per_step=config.tasks_per_step,

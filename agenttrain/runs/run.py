@@ -55,6 +55,7 @@ from agenttrain.settings.saved import done_steps
 from agenttrain.tools.config import without_password
 from agenttrain.tracking.rollouts import rollout_limit, write_step
 from agenttrain.tracking.run_folder import FolderInUse, lock_folder, read_summary, update_summary
+from agenttrain.tracking.timeline import Timeline
 from agenttrain.tracking.tracker import SilentTracker, Tracker
 from agenttrain.trainer import BatchSource, Trainer
 from agenttrain.training.checkpoint import Checkpoints
@@ -110,7 +111,7 @@ class Run:
     """One process of an execution of a verb in its folder.
 
     Every process of `world` makes the same calls; the main one alone writes into the folder,
-    besides checkpoints, and reports errors, which the others raise.
+    besides checkpoints and times, and reports errors, which the others raise.
     """
 
     verb: str
@@ -125,6 +126,7 @@ class Run:
     stop: StopRequest = field(default_factory=StopRequest)
     watchdog: Watchdog = field(default_factory=Watchdog)
     tracker: Tracker = field(default_factory=SilentTracker)
+    timeline: Timeline = field(default_factory=Timeline)
     evidence: Evidence | None = None
     """Writes crash bundles; None: there are none."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -164,8 +166,12 @@ class Run:
 
     def _execute(self) -> int:
         """Run the verb in the locked folder; the main process reports and records errors."""
+        times = self.folder if self.config.tracker.timeline else None
         try:
-            with Watchdog(self.folder, self.config.watchdog, self.world) as self.watchdog:
+            with (
+                Timeline(times, f"trainer-{self.world.rank}") as self.timeline,
+                Watchdog(self.folder, self.config.watchdog, self.world) as self.watchdog,
+            ):
                 self.watchdog.begin("load")
                 components = self.prepare()
                 work = self._evaluate if self.verb == "eval" else self._train
@@ -318,6 +324,7 @@ class Run:
                 stack.enter_context(self._clock(name))
             if phase.watched:
                 stack.enter_context(self.watchdog.phase(name, step))
+                stack.enter_context(self.timeline.phase(name, step, label))
             if phase.collective is not None:
                 stack.enter_context(self.world.collective(f"{phase.collective} of step {step}"))
             yield
@@ -495,7 +502,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     run.record_kernel(components, policy)
     collector: Collector | None = None
     if engine is not None and rollouts is None:
-        collector = components.collector(engine, run.folder)
+        collector = components.collector(engine, run.folder, run.timeline)
     process = None if rollouts is None else rollouts.process
     run.watchdog.watch(process or collector, policy.model.get_input_embeddings())
     checkpoints = run.checkpoints(components.tokenizer)

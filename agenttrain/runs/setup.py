@@ -34,6 +34,7 @@ from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.compaction import check_compaction
 from agenttrain.rollout.config import RolloutConfig, tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
+from agenttrain.rollout.monitoring import InFlight
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.rollout.row_tools import (
     RowTools,
@@ -48,6 +49,7 @@ from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
+from agenttrain.tracking.timeline import Timeline
 from agenttrain.types import AssistantTurn, Finish, Message, Rollout, Task
 from agenttrain.utils.model_path import base_folder, model_folder
 from agenttrain.utils.names import did_you_mean
@@ -244,18 +246,25 @@ class Components:
             environments=self.environments,
         )
 
-    def collector(self, engine: Engine, folder: Path | None = None) -> Collector:
+    def collector(
+        self, engine: Engine, folder: Path | None = None, timeline: Timeline | None = None
+    ) -> Collector:
         """Return a collector of rollouts that samples from `engine`.
 
-        The output of outside agents goes to `folder`/agents; None: to a temporary folder.
+        The output of outside agents goes to `folder`/agents; None: to a temporary folder. The times
+        of rollouts go to `timeline`.
         """
         attempt = None
         if self.config.agent.outside:
             if folder is None:
                 folder = Path(tempfile.mkdtemp(prefix="agenttrain-"))
             attempt = self._outside(engine, folder / "agents")
+        in_flight = InFlight(timeline=timeline or Timeline())
+        for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
+            toolbox.answered = in_flight.answered
         return Collector(
             attempt=attempt,
+            in_flight=in_flight,
             engine=engine,
             chat=self.chat,
             toolbox=self.toolbox,

@@ -53,7 +53,8 @@ def fleets(config: RunConfig, verb: str) -> dict[str, StartedServers]:
     own: dict[str, StartedServers] = {}
     engine = config.engine
     if not isinstance(engine, OutsideEngine) and spec_of(engine).fleet:
-        own = {} if config.servers.outside else {"servers": config.servers}
+        elsewhere = config.servers.outside or config.servers.nodes
+        own = {} if elsewhere else {"servers": config.servers}
     roles = {f"roles.{name}": one for name, one in used_roles(config, verb).items()}
     return {**own, **roles}
 

@@ -202,6 +202,20 @@ VERBS: dict[str, Verb] = {
         settings=False,
         page="operate/viewer.md",
     ),
+    "timeline": Verb(
+        does="who sampled, waited, trained, synced and saved when, as a page",
+        usage="<run folder> [steps=A-B] [to=FILE]",
+        options={
+            "steps=A-B": "these steps, or one: steps=10 (all)",
+            "to=FILE": "the page (timeline.html in the run's folder)",
+        },
+        examples={
+            "timeline outputs/shop/<run>": "all of a run, also of one that goes on",
+            "timeline outputs/shop/<run> steps=10-12 to=page.html": "three steps, to another file",
+        },
+        settings=False,
+        page="operate/timeline.md",
+    ),
     "replay": Verb(
         does="rollouts once more from what was recorded: the same ids?",
         usage="<run folder> [step=N] [rollout=ID] [tools=recorded|live] [trust=true]",
@@ -282,11 +296,12 @@ VERBS: dict[str, Verb] = {
     ),
     "engine-server": Verb(
         does="a vLLM server: one of a run, or one for runs elsewhere",
-        usage="<run folder> [number=N] | <new folder> port=N [host=…] [key=value …]",
+        usage="<run folder> [number=N] [host=…] | <new folder> port=N [host=…] [key=value …]",
         options={
             "number=N": "which of servers.count, from 0 (0): a run starts them itself",
             "port=N": "a server for servers.admin_urls; the folder gets its log",
             "host=ADDRESS": "the address that it listens on (127.0.0.1)",
+            "wait=SECONDS": "wait for a run with servers.nodes to begin",
             "parent=PID": "end with this process, as servers do that a run starts",
         },
         examples={

@@ -101,6 +101,8 @@ class Toolbox:
         self._cleanup = Cleanup()
         self._warned: set[str] = set()
         self._steps = StepTracker()
+        self.answered: Callable[[RunningCall], None] | None = None
+        """Called with each call that has ended, also one that was cancelled."""
         self._running: dict[int, RunningCall] = {}
         self._abandoned: dict[asyncio.Task[Reply], tuple[str, float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -227,6 +229,8 @@ class Toolbox:
                 reply, seconds = await self._attempt(entry, arguments, context)
             finally:
                 del self._running[id(running)]
+                if self.answered is not None:
+                    self.answered(running)
             if reply.error is not ToolError.unavailable:
                 break
         return ToolResult(

@@ -127,6 +127,8 @@ class TrackerConfig:
 
     rollouts: str = "all"
     """Rollouts written per step: all, none, or a number."""
+    timeline: bool = True
+    """Record who sampled, called tools, waited and trained when, for `agenttrain timeline`."""
     console: bool = True
     """Live progress in the terminal."""
     trackio: TrackioSettings = field(default_factory=TrackioSettings)

@@ -30,7 +30,7 @@ from agenttrain.tracking.run_folder import (
     write_atomically,
 )
 from agenttrain.types import Rollout
-from agenttrain.utils.json_lines import dumps, read_rows
+from agenttrain.utils.json_lines import dumps, open_to_append, read_rows
 
 ENDS = ("_low", "_high")
 """Suffixes of metrics that are the ends of a confidence interval."""
@@ -238,13 +238,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            content = path.read_bytes()
-            if content and not content.endswith(b"\n"):  # a last line torn by a crash
-                with path.open("rb+") as file:
-                    file.truncate(content.rfind(b"\n") + 1)
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._file = open_to_append(path)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append ``{"step": step, **metrics}``."""

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def dumps(value: Any) -> str:
@@ -43,3 +43,18 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise ValueError(f"{path}:{number}: a {type(row).__name__}, not an object")
             yield row
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """Open a JSON-lines file, made with its folder if needed, to append whole lines.
+
+    Each line goes to the operating system when it is written. A last line that was cut by a crash
+    is removed first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with path.open("rb+") as file:
+                file.truncate(content.rfind(b"\n") + 1)
+    return path.open("a", buffering=1, encoding="utf-8")

@@ -98,6 +98,12 @@ def test_view_shows_the_rollouts(run):
     assert all(name in page for name in STEP_ROLLOUTS)
 
 
+def test_timeline_says_that_no_times_were_recorded(capsys):
+    assert main(["timeline", RUN]) == 2
+    assert f"timeline {RUN}: it has recorded no times (timeline/*.jsonl)" in capsys.readouterr().err
+    assert not Path(RUN, "timeline.html").exists()
+
+
 @pytest.mark.parametrize(("step", "tools"), [(1, "recorded"), (2, "live")])
 def test_replay_gives_the_same_ids(capsys, step, tools):
     assert main(["replay", RUN, f"step={step}", f"tools={tools}"]) == 0

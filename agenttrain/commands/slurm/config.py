@@ -42,7 +42,7 @@ class SlurmConfig:
     """Wall time, hours:minutes:seconds or days-hours:minutes:seconds. A run that needs
     more is put back into the queue and resumed."""
     nodes: Whole = Field(default=1, ge=1)
-    """Machines (`distributed.nodes`)."""
+    """Machines: those that train (`distributed.nodes`), and those that serve (`servers.nodes`)."""
     gpus: Whole = Field(default=0, ge=0)
     """GPUs of each node; one process each (`distributed.processes`)."""
     cpus: Whole = Field(default=8, ge=1)
@@ -122,8 +122,31 @@ def check_submission(config: Any, section: SlurmConfig) -> None:
     """Raise ConfigError if a job with these settings cannot run the processes of `config`."""
     problems = list[str]()
     name = config.distributed.name
-    if name == "single":
-        for key, value in (("gpus", section.gpus), ("nodes", section.nodes)):
+    serving = config.servers.nodes
+    training = section.nodes - serving
+    if training < 1:
+        problems.append(
+            f"servers.nodes={serving}: of slurm.nodes={section.nodes}, and at least one has to "
+            f"train; set slurm.nodes={serving + 1} or more"
+        )
+    if serving and section.gpus:
+        servers = config.servers
+        needed = servers.per_node * servers.tensor_parallel_size
+        if needed > section.gpus:
+            problems.append(
+                f"servers.count={servers.count}: with servers.nodes={serving} and servers."
+                f"tensor_parallel_size={servers.tensor_parallel_size} a node's servers need "
+                f"{needed} GPUs, and it has slurm.gpus={section.gpus}; lower one of them"
+            )
+    if name == "single" and serving:
+        if training > 1:
+            problems.append(
+                f"slurm.nodes={section.nodes}: servers.nodes={serving} of them serve, and "
+                f"distributed=single trains on one; add distributed=ddp or distributed=fsdp2, or "
+                f"slurm.nodes={serving + 1}"
+            )
+    elif name == "single":
+        for key, value in (("gpus", section.gpus), ("nodes", training)):
             if value > 1:
                 problems.append(
                     f"slurm.{key}={value}: distributed=single uses one; add distributed=ddp or "

@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import has_magic
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from agenttrain.commands.slurm.config import SlurmConfig
+from agenttrain.engines.config import ServersConfig
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import BUNDLED, model_folder
@@ -42,6 +43,8 @@ class JobScript:
     jobs: Sequence[Sequence[str]]
     """Arguments of `agenttrain` for each job of an array; a run is one job."""
     array: bool = False
+    servers: ServersConfig = field(default_factory=ServersConfig)
+    """Servers of the run; those of `servers.nodes` are a step of the job."""
     python: Path
     """Interpreter of `agenttrain submit`."""
 
@@ -100,6 +103,10 @@ def render(script: JobScript, settings: SlurmConfig) -> str:
         srun=settings.srun,
         single=not script.array,
         jobs=script.jobs,
+        folder=str(script.folder),
+        serving=script.servers.nodes,
+        per_node=script.servers.per_node,
+        server_cpus=max(settings.cpus // script.servers.per_node, 1),
         core=core(),
     )
 

@@ -139,6 +139,7 @@ def _parse(arguments: Sequence[str]) -> Submission:
         raise ConfigError(
             "resume=auto: the job adds it itself; leave it out, or name a run: resume=<folder>"
         )
+    command, slurm = _with_allocation(command, slurm)
     for text in command.overrides:
         key = text.lstrip("+").partition("=")[0]
         if key in NODES:
@@ -151,6 +152,23 @@ def _parse(arguments: Sequence[str]) -> Submission:
     )
 
 
+def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[str]]:
+    """Write `servers.nodes=2 distributed.nodes=4` as `servers.nodes=2 slurm.nodes=6`."""
+    typed = {text.partition("=")[0]: text.partition("=")[2] for text in command.overrides}
+    training, serving = typed.get(NODES[0], ""), typed.get("servers.nodes", "")
+    if not (training.isdecimal() and serving.isdecimal() and int(serving)):
+        return command, slurm
+    total = f"slurm.nodes={int(training) + int(serving)}"
+    for text in slurm:
+        if key_of(text) == "slurm.nodes" and text != total:
+            raise ConfigError(
+                f"{text}: {NODES[0]}={training} and servers.nodes={serving} make {total}; leave "
+                "it out"
+            )
+    words = [text for text in command.overrides if not text.startswith(f"{NODES[0]}=")]
+    return replace(command, overrides=words), [*slurm, total]
+
+
 def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -> PlannedJob:
     """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError."""
     command, source = typed.command, typed.command.source
@@ -161,7 +179,7 @@ def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -
         folder = command.saved.absolute()
         trust = [TRUSTED] if command.trust else []
         started = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
-        script = _script(folder, job_name([], source), [started], array=False)
+        script = _script(folder, job_name([], source), [started], runs[0])
         return PlannedJob(settings=settings, runs=runs, script=script, record=None, saved=True)
     combination = command.overrides
     if command.sweep:
@@ -182,7 +200,7 @@ def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -
     if gpus and first.distributed.processes is None:
         processes = f"distributed.processes={gpus}"
         command = replace(command, overrides=[*command.overrides, processes])
-    nodes = first.slurm.nodes
+    nodes = first.slurm.nodes - first.servers.nodes
     meeting = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
     checked = [*command.overrides, *(meeting if nodes > 1 else ())]
     runs = compose_all(replace(command, overrides=checked))
@@ -192,7 +210,12 @@ def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -
         folder, record = new_sweep(command, runs)
         folder = folder.absolute()
         jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
-        script = _script(folder, name, jobs, array=True)
+        if first.servers.nodes:
+            raise ConfigError(
+                f"servers.nodes={first.servers.nodes}: the jobs of an array have no nodes for "
+                "servers; submit the runs one by one, or leave it out"
+            )
+        script = _script(folder, name, jobs, runs[0], array=True)
         return PlannedJob(
             settings=first.slurm, runs=runs, script=script, record=record, saved=False
         )
@@ -201,7 +224,7 @@ def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -
     commits = pins(runs[0].config, command.verb)
     place = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
     arguments = [command.verb, *command.options, *words, *commits, *place]
-    script = _script(folder, name, [arguments], array=False)
+    script = _script(folder, name, [arguments], runs[0])
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
 
 
@@ -225,7 +248,14 @@ def _check_sweep(settings: SweepConfig) -> None:
         )
 
 
-def _script(folder: Path, name: str, jobs: Sequence[Sequence[str]], *, array: bool) -> JobScript:
+def _script(
+    folder: Path,
+    name: str,
+    jobs: Sequence[Sequence[str]],
+    first: Composed,
+    *,
+    array: bool = False,
+) -> JobScript:
     """Return the script of these jobs; raises ConfigError for a folder that it cannot name."""
     if not f"{folder}{Path.cwd()}".isprintable():  # a line break would end an #SBATCH line
         raise ConfigError(f"{str(folder)!r}: SLURM takes no such folder name; give another one")
@@ -235,6 +265,7 @@ def _script(folder: Path, name: str, jobs: Sequence[Sequence[str]], *, array: bo
         workdir=Path.cwd(),
         jobs=jobs,
         array=array,
+        servers=first.config.servers,
         python=Path(sys.executable),
     )
 

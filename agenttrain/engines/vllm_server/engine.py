@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.fleet import Fleet
-from agenttrain.engines.vllm_server.local import LocalServers, OutsideServers
+from agenttrain.engines.vllm_server.local import LocalServers, NodeServers, OutsideServers
 from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
 from agenttrain.types import Completion
 
@@ -29,7 +29,7 @@ class VllmServerEngine:
     def __init__(
         self,
         fleet: Fleet,
-        servers: LocalServers | OutsideServers,
+        servers: LocalServers | NodeServers | OutsideServers,
         writer: WeightWriter,
         *,
         max_context: int,
@@ -43,7 +43,7 @@ class VllmServerEngine:
         self.quantized = quantized
         self.takes_adapters = writer.alpha is not None
         self._grammars = grammars
-        self._servers: LocalServers | OutsideServers | None = servers
+        self._servers: LocalServers | NodeServers | OutsideServers | None = servers
         self._writer = writer
 
     async def generate(
@@ -121,6 +121,10 @@ class VllmServerEngine:
 
     async def sleep(self) -> None:
         """Do nothing: servers have devices of their own."""
+
+    def server_of(self, session: str) -> int | None:
+        """Implement `Placed.server_of`."""
+        return self.fleet.server_of(session)
 
     def metrics(self) -> dict[str, float]:
         """Implement `Metered.metrics`."""

@@ -19,8 +19,8 @@ from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
-from agenttrain.engines.vllm_server.outside import Front, Outside, watch_outside
-from agenttrain.engines.vllm_server.records import ServerRecord, last_lines, log_path
+from agenttrain.engines.vllm_server.outside import ROUTER, Front, Outside, watch_outside
+from agenttrain.engines.vllm_server.records import ServerRecord, last_lines, log_path, order_path
 from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.status import StatusFile
 from agenttrain.engines.vllm_server.versions import Versions
@@ -51,7 +51,13 @@ class Fleet:
     ) -> None:
         urls = outside.urls if outside is not None else ("",) * servers.count
         self.members = [
-            Member(number, outside=outside is not None, url=url) for number, url in enumerate(urls)
+            Member(
+                number,
+                outside=outside is not None,
+                url=url,
+                order=order_path(folder, number) if servers.nodes else None,
+            )
+            for number, url in enumerate(urls)
         ]
         self.resent = 0
         """Requests that were sent again since the metrics were last read."""
@@ -71,6 +77,8 @@ class Fleet:
         self._numbers = itertools.count()
         self._salt = secrets.token_hex(4)
         """Keeps this run's entries of an outside server's prefix cache apart from another run's."""
+        self._servers_of: dict[str, int] = {}
+        """Server of each session's last request."""
         self._status = StatusFile(folder)
 
     async def generate(
@@ -86,6 +94,7 @@ class Fleet:
         while sends < SENDS or self._front_may_recover(first_failure):
             member = await self._pick(session)
             boot = member.boot
+            self._servers_of[session] = member.number
             member.sent += 1
             self.resent += error is not None
             sends += 1
@@ -116,6 +125,12 @@ class Fleet:
     def release(self, session: str) -> None:
         """End a session: the adapters that it began with may go."""
         self._versions.release(session)
+        self._servers_of.pop(session, None)
+
+    def server_of(self, session: str) -> int | None:
+        """Return the server of a session's last request; a router does not say."""
+        number = self._servers_of.get(session)
+        return None if number == ROUTER else number
 
     async def _pick(self, session: str) -> Member:
         """Return the server for a request; wait until there is one."""

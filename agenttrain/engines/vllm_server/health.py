@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,6 +27,12 @@ from agenttrain.engines.vllm_server.records import Condition, ServerRecord, read
 
 FAULTS = 3
 """Calls that fail one after the other until a server that still runs is killed."""
+ARRIVAL_S = 600.0
+"""Longest wait for the wrapper of another machine, which is there before the run or comes with it,
+and then has `servers.start_s` for its server."""
+SILENCES = 4
+"""Times servers.dead_s without a sign of life until the wrapper of another machine is given up: a
+shared file system may show its record a minute late. A server that hangs is found without it."""
 GRACE_S = 0.5
 """Further seconds for an answer that came while this process's event loop was busy training."""
 
@@ -59,6 +66,8 @@ class Member:
     number: int
     outside: bool = False
     """Somebody else started it: it is neither killed nor started again by the run."""
+    order: Path | None = None
+    """File that orders its wrapper to kill it, if that is on another machine."""
     unfit: bool = False
     """Another one than the run needs: `reason` says why."""
     answers: bool = False
@@ -134,6 +143,10 @@ class Member:
         """
         if self.state in ANSWERING and self.outside:
             self.leave(MemberState.restarting, f"is not used: {reason}")
+        elif self.state in ANSWERING and self.order is not None:
+            with suppress(OSError):
+                self.order.write_text(str(self.boot), encoding="utf-8")
+            self.leave(MemberState.restarting, f"is to be killed: {reason}")
         elif self.state in ANSWERING:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -149,6 +162,15 @@ class Member:
         print(f"{self.name} {reason}; {what}", file=sys.stderr, flush=True)
         self.state, self.reason = state, reason
         self.lost.set()
+
+    def give_up(self, servers: StartedServers) -> None:
+        """Drop a server of another machine whose wrapper has not come, or has gone."""
+        if self.state is MemberState.starting:
+            start = f"agenttrain engine-server <run folder> number={self.number}"
+            limit = f"within {arrival_s(servers):g} s"
+            self.leave(MemberState.gone, f"was not started {limit} on its node ({start})")
+        elif self.state is not MemberState.gone:
+            self.leave(MemberState.gone, "was ended")
 
     def close(self, reason: str) -> None:
         """Fail the server's requests: nothing is asked of it any more."""
@@ -168,14 +190,44 @@ class Members(Protocol):
         ...
 
 
+def arrival_s(servers: StartedServers) -> float:
+    """Return the seconds within which the wrapper of another machine writes a record."""
+    return min(servers.start_s, ARRIVAL_S)
+
+
+@dataclass(slots=True)
+class SignsOfLife:
+    """Signs of life of a wrapper on another machine, by the clock of this one."""
+
+    beat: tuple[str, int, int] | None = None
+    """Host, process and beat of the last record; None: there was none."""
+    since: float = field(default_factory=time.monotonic)
+    """Time at which it was new."""
+
+    def seen(self, record: ServerRecord | None, servers: StartedServers) -> bool:
+        """Return False if the wrapper has given none for too long, or has not come."""
+        beat = None if record is None else (record.host, record.wrapper, record.beat)
+        if beat is not None and beat != self.beat:
+            self.beat, self.since = beat, time.monotonic()
+        limit_s = arrival_s(servers) if self.beat is None else SILENCES * servers.dead_s
+        return time.monotonic() < self.since + limit_s
+
+
 async def watch(member: Member, fleet: Members, folder: Path, servers: StartedServers) -> None:
     """Follow a server's record and examine it, for ever."""
+    signs = SignsOfLife()
     while True:
         record = read_record(folder, member.number)
-        wrapped = record is not None and _exists(record.wrapper)
-        # Its last words may have come since; a first record that has come since is not examined.
-        if record is not None and not wrapped:
-            record = read_record(folder, member.number)
+        if member.order is not None:
+            wrapped = signs.seen(record, servers)
+            if not wrapped and record is None:
+                member.give_up(servers)
+        else:
+            wrapped = record is not None and _exists(record.wrapper)
+            # Its last words may have come since; a first record that has come since is not
+            # examined.
+            if record is not None and not wrapped:
+                record = read_record(folder, member.number)
         if record is not None:
             await _follow(member, record, fleet, wrapped=wrapped)
             if member.state in EXAMINED:
@@ -194,7 +246,8 @@ async def _follow(member: Member, record: ServerRecord, fleet: Members, *, wrapp
             if killed:
                 end = f"{end} ({member.reason})"
             recorded = record.condition is Condition.gone
-            member.leave(MemberState.gone, end if recorded else "its wrapper was killed")
+            lost = "its wrapper was killed" if member.order is None else "its machine is silent"
+            member.leave(MemberState.gone, end if recorded else lost)
         return
     restarted = record.boot > member.boot
     # A server that was back before anybody asked has died too.

@@ -1,4 +1,4 @@
-"""Servers of a run on this machine: their wrappers, started and ended by the trainer's process."""
+"""Servers of a run: those that it starts and ends, on this machine, and those of others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _new_weights_folder(run: Path, chosen: str | None, size: int, servers: Serve
     if chosen is not None:
         parent = Path(chosen).expanduser()
         parent.mkdir(parents=True, exist_ok=True)
-    elif not servers.outside and _fits(VERSIONS * size):
+    elif not servers.outside and not servers.nodes and _fits(VERSIONS * size):
         parent = MEMORY
     else:
         parent = run.resolve() / FOLDER
@@ -92,6 +92,22 @@ class OutsideServers:
     def end(self) -> None:
         """Remove the weight files."""
         remove_weights(self._weights, self._run)
+
+
+class NodeServers:
+    """Servers of other nodes: `agenttrain engine-server` there waits for the plan of the run."""
+
+    def __init__(self, folder: Path, plan: ServerPlan) -> None:
+        """Write the plan; records of an earlier start of the run go."""
+        self._folder, self._plan = folder, plan
+        for number in range(plan.servers["count"]):
+            record_path(folder, number).unlink(missing_ok=True)
+        plan.write(folder)
+
+    def end(self) -> None:
+        """Remove the weight files and the plan: the servers end when it is gone."""
+        remove_weights(Path(self._plan.weights), self._folder)
+        (self._folder / FOLDER / PLAN).unlink(missing_ok=True)
 
 
 class LocalServers:

@@ -78,6 +78,10 @@ class ServerRecord:
     condition: Condition
     wrapper: int
     """Process number of the wrapper."""
+    host: str = ""
+    """Machine of the wrapper."""
+    beat: int = 0
+    """Counted up by the wrapper every few seconds, for a run on another machine."""
     boot: int = 0
     """Times that the server has been started, this one included."""
     pid: int = 0
@@ -111,6 +115,11 @@ def read_record(folder: Path, number: int) -> ServerRecord | None:
 def record_path(folder: Path, number: int) -> Path:
     """Return the path of a server's record."""
     return folder / FOLDER / f"{number}.json"
+
+
+def order_path(folder: Path, number: int) -> Path:
+    """Return the path of an order to a wrapper on another machine: the start that it is to kill."""
+    return folder / FOLDER / f"{number}.kill"
 
 
 def log_path(folder: Path, number: int) -> Path:

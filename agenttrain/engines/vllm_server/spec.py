@@ -54,7 +54,12 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
 
     from agenttrain.engines.vllm_server.engine import VllmServerEngine
     from agenttrain.engines.vllm_server.fleet import Fleet
-    from agenttrain.engines.vllm_server.local import LocalServers, OutsideServers, weights_folder
+    from agenttrain.engines.vllm_server.local import (
+        LocalServers,
+        NodeServers,
+        OutsideServers,
+        weights_folder,
+    )
     from agenttrain.engines.weight_files import WeightWriter
 
     folder, servers = inputs.run_folder, inputs.servers
@@ -64,12 +69,17 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     weights = weights_folder(folder, inputs.sync_folder, size, servers)
     plan = replace(plan, weights=str(weights))
     alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
+    ending: LocalServers | NodeServers | OutsideServers
+    outside: Outside | None = None
     if servers.outside:
         outside = outside_of(plan, inputs)
         print(f"engine: {len(outside.urls)} servers of servers.admin_urls", flush=True)
-        ending: LocalServers | OutsideServers = OutsideServers(weights, folder)
+        ending = OutsideServers(weights, folder)
+    elif servers.nodes:
+        where = f"servers.nodes={servers.nodes} other machines (logs: {folder / FOLDER})"
+        print(f"engine: waits for servers.count={servers.count} servers of {where}", flush=True)
+        ending = NodeServers(folder.resolve(), plan)
     else:
-        outside = None
         starting = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
         print(f"engine: {starting} (logs: {folder / FOLDER})", flush=True)
         ending = LocalServers(folder.resolve(), plan, servers.count)
@@ -150,7 +160,7 @@ def _sample_text(folder: Path) -> tuple[str, tuple[int, ...]]:
     return text, tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def run_server(folder: Path, number: int, parent: int | None) -> int:
+def run_server(folder: Path, number: int, parent: int | None, host: str) -> int:
     """Run a server of the run in `folder`: `agenttrain engine-server`."""
     from agenttrain.engines.vllm_server.wrapper import Wrapper, is_running
 
@@ -159,7 +169,7 @@ def run_server(folder: Path, number: int, parent: int | None) -> int:
             f"number={number}: server {number} of {folder} runs already, or is started again by "
             "its wrapper; leave it alone"
         )
-    return Wrapper(folder, number, parent).run()
+    return Wrapper(folder, number, parent, host).run()
 
 
 def serve_alone(

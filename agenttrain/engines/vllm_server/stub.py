@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agenttrain.engines.vllm_server.files_transport import METHODS
-from agenttrain.engines.vllm_server.guard import TokenGuard
+from agenttrain.engines.vllm_server.guard import HOST, TokenGuard
 from agenttrain.engines.weight_files import BadWeights, read_verified, verify
 from agenttrain.utils.child_process import end_with_parent
 
@@ -303,7 +303,7 @@ def main() -> None:
     async def serve() -> None:
         settings = uvicorn.Config(
             StubServer().app(),
-            host="127.0.0.1",
+            host=os.environ.get(HOST, "127.0.0.1"),
             port=port,
             log_level="warning",
             timeout_keep_alive=3600,

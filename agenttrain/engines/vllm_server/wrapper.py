@@ -25,10 +25,13 @@ import httpx
 from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.guard import HOST, TOKEN
 from agenttrain.engines.vllm_server.records import (
+    FOLDER,
+    PLAN,
     Condition,
     ServerPlan,
     ServerRecord,
     log_path,
+    order_path,
     read_record,
     record_path,
 )
@@ -42,6 +45,8 @@ SCAN_S = 5.0
 """Seconds between two looks for files that the server would leave behind."""
 END_S = 10.0
 """Seconds between SIGTERM to the server's processes and SIGKILL."""
+BEAT_S = 2.0
+"""Seconds between two signs of life to a run on another machine, and two looks for its orders."""
 HEALTH_S = 1.0
 """Seconds between two questions to a server that has started whether its engine lives."""
 SUBREAPER = 36
@@ -66,23 +71,30 @@ class Wrapper:
     token: str | None = None
     """None: a new one at each start."""
     _stopping: bool = False
+    _next_beat: float = 0.0
     _record: ServerRecord = field(init=False)
 
     def run(self) -> int:
         """Run until SIGTERM, the parent's end or the last restart; return the exit code."""
         plan = ServerPlan.read(self.folder)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # SIGUSR1: srun passes it on, and answers SIGTERM by killing.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._stop)
+        # SLURM sends SIGTERM to all steps of a job: the run, which then saves, ends its servers.
+        in_job = plan.servers.get("nodes") and "SLURM_JOB_ID" in os.environ
+        signal.signal(signal.SIGTERM, self._go_on if in_job else self._stop)
         with suppress(OSError):  # no Linux
             # Processes of the server that lose their parent become ours, and are collected.
             ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
         earlier = read_record(self.folder, self.number)
-        if earlier is not None:  # its wrapper may have been killed
+        here = socket.gethostname()
+        if earlier is not None and earlier.host == here:  # its wrapper may have been killed
             scratch.remove(earlier.scratch)
         self._record = ServerRecord(
             number=self.number,
             condition=Condition.starting,
             wrapper=os.getpid(),
+            host=here,
             boot=earlier.boot if earlier is not None else 0,
         )
         try:
@@ -99,17 +111,20 @@ class Wrapper:
         finally:
             if self._is_stopping():
                 record_path(self.folder, self.number).unlink(missing_ok=True)
+                order_path(self.folder, self.number).unlink(missing_ok=True)
                 if self.parent is not None and plan.weights is not None:
                     shutil.rmtree(plan.weights, ignore_errors=True)
 
     def _live(self, plan: ServerPlan) -> bool:
         """Run the server once, to its end; return True if it has answered."""
-        port, token = self.port or _free_port(), self.token or secrets.token_urlsafe(32)
+        port, token = self.port or _free_port(self.host), self.token or secrets.token_urlsafe(32)
         # Of its own, as killed processes leave sockets behind.
         sockets = tempfile.mkdtemp(prefix=scratch.SOCKETS)
         environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
         if plan.gpus is not None:
             gpus = plan.gpus[self.number]
+            if plan.servers["nodes"] and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
+                gpus = tuple(visible.split(",")[int(position)] for position in gpus)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         words = [str(self.folder), str(self.number), str(port)]
         with log_path(self.folder, self.number).open("ab") as log:
@@ -158,6 +173,9 @@ class Wrapper:
                         self._record = replace(self._record, end=end)
                         break
                     asked = time.monotonic()
+                if plan.servers["nodes"] and self._is_to_be_killed():
+                    self._record = replace(self._record, end="was killed by the run")
+                    break
                 if time.monotonic() > next_scan:
                     self._note_scratch(process.pid)
                     next_scan = time.monotonic() + SCAN_S
@@ -168,6 +186,21 @@ class Wrapper:
             self._end(process)
             scratch.remove(self._record.scratch)
         return started
+
+    def _is_to_be_killed(self) -> bool:
+        """Give the run a sign of life, now and then, and read its order."""
+        if time.monotonic() < self._next_beat:
+            return False
+        self._next_beat = time.monotonic() + BEAT_S
+        if not (self.folder / FOLDER / PLAN).exists():
+            self._stopping = True  # the run has ended
+            return False
+        self._write(beat=self._record.beat + 1)
+        try:
+            order = order_path(self.folder, self.number).read_text(encoding="utf-8")
+        except OSError:
+            return False
+        return order == str(self._record.boot)
 
     def _note_scratch(self, group: int) -> None:
         """Add to the record what the server would leave behind if it were killed now."""
@@ -219,6 +252,9 @@ class Wrapper:
     def _stop(self, *_: object) -> None:
         self._stopping = True
 
+    def _go_on(self, *_: object) -> None:
+        """Handle a signal that means another process; the server would inherit SIG_IGN."""
+
     def _is_stopping(self) -> bool:
         if self.parent is not None and os.getppid() != self.parent:
             self._stopping = True
@@ -226,9 +262,9 @@ class Wrapper:
 
 
 def is_running(folder: Path, number: int) -> bool:
-    """Return True if a server of this number has a wrapper that lives."""
+    """Return True if a server of this number has a wrapper that lives, on this machine."""
     record = read_record(folder, number)
-    if record is None or record.condition is Condition.gone:
+    if record is None or record.condition is Condition.gone or record.host != socket.gethostname():
         return False
     with suppress(ProcessLookupError):
         os.kill(record.wrapper, 0)
@@ -244,9 +280,9 @@ def _has_dead_engine(http: httpx.Client) -> bool:
         return False
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 

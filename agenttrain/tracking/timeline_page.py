@@ -1,0 +1,409 @@
+"""A page that shows who sampled, called tools, waited, trained, synced, evaluated and saved when.
+
+One HTML file that needs no other, made of the run's `timeline/*.jsonl` (`timeline.py`). Its
+template is `timeline.html`. Time in which no process of the run existed, between a stop and a
+resume, is left out.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from agenttrain.tracking.timeline import timeline_paths
+from agenttrain.utils.json_lines import dumps, read_rows
+
+ROLLOUTS = "rollouts"
+"""Process that makes the rollouts, if it is not the trainer."""
+WAIT = "wait"
+"""Phase of a trainer that waits for the rollouts of another process."""
+TRAINING = ("rollout", "data", "train")
+"""Phases of a step that is done again if its result was lost."""
+LOAD = "load"
+"""From the start of a process to its first phase."""
+COLUMNS = ("rollout", WAIT, "data", "train", "sync", "evaluation", "checkpoint")
+MOST_PARTS = 60_000
+"""Rollouts, turns and calls on a page; more would make it slow."""
+MOST_STEPS = 500
+"""Rows of the table."""
+
+Interval = tuple[float, float]
+"""Start and end, in seconds since 1970."""
+
+
+class NoTimes(ValueError):
+    """A run has recorded no times, or none of the steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPhase:
+    """A phase of a process."""
+
+    start: float
+    end: float
+    name: str
+    step: int | None
+    label: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Process:
+    """Times of one process of a run."""
+
+    name: str
+    starts: list[float] = field(default_factory=list)
+    phases: list[RecordedPhase] = field(default_factory=list)
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    """As recorded."""
+
+    def intervals(self) -> Iterator[Interval]:
+        """Yield the times of its phases and rollouts."""
+        yield from ((phase.start, phase.end) for phase in self.phases)
+        yield from ((one["time"], one["time"] + one["seconds"]) for one in self.rollouts)
+
+
+def read_processes(run_folder: Path) -> list[Process]:
+    """Read the times of a run; raises NoTimes, and ValueError for a line that is not an object."""
+    processes = []
+    for name, path in timeline_paths(run_folder).items():
+        process = Process(name=name)
+        for row in read_rows(path):
+            if "process" in row:
+                process.starts.append(row["time"])
+            elif "rollout" in row:
+                process.rollouts.append(row)
+            else:
+                process.phases.append(
+                    RecordedPhase(
+                        start=row["time"],
+                        end=row["time"] + row["seconds"],
+                        name=row["phase"],
+                        step=row["step"],
+                        label=row.get("label", ""),
+                    )
+                )
+        processes.append(process)
+    apart = any(process.name == ROLLOUTS for process in processes)
+    for process in processes:
+        if process.name != ROLLOUTS:
+            process.phases = [
+                *_loading(process),
+                *(
+                    replace(p, name=WAIT) if apart and p.name == "rollout" else p
+                    for p in process.phases
+                ),
+            ]
+    if not any(process.phases for process in processes):
+        raise NoTimes(
+            f"{run_folder}: it has recorded no times (timeline/*.jsonl). Runs do so unless "
+            "tracker.timeline=false; those of earlier versions did not, and metrics.jsonl has the "
+            "seconds of their steps (time/*)"
+        )
+    return processes
+
+
+def _loading(process: Process) -> Iterator[RecordedPhase]:
+    """Yield a phase from each start of a process to the first thing that it recorded."""
+    for start in process.starts:
+        later = (begin for begin, _ in process.intervals() if begin >= start)
+        if (end := min(later, default=None)) is not None:
+            yield RecordedPhase(start=start, end=end, name=LOAD, step=None, label="")
+
+
+def sessions(processes: Sequence[Process]) -> list[Interval]:
+    """Return the times in which the run existed: from each start of its main process to the last
+    thing that was recorded before the next one.
+
+    Example: starts at 100 and 900, with phases until 250 and 1000: [(100, 250), (900, 1000)]
+    """
+    starts = sorted(processes[0].starts)
+    intervals = [interval for process in processes for interval in process.intervals()]
+    ends = [*starts[1:], float("inf")]
+    return [
+        (start, max((one[1] for one in intervals if start <= one[0] < end), default=start))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def windows_of(processes: Sequence[Process], first: int, last: int) -> list[Interval]:
+    """Return the parts of the sessions in which the main process did these steps.
+
+    Raises NoTimes if there is none.
+    """
+    windows = []
+    phases = [one for one in processes[0].phases if one.step is not None]
+    for start, end in sessions(processes):
+        own = [one for one in phases if start <= one.start <= end]
+        chosen = [one for one in own if first <= one.step <= last]  # type: ignore[operator]
+        if chosen:
+            windows.append((min(one.start for one in chosen), max(one.end for one in chosen)))
+    if not windows:
+        steps = [one.step for one in phases if one.step is not None]
+        raise NoTimes(
+            f"steps={first}-{last}: the times of the run are those of the steps {min(steps)} to "
+            f"{max(steps)}"
+        )
+    return windows
+
+
+def busy(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals that overlap: [(0, 2), (1, 3), (5, 6)] -> [(0, 3), (5, 6)]."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def common(left: Sequence[Interval], right: Sequence[Interval]) -> float:
+    """Return the seconds that are in both of two lists of merged intervals."""
+    shared, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        shared += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def rows_of(intervals: Sequence[Interval]) -> list[int]:
+    """Return a row for each interval, by start, so that none overlaps another in its row.
+
+    Example: [(0, 4), (1, 2), (3, 5)] -> [0, 1, 1]
+    """
+    rows, free, taken = [], list[int](), list[tuple[float, int]]()
+    for start, end in intervals:
+        while taken and taken[0][0] <= start:
+            heappush(free, heappop(taken)[1])
+        row = heappop(free) if free else len(taken)
+        heappush(taken, (end, row))
+        rows.append(row)
+    return rows
+
+
+class Page:
+    """The page of a run's processes, in the given windows."""
+
+    def __init__(self, processes: Sequence[Process], windows: Sequence[Interval]) -> None:
+        self._windows = windows
+        self._begins = [0.0]
+        """Place of each window on the page."""
+        for start, end in windows:
+            self._begins.append(self._begins[-1] + end - start)
+        self.total = max(self._begins[-1], 1e-9)
+        self._main = processes[0].name
+        self._phases = {
+            process.name: [p for p in process.phases if self._window(p.start) is not None]
+            for process in processes
+        }
+        self._last: dict[int | None, float] = {}
+        """Last time at which each step was worked on."""
+        for phase in self._phases[self._main]:
+            if phase.name in TRAINING:
+                self._last[phase.step] = max(phase.start, self._last.get(phase.step, 0.0))
+        self._rollouts: dict[str, list[dict[str, Any]]] = {}
+        self.left_out = 0
+        """Rollouts that are too many for the page: the oldest."""
+        room = MOST_PARTS
+        for process in processes:
+            rollouts = sorted(process.rollouts, key=lambda one: -float(one["time"]))
+            shown = []
+            for rollout in rollouts:
+                if self._window(rollout["time"]) is None:
+                    continue
+                room -= 1 + len(rollout["turns"]) + len(rollout["calls"])
+                if room < 0:
+                    self.left_out += 1
+                else:
+                    shown.append(rollout)
+            self._rollouts[process.name] = shown[::-1]
+
+    def _window(self, at: float) -> int | None:
+        for index, (start, end) in enumerate(self._windows):
+            if start <= at <= end:
+                return index
+        return None
+
+    def _place(self, at: float) -> float:
+        """Return the place of a time on the page."""
+        index = self._window(at)
+        assert index is not None
+        return round(self._begins[index] + at - self._windows[index][0], 4)
+
+    def lost(self, phase: RecordedPhase) -> bool:
+        """Return True for the work on a step that a later session did again."""
+        last = self._last.get(phase.step, 0.0)
+        if phase.step is None or last <= phase.start:
+            return False
+        return self._window(last) != self._window(phase.start)
+
+    def data(self) -> dict[str, Any]:
+        """Return what the page's script draws."""
+        lost = {id(one) for phases in self._phases.values() for one in phases if self.lost(one)}
+        return {
+            "total": round(self.total, 4),
+            "breaks": [
+                [round(begin, 4), round(start - before[1], 1)]
+                for begin, before, (start, _) in zip(
+                    self._begins[1:], self._windows, self._windows[1:], strict=False
+                )
+            ],
+            "clock": self._windows[0][0],
+            "steps": [[step, self._place(start)] for step, start, _ in self.steps()],
+            "phases": {
+                name: [
+                    [
+                        self._place(one.start),
+                        round(one.end - one.start, 4),
+                        one.name,
+                        one.step,
+                        one.label,
+                        id(one) in lost,
+                    ]
+                    for one in phases
+                ]
+                for name, phases in self._phases.items()
+                if phases
+            },
+            "rollouts": {
+                name: self._bars(rollouts) for name, rollouts in self._rollouts.items() if rollouts
+            },
+        }
+
+    def _bars(self, rollouts: Sequence[dict[str, Any]]) -> list[list[Any]]:
+        rows = rows_of([(one["time"], one["time"] + one["seconds"]) for one in rollouts])
+        return [
+            [
+                self._place(one["time"]),
+                one["seconds"],
+                row,
+                one["rollout"],
+                one["turns"],
+                one["calls"],
+            ]
+            for row, one in zip(rows, rollouts, strict=True)
+        ]
+
+    def steps(self) -> list[tuple[int, float, float]]:
+        """Return number, start and end of each step of the main process, in order of time.
+
+        A step ends where the next one begins, or with its session.
+        """
+        begins = list[tuple[int, float]]()
+        for phase in sorted(self._phases[self._main], key=lambda one: one.start):
+            if phase.name in (*TRAINING, WAIT) and phase.step is not None:
+                new = not begins or begins[-1][0] != phase.step
+                if new or self._window(begins[-1][1]) != self._window(phase.start):
+                    begins.append((phase.step, phase.start))
+        steps = []
+        for (step, start), following in zip(begins, [*begins[1:], None], strict=True):
+            window = self._window(start)
+            assert window is not None
+            end = self._windows[window][1]
+            if following is not None and self._window(following[1]) == window:
+                end = following[1]
+            steps.append((step, start, end))
+        return steps
+
+    def table(self) -> str:
+        """Return the seconds of each step as an HTML table, the last steps of a long run."""
+        phases = sorted(self._phases[self._main], key=lambda phase: phase.start)
+        starts = [phase.start for phase in phases]
+        shown = [name for name in COLUMNS if any(phase.name == name for phase in phases)]
+        head = "".join(f"<th>{name}" for name in ("step", "seconds", *shown, "other"))
+        rows = []
+        for step, start, end in self.steps()[-MOST_STEPS:]:
+            own = phases[bisect_left(starts, start) : bisect_left(starts, end)]
+            seconds = [sum(p.end - p.start for p in own if p.name == name) for name in shown]
+            again = " (lost, done again)" if any(map(self.lost, own)) else ""
+            other = max(end - start - sum(seconds), 0.0)
+            cells = "".join(f"<td>{value:.2f}" for value in (end - start, *seconds, other))
+            rows.append(f"<tr><td>{step}{again}{cells}")
+        return f"<table><thead><tr>{head}<tbody>{''.join(rows)}</table>"
+
+    def summary(self) -> str:
+        """Return how every process, server and the tools spent the time, as HTML list items."""
+        items = []
+        for name, phases in self._phases.items():
+            seconds = {
+                kind: sum(phase.end - phase.start for phase in phases if phase.name == kind)
+                for kind in dict.fromkeys([LOAD, *COLUMNS, *(phase.name for phase in phases)])
+            }
+            if name == ROLLOUTS or not phases:
+                continue
+            seconds.pop("reward", None)  # a part of others
+            rest = max(self.total - sum(seconds.values()), 0.0)
+            parts = [(kind, value) for kind, value in [*seconds.items(), ("other", rest)] if value]
+            shares = (f"{kind} {self._share(value)}" for kind, value in parts)
+            items.append(f"{name}: {', '.join(shares)}")
+        turns: dict[str, list[Interval]] = {}
+        calls: list[Interval] = []
+        for rollouts in self._rollouts.values():
+            for one in rollouts:
+                for start, seconds, *server in one["turns"]:
+                    begin = one["time"] + start
+                    name = f"server {server[0]}" if server else "engine"
+                    turns.setdefault(name, []).append((begin, begin + seconds))
+                for _, start, seconds in one["calls"]:
+                    calls.append((one["time"] + start, one["time"] + start + seconds))
+        for name in sorted(turns):
+            items.append(self._use(name, turns[name], "requests"))
+        if calls:
+            items.append(self._use("tools", calls, "calls"))
+        training = [p for p in self._phases[self._main] if p.name == "train"]
+        sampled = busy(one for intervals in turns.values() for one in intervals)
+        overlap = common(sampled, busy((phase.start, phase.end) for phase in training))
+        if overlap:
+            items.append(f"sampling while training: {self._share(overlap)}")
+        return "".join(f"<li>{html.escape(item)}" for item in items)
+
+    def _use(self, name: str, intervals: Sequence[Interval], what: str) -> str:
+        used = sum(end - start for start, end in busy(intervals))
+        mean = sum(end - start for start, end in intervals) / max(used, 1e-9)
+        return f"{name}: busy {self._share(used)}, then {mean:.1f} {what} at a time"
+
+    def _share(self, seconds: float) -> str:
+        share = seconds / self.total
+        return "<1%" if share < 0.01 else f"{share:.0%}"
+
+
+def render_timeline(
+    run_folder: Path, *, title: str, steps: tuple[int, int] | None = None, state: str = ""
+) -> str:
+    """Return the page of a run, or of its steps from the first to the second of `steps`.
+
+    `state` is said beside the title. Raises NoTimes, and ValueError for a file that is not what a
+    run writes.
+    """
+    processes = read_processes(run_folder)
+    chosen = sessions(processes) if steps is None else windows_of(processes, *steps)
+    page = Page(processes, chosen)
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(chosen[0][0]))
+    notes = [f"from {began}, {page.total:.1f} s", *([state] if state else [])]
+    if page.left_out:
+        notes.append(
+            f"the times of {page.left_out} earlier rollouts are left out: name fewer steps "
+            "(steps=A-B)"
+        )
+    # Inside a script element only `</` and `<!--` mean something; JSON may spell `<` as an escape.
+    payload = dumps(page.data()).replace("<", "\\u003c")
+    template = files("agenttrain.tracking").joinpath("timeline.html").read_text(encoding="utf-8")
+    parts = {
+        "__TITLE__": html.escape(title),
+        "__NOTES__": html.escape("; ".join(notes)),
+        "__SUMMARY__": page.summary(),
+        "__TABLE__": page.table(),
+        "__DATA__": payload,
+    }
+    return re.sub("|".join(parts), lambda match: parts[match[0]], template)
