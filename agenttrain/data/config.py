@@ -198,7 +198,7 @@ GROUPS = {
 """Setting -> the choices of `data` whose rows use it."""
 ENDLESS = tuple(
     f"agenttrain.data.bundled.{name}.row"
-    for name in ("shop", "calculator", "code", "encyclopedia", "demonstrations", "seeds")
+    for name in ("shop", "calculator", "code", "encyclopedia", "sight", "demonstrations", "seeds")
 )
 """The bundled generators: they have a row for every number."""
 NO_PATH = "path=null: has no value; set data.path=…, or data.train.path=… and data.test.path=…"
