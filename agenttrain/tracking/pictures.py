@@ -8,11 +8,15 @@ In a rollout's object the part of a message is ``{"type": "image", "sha256": "9f
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agenttrain.images import BadImage, Image, PlacedImage, read_image
+from rich.color import Color
+from rich.style import Style
+from rich.text import Text
+
+from agenttrain.images import BadImage, Image, PlacedImage, picture_of, read_image
 from agenttrain.types import AgenttrainError, Message, Rollout
 
 FOLDER = "images"
@@ -59,6 +63,32 @@ def shown_text(content: Any) -> str:
         else:
             shown.append(str(part.get("text", part) if isinstance(part, Mapping) else part))
     return "".join(shown)
+
+
+def decoded(
+    decode: Callable[[Sequence[int]], str], ids: Sequence[int], images: Iterable[PlacedImage]
+) -> str:
+    """Decode ids, with ``[image of 64x96 pixels (9f2b0c11), 6 tokens]`` for an image's
+    placeholders."""
+    texts, position = [], 0
+    for one in images:
+        texts += [decode(ids[position : one.start]), f"[{one.image}, {one.tokens} tokens]"]
+        position = one.end
+    return "".join([*texts, decode(ids[position:])])
+
+
+def blocks(image: Image, columns: int = 32) -> Text:
+    """Return an image as characters for a terminal: each shows two pixels, one above the other."""
+    width = min(columns, image.width)
+    height = max(round(image.height * width / image.width / 2), 1) * 2
+    pixels = picture_of(image).convert("RGB").resize((width, height))
+    text = Text()
+    for y in range(0, height, 2):
+        for x in range(width):
+            upper, lower = pixels.getpixel((x, y)), pixels.getpixel((x, y + 1))
+            text.append("▀", Style(color=Color.from_rgb(*upper), bgcolor=Color.from_rgb(*lower)))
+        text.append("\n")
+    return text
 
 
 def with_data(messages: Sequence[Message], folder: Path) -> list[Message]:
