@@ -225,7 +225,7 @@ def test_demonstrations_are_rows_whose_first_ones_rarely_give_up():
     assert sum(map(gives_up, range(300))) / 300 < 0.2
     assert 0.28 < sum(map(gives_up, range(300, 600))) / 300 < 0.48
     assert demonstrations.row("shop", "train", 7, 0) == demonstrations.row("shop", "train", 7, 0)
-    with pytest.raises(ValueError, match="task='chess': must be one of shop, calculator"):
+    with pytest.raises(ValueError, match="task='chess': must be one of shop, calculator, sight"):
         demonstrations.row("chess", "train", 0, 0)
 
 

@@ -150,7 +150,7 @@ def row(split: str, index: int, seed: int, blank: str | None = None) -> dict[str
     """
     if split not in WALLS:
         raise ValueError(f"split={split!r}: must be one of {', '.join(WALLS)}")
-    if blank is not None and blank not in Blank:
+    if blank is not None and blank not in list(Blank):
         raise ValueError(f"blank={blank!r}: must be one of {', '.join(Blank)}, or null for none")
     rng = random.Random(f"sight/{split}/{seed}/{index}")
     wall = rng.choice(WALLS[split])
