@@ -280,7 +280,7 @@ def test_a_wrong_grid_is_refused(kind: str) -> None:
         replace(vision_kit.placeholders(), least_pixels=256), vision_kit.vision()._processor
     )
     with pytest.raises(ValueError, match=r"makes a grid of .* placeholders stand for it"):
-        other.compute(vision_kit.model(kind=kind), vision_kit.picture(8, 8), grad=False)
+        other.compute(vision_kit.model(kind=kind), [vision_kit.picture(8, 8)], grad=False)
 
 
 def test_swapped_images_change_the_logprobs() -> None:
