@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from agenttrain.images import BadImage, Image, PlacedImage, picture_of, read_ima
 from agenttrain.types import AgenttrainError, Message, Rollout
 
 FOLDER = "images"
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
 
 
 class PictureMissing(AgenttrainError):
@@ -65,15 +68,24 @@ def shown_text(content: Any) -> str:
     return "".join(shown)
 
 
-def decoded(
-    decode: Callable[[Sequence[int]], str], ids: Sequence[int], images: Iterable[PlacedImage]
-) -> str:
+def decoded(decode: Decode, ids: Sequence[int], images: Iterable[PlacedImage]) -> str:
     """Decode ids, with ``[image of 64x96 pixels (9f2b0c11), 6 tokens]`` for an image's
     placeholders."""
+    return _decoded(decode, ids, [(one.start, one.tokens, str(one.image)) for one in images])
+
+
+def decoded_span(decode: Decode, ids: Sequence[int], images: Iterable[Mapping[str, Any]]) -> str:
+    """Decode the ids of a recorded span, with ``[image 9f2b0c11, 6 tokens]`` for each of its
+    `images`."""
+    places = [(one["start"], prod(one["grid"]), f"image {one['sha256'][:8]}") for one in images]
+    return _decoded(decode, ids, places)
+
+
+def _decoded(decode: Decode, ids: Sequence[int], places: Iterable[tuple[int, int, str]]) -> str:
     texts, position = [], 0
-    for one in images:
-        texts += [decode(ids[position : one.start]), f"[{one.image}, {one.tokens} tokens]"]
-        position = one.end
+    for start, tokens, name in places:
+        texts += [decode(ids[position:start]), f"[{name}, {tokens} tokens]"]
+        position = start + tokens
     return "".join([*texts, decode(ids[position:])])
 
 

@@ -35,7 +35,7 @@ def test_a_short_run_samples_and_trains_with_images(run: Path) -> None:
     assert question["type"] == "text"
     assert (run / "rollouts" / image["file"]).is_file()
     assert trajectory["spans"][0]["images"] == [
-        {"start": 27, "grid": [4, 4], "sha256": image["sha256"]}
+        {"start": 18, "grid": [4, 4], "sha256": image["sha256"]}
     ]
 
 

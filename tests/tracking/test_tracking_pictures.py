@@ -14,7 +14,7 @@ import vision_kit
 
 from agenttrain.images import PlacedImage
 from agenttrain.tracking.backends.trackio import trace
-from agenttrain.tracking.pictures import decoded
+from agenttrain.tracking.pictures import decoded, decoded_span
 
 IMAGE = vision_kit.picture(16, 8)
 PART = {
@@ -87,5 +87,11 @@ def test_an_image_whose_file_is_gone_has_its_size_in_a_trace() -> None:
 def test_an_images_placeholders_are_one_text() -> None:
     ids = [1, 2, 9, 9, 3]
     placed = [PlacedImage(IMAGE, 2, (1, 2))]
-    text = decoded(lambda ids: "".join(map(str, ids)), ids, placed)
-    assert text == f"12[image of 16x8 pixels ({IMAGE.sha256[:8]}), 2 tokens]3"
+
+    def decode(ids):
+        return "".join(map(str, ids))
+
+    assert decoded(decode, ids, placed) == f"12[{IMAGE}, 2 tokens]3"
+    recorded = [{"start": 2, "grid": [1, 2], "sha256": IMAGE.sha256}]
+    assert decoded_span(decode, ids, recorded) == f"12[image {IMAGE.sha256[:8]}, 2 tokens]3"
+    assert decoded_span(decode, ids, ()) == "12993"
