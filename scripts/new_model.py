@@ -4,7 +4,7 @@
     agenttrain sft experiment=shop_warmstart model.path=blank model.init=pretrained
 
 The first command takes seconds. It trains the tokenizer on 3000 demonstrations of the task; the
-model is a Qwen3 of 0.65 M parameters, or with --task sight a Qwen3-VL of 0.66 M. The bundled
+model is a Qwen3 of 0.65 M parameters, or with --task sight a Qwen3-VL of 0.64 M. The bundled
 models' tokenizers were made so.
 """
 
@@ -197,7 +197,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def build_seeing_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:
-    """Return a randomly initialised Qwen3-VL of 0.66 M parameters, 0.2 M of which see."""
+    """Return a randomly initialised Qwen3-VL of 0.64 M parameters, some of which see."""
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION))
     text = {
         "vocab_size": len(tokenizer),

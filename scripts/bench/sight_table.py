@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--model", default="bundled:sight", help="warm start (bundled:sight)")
     parser.add_argument("--seeds", type=int, default=3, help="per algorithm (3)")
     parser.add_argument("--questions", type=int, default=400, help="of each evaluation (400)")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time (1)")
     parser.add_argument("--rows", type=Path, default=Path("outputs/sight_table.jsonl"))
     parser.add_argument("--quick", action="store_true", help="one tiny run per algorithm")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
@@ -54,12 +56,16 @@ def main() -> None:
     common = ["experiment=sight", "tracker=none", *arguments.overrides]
     common += [f"eval.questions={arguments.questions}"]
     common += ["debug=tiny"] if arguments.quick else []
-    for seed in range(1 if arguments.quick else arguments.seeds):
-        for algorithm in ("grpo", "rloo"):
-            if (algorithm, seed) in made:
-                continue
-            row = one_run(common, arguments.model, algorithm, seed)
-            done.append({"algorithm": algorithm, "seed": seed, **row})
+    missing = [
+        (algorithm, seed)
+        for seed in range(1 if arguments.quick else arguments.seeds)
+        for algorithm in ("grpo", "rloo")
+        if (algorithm, seed) not in made
+    ]
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        runs = [pool.submit(one_run, common, arguments.model, *run) for run in missing]
+        for finished in as_completed(runs):
+            done.append(finished.result())
             with arguments.rows.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")
     done.sort(key=lambda row: (row["algorithm"], row["seed"]))
@@ -80,6 +86,8 @@ def one_run(common: list[str], model: str, algorithm: str, seed: int) -> dict[st
             arguments = [*common, latest, f"data.test.blank={kind}"]
             blank[str(kind)] = agenttrain("eval", *arguments, folder=folder / kind)
     return {
+        "algorithm": algorithm,
+        "seed": seed,
         "before": scores(summary["eval"]["before"]),
         "after": scores(summary["eval"]["after"]),
         "blank": {kind: scores(one["eval"]["after"]) for kind, one in blank.items()},

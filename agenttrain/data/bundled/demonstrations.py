@@ -45,7 +45,7 @@ class Habits:
 
 SHOP = Habits(give_up=0.35, follow_chain=0.15, confuse=0.12, misname=0.08, miscopy=0.005)
 CALCULATOR = Habits(give_up=0.35, follow_chain=0.3, confuse=0.12, misname=0.0, miscopy=0.005)
-SIGHT = Habits(give_up=0.35, follow_chain=0.3, confuse=0.2, misname=0.0, miscopy=0.01)
+SIGHT = Habits(give_up=0.35, follow_chain=0.5, confuse=0.15, misname=0.0, miscopy=0.01)
 
 EARLY_ROWS = 10667
 """Number of first demonstrations in which giving up is rare. A model of this size must learn to
