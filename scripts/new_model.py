@@ -4,7 +4,8 @@
     agenttrain sft experiment=shop_warmstart model.path=blank model.init=pretrained
 
 The first command takes seconds. It trains the tokenizer on 3000 demonstrations of the task; the
-model is a Qwen3 of 0.65 M parameters. The bundled models' tokenizers were made so.
+model is a Qwen3 of 0.65 M parameters, or with --task sight a Qwen3-VL of 0.64 M. The bundled
+models' tokenizers were made so.
 """
 
 import argparse
@@ -16,7 +17,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 from transformers.utils.chat_template_utils import render_jinja_template
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +34,8 @@ from agenttrain.data.bundled.demonstrations import row  # noqa: E402
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Further control tokens of a model that sees."""
 
 # The constant pieces of a call are cut out first, so that each becomes one token; then Qwen's
 # own pattern, which gives every digit a token.
@@ -80,6 +90,27 @@ CHAT_TEMPLATE = r"""
 {%- endif %}
 """.strip()
 
+CONTENT = r"""
+{%- macro show(content) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- else %}
+        {%- for part in content %}
+            {%- if part.type == 'image' %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- else %}
+                {{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+""".strip()
+SEEING_TEMPLATE = (
+    CONTENT
+    + "\n"
+    + re.sub(r"(message|messages\[0\])\.content \+", r"show(\1.content) +", CHAT_TEMPLATE)
+)
+"""The same with images in the contents of users and tools."""
 
 TOOLS: dict[str, dict[str, tuple[str, ...]]] = {
     "shop": {"sql": ("query",), "final_answer": ("answer",)},
@@ -89,12 +120,28 @@ TOOLS: dict[str, dict[str, tuple[str, ...]]] = {
         "multiply": ("a", "b"),
         "final_answer": ("answer",),
     },
+    "sight": {"crop": ("part",), "final_answer": ("answer",)},
 }
 """Tools and their arguments; the template renders no more of a tool than these names."""
+PATCH, MERGE = 4, 2
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "processor_class": "Qwen3VLProcessor",
+    "patch_size": PATCH,
+    "merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 256, "longest_edge": 4096},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""Settings of the image processor: 8 x 8 pixels of an image become one vector."""
 
 
-def build_tokenizer(texts: Iterable[str], vocabulary: int = 1024) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    texts: Iterable[str], vocabulary: int = 1024, *, sees: bool = False
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on rendered conversations; their closed text fills some 600 tokens."""
+    control = (*CONTROL, *(VISION if sees else ()))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -105,27 +152,27 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int = 1024) -> PreTrainedT
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[*CONTROL, *MARKERS],
+        special_tokens=[*control, *MARKERS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    special = re.compile("|".join(map(re.escape, (*CONTROL, *MARKERS))))
+    special = re.compile("|".join(map(re.escape, (*control, *MARKERS))))
     tokenizer.train_from_iterator((special.sub("\n", text) for text in texts), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=_markers_as_text(tokenizer),
+        tokenizer_object=_markers_as_text(tokenizer, control),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>", *(VISION if sees else ())],
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=SEEING_TEMPLATE if sees else CHAT_TEMPLATE,
     )
 
 
-def _markers_as_text(tokenizer: Tokenizer) -> Tokenizer:
+def _markers_as_text(tokenizer: Tokenizer, control: Iterable[str]) -> Tokenizer:
     """Make `<tool_call>` and its kin single tokens that decoding keeps, as Qwen3 has them."""
     state = json.loads(tokenizer.to_str())
     for token in state["added_tokens"]:
-        token["special"] = token["content"] in CONTROL
+        token["special"] = token["content"] in control
     return Tokenizer.from_str(json.dumps(state))
 
 
@@ -149,6 +196,52 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
+def build_seeing_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:
+    """Return a randomly initialised Qwen3-VL of 0.64 M parameters, some of which see."""
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION))
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    seeing = {
+        "depth": 2,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_heads": 3,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=seeing,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=True,
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
 def render(task: str, count: int, seed: int) -> list[str]:
     """Return `count` demonstrations of a task as text."""
     schemas = [
@@ -158,7 +251,7 @@ def render(task: str, count: int, seed: int) -> list[str]:
     rendered, _ = render_jinja_template(
         conversations=[row(task, "train", index, seed)["messages"] for index in range(count)],
         tools=schemas,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=SEEING_TEMPLATE if task == "sight" else CHAT_TEMPLATE,
     )
     return list(rendered)
 
@@ -175,10 +268,13 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     torch.manual_seed(options.seed)
-    tokenizer = build_tokenizer(render(options.task, options.count, options.seed))
-    model = build_model(tokenizer)
+    sees = options.task == "sight"
+    tokenizer = build_tokenizer(render(options.task, options.count, options.seed), sees=sees)
+    model: PreTrainedModel = build_seeing_model(tokenizer) if sees else build_model(tokenizer)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
+    if sees:
+        (options.out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2))
     print(f"{options.out}: {len(tokenizer)} tokens, {model.num_parameters():,} parameters")
 
 

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-VL with a tokenizer, a template and an image processor of the same shape."""
+"""Tiny random models that see, with a tokenizer, a template and an image processor to fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import numpy as np
 import tiny
 import torch
 from PIL import Image as Pillow
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from agenttrain.chat.chat import Chat
@@ -38,6 +43,8 @@ TEMPLATE = CONTENT + tiny.TEMPLATE.replace("+ m.content +", "+ show(m.content) +
 PATCH = 4
 LEAST, MOST = 64, 4096
 """Pixels: 1 to 64 placeholders of 8 x 8 pixels."""
+KINDS = ("qwen3_vl", "qwen2_5_vl")
+"""Types of models; the first is the default."""
 
 
 @cache
@@ -90,8 +97,12 @@ def file_bytes(width: int = 16, height: int = 8, seed: int = 0, kind: str = "PNG
     return file.getvalue()
 
 
-def config(**overrides: Any) -> Qwen3VLConfig:
-    """Two layers of language model and three of vision, two of which give deepstack features."""
+def config(kind: str = KINDS[0], **overrides: Any) -> Qwen3VLConfig | Qwen2_5_VLConfig:
+    """Three layers of language model and three of vision.
+
+    Two of Qwen3-VL's give deepstack features; two of Qwen2.5-VL's attend within windows of 2 x 2
+    vectors.
+    """
     ids = {name: tokenizer().convert_tokens_to_ids(name) for name in TOKENS}
     text = {
         "vocab_size": len(tokenizer()),
@@ -122,11 +133,17 @@ def config(**overrides: Any) -> Qwen3VLConfig:
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1],
         "initializer_range": 0.2,
     }
-    return Qwen3VLConfig(
+    made = Qwen3VLConfig
+    if kind == "qwen2_5_vl":
+        made = Qwen2_5_VLConfig
+        text |= {"bos_token_id": None, "head_dim": None}
+        text["rope_parameters"].pop("mrope_interleaved")
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    else:
+        vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    return made(
         text_config=text,
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
@@ -137,10 +154,12 @@ def config(**overrides: Any) -> Qwen3VLConfig:
     )
 
 
-def model(seed: int = 0, **overrides: Any) -> Qwen3VLForConditionalGeneration:
+def model(seed: int = 0, kind: str = KINDS[0], **overrides: Any) -> Any:
     """The model with random weights that are large enough to tell pictures apart."""
     torch.manual_seed(seed)
-    return Qwen3VLForConditionalGeneration(config(**overrides)).float().eval()
+    classes = (Qwen3VLForConditionalGeneration, Qwen2_5_VLForConditionalGeneration)
+    made = dict(zip(KINDS, classes, strict=True))[kind](config(kind, **overrides))
+    return made.float().eval()
 
 
 PREPROCESSOR = {
@@ -162,9 +181,9 @@ def vision(*, frozen: bool = True) -> Vision:
     return Vision(placeholders(), processor, frozen=frozen)
 
 
-def save(folder: Path) -> Path:
+def save(folder: Path, kind: str = KINDS[0]) -> Path:
     """Write model, tokenizer and image processor to a folder."""
-    model().save_pretrained(folder)
+    model(kind=kind).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     return folder

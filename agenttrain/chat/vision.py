@@ -8,15 +8,13 @@ from typing import Any
 
 from agenttrain.images import Placeholders
 
-SEEING = ("qwen3_vl",)
+SEEING = ("qwen3_vl", "qwen2_5_vl")
 """Types of models whose images are read."""
 BIDIRECTIONAL = "its attention is bidirectional inside images, which packed training does not have"
 UNREAD = {
     "gemma3": BIDIRECTIONAL,
     "gemma3n": BIDIRECTIONAL,
     "gemma4": BIDIRECTIONAL,
-    "qwen2_vl": "only Qwen3-VL's images are read",
-    "qwen2_5_vl": "only Qwen3-VL's images are read",
 }
 """Types of other models that see, with the reason why their images are not read."""
 
@@ -28,7 +26,7 @@ def load_placeholders(folder: Path) -> Placeholders | str:
     if kind not in SEEING:
         if "vision_config" not in config:
             return "this model reads text only"
-        why = UNREAD.get(kind, "only Qwen3-VL's images are read")
+        why = UNREAD.get(kind, "only those of Qwen3-VL and Qwen2.5-VL are")
         return f"images of model_type={kind} are not read: {why}"
     processor, vision = _json(folder / "preprocessor_config.json"), config["vision_config"]
     if not processor:

@@ -15,6 +15,7 @@ from agenttrain.images import images_in
 from agenttrain.rollout.episode import end_episode, start_episode
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.tracking.pictures import decoded
 from agenttrain.types import AgenttrainError, ConfigError, Rollout, Task
 from agenttrain.utils.seeds import derive_seed
 
@@ -73,7 +74,9 @@ def show(config: RunConfig, options: DataOptions) -> int:
             later = "".join(f"\n(later) {text}" for text in task.user_turns)
             rule = f"── task {task.task_id}, {len(ids)} tokens "
             line = "─" * max(100 - len(rule), 2)
-            print(f"\n{rule}{line}\n{components.chat.decode(ids)}{later}")
+            images = components.chat.place(ids, task.messages)
+            text = decoded(components.chat.decode, ids, images)
+            print(f"\n{rule}{line}\n{text}{later}")
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if not certificate.passed:
@@ -133,9 +136,10 @@ def _images(first: Sequence[Task], components: Components, note: str) -> Iterato
     tokens = sorted(map(placeholders.tokens, images))
     rows = sum(any(images_in(task.messages)) for task in first)
     span = sizes[0][1] if len(sizes) == 1 else f"{sizes[0][1]} to {sizes[-1][1]}"
+    each = f"{tokens[0]}" if tokens[0] == tokens[-1] else f"{tokens[0]} to {tokens[-1]}"
     yield (
-        f"  images  {len(images)} in {rows} of {len(first):,} rows, {span} pixels, "
-        f"{tokens[0]} to {tokens[-1]} tokens each{note}"
+        f"  images  {len(images)} in {rows} of {len(first):,} rows, {span} pixels, {each} tokens "
+        f"each{note}"
     )
 
 

@@ -154,6 +154,7 @@ def _describe(checkpoint: Path, folder: Path, name: str, *, adapter: bool) -> No
     A checkpoint without its run gets none of it.
     """
     from agenttrain.commands.model_card import SETTINGS, model_card, published_settings
+    from agenttrain.engines.vision import PROCESSOR_FILE
 
     run = run_of(checkpoint)
     if not (run / "config.yaml").is_file():
@@ -161,7 +162,8 @@ def _describe(checkpoint: Path, folder: Path, name: str, *, adapter: bool) -> No
     config: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     step = int(state.get("step", checkpoint.name.removeprefix("step-")))
-    card = model_card(name, config, read_summary(run), step=step, adapter=adapter)
+    sees = (folder / PROCESSOR_FILE).is_file()
+    card = model_card(name, config, read_summary(run), step=step, adapter=adapter, sees=sees)
     (folder / "README.md").write_text(card, encoding="utf-8")
     (folder / SETTINGS).write_text(published_settings(config), encoding="utf-8")
     base = config.get("model", {})

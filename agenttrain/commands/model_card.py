@@ -21,11 +21,18 @@ LICENSE = re.compile(r"^license: *(\S+)", re.MULTILINE)
 
 
 def model_card(
-    name: str, config: Mapping[str, Any], summary: Mapping[str, Any], *, step: int, adapter: bool
+    name: str,
+    config: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    *,
+    step: int,
+    adapter: bool,
+    sees: bool = False,
 ) -> str:
     """Return the card of a run's model after `step` steps.
 
-    `config` is the run's config.yaml, `summary` its summary.json; both may lack anything.
+    `config` is the run's config.yaml, `summary` its summary.json; both may lack anything. `sees`:
+    the model reads images.
     """
     model = dict(config.get("model", {}))
     provenance = dict(config.get("provenance", {}))
@@ -39,7 +46,7 @@ def model_card(
         **({"base_model": base} if ID.fullmatch(base) else {}),
         "license": _license(base),
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if sees else "text-generation",
         "tags": ["agenttrain", "tool-use", *([] if sft else ["reinforcement-learning"]), algorithm],
     }
     if train.get("_target_") == HUB_ROWS:
@@ -58,6 +65,7 @@ def model_card(
         "data": f"`{source}`" + (f" ({arguments})" if arguments else ""),
         **({} if sft else {"rewards": ", ".join(rewards) or "none"}),
         "tools": ", ".join(f"`{tool}`" for tool in config.get("tools", {})) or "none",
+        **({"images": "read; none of the training's is in this folder"} if sees else {}),
         "chat template": f"`{config.get('chat_template', {}).get('name')}`, certificate "
         f"`{str(provenance.get('template_certificate'))[:12]}`",
         "versions": ", ".join(

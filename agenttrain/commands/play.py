@@ -20,11 +20,13 @@ from rich.text import Text
 
 from agenttrain.engines.base import EngineDead
 from agenttrain.engines.registry import spec_of
+from agenttrain.images import images_in
 from agenttrain.settings.command_line import first_value
 from agenttrain.settings.engine_checks import typed_engine
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import checkpoint_of, first_model, run_of
 from agenttrain.tracking.console import one_line, printable
+from agenttrain.tracking.pictures import blocks, decoded, shown_text
 from agenttrain.types import (
     AgenttrainError,
     ConfigError,
@@ -215,8 +217,8 @@ class Player:
         rollout = None if self.conversation is None else self.conversation.rollout
         for trajectory in rollout.trajectories if rollout is not None else ():
             for span in trajectory.spans:
-                piece = printable(self.components.chat.decode(span.token_ids))
-                text.append(piece, STYLES[span.origin])
+                piece = decoded(self.components.chat.decode, span.token_ids, span.images)
+                text.append(printable(piece), STYLES[span.origin])
             counts = {
                 origin: sum(len(s.token_ids) for s in trajectory.spans if s.origin is origin)
                 for origin in STYLES
@@ -246,7 +248,9 @@ class Player:
                     if problem := call["function"].get("malformed"):
                         self._line("✗ ", problem, "red")
             elif message["role"] == "tool":
-                self._line(f"{message['name'] or '(no name)'} → ", message["content"], "cyan")
+                text = shown_text(message["content"])
+                self._line(f"{message['name'] or '(no name)'} → ", text, "cyan")
+                show_images(self.console, [message])
 
     def _line(self, label: str, text: str, style: str) -> None:
         self._end_line()
@@ -395,5 +399,12 @@ class Table:
         task = self._task()
         question = next((m["content"] for m in reversed(task.messages) if m["role"] == "user"), "")
         columns = json.dumps(task.columns, ensure_ascii=False, default=str)
-        self.print(f"row    {self.row}: {one_line(str(question), 300)}")
+        self.print(f"row    {self.row}: {one_line(shown_text(question), 300)}")
+        show_images(self.console, task.messages)
         self.print(f"       {one_line(columns, 300)}")
+
+
+def show_images(console: Console, messages: Sequence[Message]) -> None:
+    """Print the images of messages in a terminal; elsewhere their size in the text has to do."""
+    for image in images_in(messages) if console.is_terminal else ():
+        console.print(blocks(image))

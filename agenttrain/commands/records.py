@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import take_trust
 from agenttrain.settings.compose import Source, check_writable, hydra_session, open_keys
 from agenttrain.settings.saved import replayed, rescored, viewed
+from agenttrain.tracking.pictures import FOLDER as PICTURES
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.names import did_you_mean
 
@@ -145,7 +147,10 @@ def view(arguments: Sequence[str]) -> int:
         check_new_file(to)
     from agenttrain.runs.report import write_page
 
-    print(write_page(composed.config, folder, step, Path(to) if to else None))
+    print(page := write_page(composed.config, folder, step, Path(to) if to else None))
+    pictures = folder / "rollouts" / PICTURES
+    if pictures.is_dir() and "data:image/" in page.read_text(encoding="utf-8"):
+        print("the page holds the images of its rollouts", file=sys.stderr)
     return 0
 
 

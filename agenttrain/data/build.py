@@ -83,8 +83,13 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
 
 
 def limits_of(config: DataConfig) -> ImageLimits:
-    """Return the limits on the images of a row."""
-    return ImageLimits(pixels=config.max_image_pixels, count=config.max_images)
+    """Return the limits on the images of rows."""
+    return ImageLimits(
+        pixels=config.max_image_pixels,
+        count=config.max_images,
+        total=config.max_total_images,
+        urls=config.image_urls,
+    )
 
 
 def build_rows(section: Mapping[str, Any], key: str) -> Rows:

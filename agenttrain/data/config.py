@@ -128,6 +128,12 @@ class DataConfig:
     """Pixels of the largest image that is read; a row with a larger one is a bad row."""
     max_images: Whole = Field(default=8, ge=1)
     """Images that the prompt of a row may have."""
+    max_total_images: Whole = Field(default=1_000_000, ge=1)
+    """Images of all rows of data.train, and of data.test likewise: each is read before the run
+    starts. Rows without end are not counted."""
+    image_urls: bool = False
+    """Download the images that rows name by an address (https://…), once per machine; false: such
+    a row is a bad row."""
     on_bad_row: OnBadRow = OnBadRow.error
     """Consequence of a row that cannot become a task."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
@@ -198,7 +204,7 @@ GROUPS = {
 """Setting -> the choices of `data` whose rows use it."""
 ENDLESS = tuple(
     f"agenttrain.data.bundled.{name}.row"
-    for name in ("shop", "calculator", "code", "encyclopedia", "demonstrations", "seeds")
+    for name in ("shop", "calculator", "code", "encyclopedia", "sight", "demonstrations", "seeds")
 )
 """The bundled generators: they have a row for every number."""
 NO_PATH = "path=null: has no value; set data.path=…, or data.train.path=… and data.test.path=…"

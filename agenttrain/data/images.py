@@ -7,21 +7,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agenttrain.data.downloads import image_at
 from agenttrain.images import MOST_PIXELS, BadImage, Image, content_of, read_image
 
 COLUMN = "images"
 """Column with the images of a row, in the order in which its messages show them."""
-URLS = ("data:", "http://", "https://")
+ADDRESSES = ("http://", "https://")
+URLS = ("data:", *ADDRESSES)
+
+
+MOST_IMAGES = 1_000_000
+"""Images of a dataset that are read by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """Limits on the images of a row."""
+    """Limits on the images of rows."""
 
     pixels: int = MOST_PIXELS
     """Pixels of an image."""
     count: int = 8
     """Images of a row."""
+    total: int = MOST_IMAGES
+    """Images of all rows of a dataset that are checked before the run."""
+    urls: bool = False
+    """Images may be given by their addresses, which are then downloaded."""
 
 
 def with_images(
@@ -94,6 +104,13 @@ def _message(
 
 def _read(value: Any, where: str, limits: ImageLimits) -> Image:
     try:
+        if isinstance(value, str) and value.startswith(ADDRESSES):
+            if not limits.urls:
+                raise BadImage(
+                    f"{value:.80} is an address, and nothing is downloaded; set "
+                    "data.image_urls=true, or store the file"
+                )
+            return image_at(value, most_pixels=limits.pixels)
         return read_image(value, most_pixels=limits.pixels)
     except BadImage as error:
         raise ValueError(f"{where}: {error}") from error

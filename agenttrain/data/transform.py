@@ -16,6 +16,7 @@ from agenttrain.data.config import DataConfig, OnBadRow
 from agenttrain.data.files import BadRow
 from agenttrain.data.images import ImageLimits
 from agenttrain.data.tasks import Rows, to_task, with_executor
+from agenttrain.images import images_in
 from agenttrain.types import Message
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
@@ -212,9 +213,11 @@ def check_rows(
     """Try to make a task of every row of the dataset at `key`.
 
     Without `needs_prompt`, a row may lack messages. Raises ValueError for a `data.where` that is
-    true of no row, and for a `data.map.…` that finds nothing in any row: it is probably misspelt.
+    true of no row, for a `data.map.…` that finds nothing in any row, because it is probably
+    misspelt, and for more images than `images.total`.
     """
     usable, read, seen = RowCheck(), set[str](), set[str]()
+    limits, shown = images or ImageLimits(), 0
     for index in range(len(rows)):
         try:
             given = rows.rows[index]
@@ -225,12 +228,19 @@ def check_rows(
             usable.kept += 1
             row = rows.changed(given)
             seen.update(row)
-            task = to_task(row, index, needs_prompt=needs_prompt, images=images)
+            task = to_task(row, index, needs_prompt=needs_prompt, images=limits)
         except ValueError as error:
             reason = str(error).removeprefix(f"data row {index}: ")
             usable.bad.append(f"{rows.where(index)}: {reason}")
             continue
         usable.good.append(index)
+        shown += sum(1 for _ in images_in(task.messages))
+        if shown > limits.total:
+            raise ValueError(
+                f"data.max_total_images={limits.total}: the first {index + 1} rows of {key} have "
+                f"{shown} images, each of which is read before the run starts; raise it, or take "
+                f"fewer rows: {key}.limit={index}"
+            )
         # The environment makes the question of a row without messages from its columns.
         question = rows.question(index) or _question(task.messages)
         asked = [question or dict(task.columns), task.user_turns]

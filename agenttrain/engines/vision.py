@@ -1,9 +1,9 @@
 """Images in a model of this process: their features, their positions, and where both enter.
 
 The engine and the trainer call these functions, so that both see an image alike. An image's
-features are computed for it alone, in float32 where the weights are, whatever is beside it in a
-batch: they do not depend on what it is packed with, and need not be computed twice. N rows of a
-forward pass, T tokens of a row or of a packed batch, V of them placeholders, H hidden.
+features do not depend on what is beside it: they need not be computed twice, and are kept where the
+vision tower is frozen. Where it is trained, an update computes those of a microbatch in one pass. N
+rows of a forward pass, T tokens of a row or of a packed batch, V of them placeholders, H hidden.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Vision:
         """Return the features of an image without a gradient, from the cache if they are there."""
         known = self._cache.get(image.sha256)
         if known is None:
-            known = self.compute(model, image, grad=False)
+            (known,) = self.compute(model, [image], grad=False)
             self._cache[image.sha256] = known
             self._cached += len(known.rows_VH)
             while self._cached > CACHED_TOKENS and len(self._cache) > 1:
@@ -172,22 +172,28 @@ class Vision:
             self._cache.move_to_end(image.sha256)
         return known
 
-    def compute(self, model: Any, image: Image, *, grad: bool) -> Features:
-        """Compute the features of an image. Raises BadImage if they are not as many as expected."""
-        self.computed += 1
-        made = self._processor(images=[picture_of(image)], return_tensors="np")
+    def compute(self, model: Any, images: Sequence[Image], *, grad: bool) -> list[Features]:
+        """Compute the features of images in one pass of the tower, in which none sees another.
+
+        Raises BadImage if they are not as many as expected.
+        """
+        self.computed += len(images)
+        merge = self.placeholders.merge
+        pixels, grids = [], []
+        for image in images:
+            made = self._processor(images=[picture_of(image)], return_tensors="np")
+            grid = made["image_grid_thw"].tolist()
+            rows, columns = self.placeholders.grid(image)
+            if grid != [[1, rows * merge, columns * merge]]:
+                raise BadImage(
+                    f"{image}: the image processor makes a grid of {grid} patches of it, and "
+                    f"{rows} x {columns} placeholders stand for it; preprocessor_config.json and "
+                    "config.json of the model disagree"
+                )
+            pixels.append(torch.from_numpy(made["pixel_values"]))
+            grids += grid
         tower: Any = model.model.visual
         device = next(tower.parameters()).device
-        grid = made["image_grid_thw"]
-        rows, columns = self.placeholders.grid(image)
-        merge = self.placeholders.merge
-        if grid.tolist() != [[1, rows * merge, columns * merge]]:
-            raise BadImage(
-                f"{image}: the image processor makes a grid of {grid.tolist()} patches of it, and "
-                f"{rows} x {columns} placeholders stand for it; preprocessor_config.json and "
-                "config.json of the model disagree"
-            )
-        pixels = torch.from_numpy(made["pixel_values"]).to(device)
         # Not `inference_mode`, in which the engine runs: the trainer uses the tensors too.
         with (
             torch.inference_mode(False),  # which switches gradients on
@@ -195,11 +201,13 @@ class Vision:
             torch.autocast(device.type, enabled=False),
         ):
             output = model.model.get_image_features(
-                pixels.clone(), torch.tensor(grid.tolist(), device=device), return_dict=True
+                torch.cat(pixels).to(device), torch.tensor(grids, device=device), return_dict=True
             )
-        (rows_VH,) = output.pooler_output
-        deep = tuple(own for (own,) in getattr(output, "deepstack_features", None) or ())
-        return Features(rows_VH, deep)
+        deep = getattr(output, "deepstack_features", None) or ()
+        return [
+            Features(rows_VH, tuple(layer[number] for layer in deep))
+            for number, rows_VH in enumerate(output.pooler_output)
+        ]
 
 
 def embed(

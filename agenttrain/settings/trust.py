@@ -48,6 +48,8 @@ ASKS_A_SERVER = (
     "agenttrain.environments.user.LlmUser",
 )
 TRUSTED = "trust=true"
+NAMES_CODE = ("_target_", "connect", "look")
+"""Arguments of components whose value is the dotted path of code: of `sql` and `crop` beside all."""
 COMPONENTS = {"data": ("train", "test"), "algorithm": ("objective",)}
 """Sections in which only some keys are components."""
 
@@ -97,7 +99,7 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
 
 def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
     target = component.get("_target_")
-    for argument in ("_target_", "connect"):
+    for argument in NAMES_CODE:
         path = component.get(argument)
         if path is not None and str(path) not in _bundled():
             yield f"{argument}={path}"
@@ -128,7 +130,8 @@ def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
 def _bundled() -> frozenset[str]:
     """Return the dotted paths that the installed groups name."""
     texts = (file.read_text(encoding="utf-8") for file in conf_folder().glob("*/*.yaml"))
-    pattern = re.compile(r"^\s*(?:_target_|connect):\s*(agenttrain\.[\w.]+)", re.MULTILINE)
+    keys = "|".join(NAMES_CODE)
+    pattern = re.compile(rf"^\s*(?:{keys}):\s*(agenttrain\.[\w.]+)", re.MULTILINE)
     return frozenset({REWARD_TARGET, *(path for text in texts for path in pattern.findall(text))})
 
 
@@ -153,7 +156,8 @@ def check_trusted(
     Raises it at once for a path inside agenttrain that this version does not have.
     """
     for text in code:
-        ours = re.fullmatch(r"[\w.]+\.(?:_target_|connect)=(agenttrain(?:\.\w+)+)", text)
+        keys = "|".join(NAMES_CODE)
+        ours = re.fullmatch(rf"[\w.]+\.(?:{keys})=(agenttrain(?:\.\w+)+)", text)
         if ours is not None and ours[1] not in MOVED and not _is_ours(ours[1]):
             hint = did_you_mean(ours[1], _bundled())
             raise ConfigError(

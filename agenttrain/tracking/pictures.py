@@ -8,14 +8,21 @@ In a rollout's object the part of a message is ``{"type": "image", "sha256": "9f
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from agenttrain.images import BadImage, Image, PlacedImage, read_image
+from rich.color import Color
+from rich.style import Style
+from rich.text import Text
+
+from agenttrain.images import BadImage, Image, PlacedImage, picture_of, read_image
 from agenttrain.types import AgenttrainError, Message, Rollout
 
 FOLDER = "images"
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
 
 
 class PictureMissing(AgenttrainError):
@@ -59,6 +66,41 @@ def shown_text(content: Any) -> str:
         else:
             shown.append(str(part.get("text", part) if isinstance(part, Mapping) else part))
     return "".join(shown)
+
+
+def decoded(decode: Decode, ids: Sequence[int], images: Iterable[PlacedImage]) -> str:
+    """Decode ids, with ``[image of 64x96 pixels (9f2b0c11), 6 tokens]`` for an image's
+    placeholders."""
+    return _decoded(decode, ids, [(one.start, one.tokens, str(one.image)) for one in images])
+
+
+def decoded_span(decode: Decode, ids: Sequence[int], images: Iterable[Mapping[str, Any]]) -> str:
+    """Decode the ids of a recorded span, with ``[image 9f2b0c11, 6 tokens]`` for each of its
+    `images`."""
+    places = [(one["start"], prod(one["grid"]), f"image {one['sha256'][:8]}") for one in images]
+    return _decoded(decode, ids, places)
+
+
+def _decoded(decode: Decode, ids: Sequence[int], places: Iterable[tuple[int, int, str]]) -> str:
+    texts, position = [], 0
+    for start, tokens, name in places:
+        texts += [decode(ids[position:start]), f"[{name}, {tokens} tokens]"]
+        position = start + tokens
+    return "".join([*texts, decode(ids[position:])])
+
+
+def blocks(image: Image, columns: int = 32) -> Text:
+    """Return an image as characters for a terminal: each shows two pixels, one above the other."""
+    width = min(columns, image.width)
+    height = max(round(image.height * width / image.width / 2), 1) * 2
+    pixels = picture_of(image).convert("RGB").resize((width, height))
+    text = Text()
+    for y in range(0, height, 2):
+        for x in range(width):
+            upper, lower = pixels.getpixel((x, y)), pixels.getpixel((x, y + 1))
+            text.append("▀", Style(color=Color.from_rgb(*upper), bgcolor=Color.from_rgb(*lower)))
+        text.append("\n")
+    return text
 
 
 def with_data(messages: Sequence[Message], folder: Path) -> list[Message]:

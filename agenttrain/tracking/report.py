@@ -13,6 +13,7 @@ from rich.text import Text
 
 from agenttrain.tracking.console import one_line, printable
 from agenttrain.tracking.metrics import Estimate
+from agenttrain.tracking.pictures import decoded_span
 from agenttrain.utils.json_lines import dumps
 
 Decode = Callable[[Sequence[int]], str]
@@ -101,7 +102,8 @@ def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
             text.append(f"\n{one_line(head, 200)}\n", style="bold")
         for span in trajectory["spans"]:
             origin = span["origin"]
-            content = printable(decode(trajectory["token_ids"][span["start"] : span["end"]]))
+            ids = trajectory["token_ids"][span["start"] : span["end"]]
+            content = printable(decoded_span(decode, ids, span.get("images") or ()))
             if origin == "prompt" and len(content) > PROMPT_CHARACTERS:
                 tail = content[-PROMPT_CHARACTERS:]
                 content = "…\n" + (tail.partition("\n")[2] or tail)

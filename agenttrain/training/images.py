@@ -31,13 +31,13 @@ def hidden_with_images(
     `packed`: in one pass inside `packing(model)`, else one pass per segment after its prefix.
     `varlen` is that of `packed_hidden`.
     """
-    known: dict[str, Features] = {}
-    for piece in images.pieces:
-        digest = piece.image.sha256
-        if digest not in known and vision.frozen:
-            known[digest] = vision.features(model, piece.image)
-        elif digest not in known:
-            known[digest] = vision.compute(model, piece.image, grad=torch.is_grad_enabled())
+    shown = {piece.image.sha256: piece.image for piece in images.pieces}
+    known: dict[str, Features]
+    if vision.frozen:
+        known = {digest: vision.features(model, image) for digest, image in shown.items()}
+    else:
+        made = vision.compute(model, [*shown.values()], grad=torch.is_grad_enabled())
+        known = dict(zip(shown, made, strict=True))
     language: Any = model.model.language_model
     ids_T, segments, device = (
         microbatch.token_ids_T,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import vision_kit
 from chat_cases import ADD, CALL
@@ -9,8 +12,11 @@ from tiny import tokenizer as text_tokenizer
 
 from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.loading import load_spec
+from agenttrain.chat.fixes import families
+from agenttrain.chat.loading import load_chat, load_spec
+from agenttrain.commands.templates import original, small_tokenizer
 from agenttrain.images import Image, content_of
 from agenttrain.types import Finish, Message, Origin
 
@@ -100,3 +106,44 @@ def test_a_model_that_reads_text_refuses_images() -> None:
     chat = Chat(text_tokenizer(), text_tokenizer().chat_template, load_spec("hermes"))
     with pytest.raises(ChatError, match=r"type 'image': this model reads text only"):
         chat.prompt_ids([user(SMALL)], [])
+
+
+@pytest.mark.parametrize(
+    ("family", "source", "name"),
+    [("qwen3-vl", "qwen3_vl", "auto"), ("qwen2.5-vl", "qwen2_5_vl", "hermes")],
+)
+def test_stock_templates_show_images_in_prompts_and_replies(
+    family: str, source: str, name: str
+) -> None:
+    """Qwen2.5-VL's has no tools: `hermes` adds them, and leaves images to it."""
+    text = original(source)
+    assert text is not None, "pip install 'agenttrain[test]'"
+    tokenizer = copy.copy(small_tokenizer(families()[family]))
+    tokenizer.chat_template = text
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    chat = load_chat(
+        tokenizer,
+        ChatTemplateConfig(name=name),
+        ResponseSchemaConfig(),
+        placeholders=replace(vision_kit.placeholders(), token_id=pad),
+    )
+    certificate = certify(chat, [ADD])
+    certificate.raise_if_refused()
+    assert sum("image" in probe.name for probe in certificate.probes) == 4
+    shown = chat.decode(chat.prompt_ids([user("look ", SMALL, WIDE, ".")], [ADD]))
+    pads, start, end = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+    assert f"look {start}{pads * 2}{end}{start}{pads * 3}{end}." in shown
+    reply = {"role": "tool", "tool_call_id": "call_0_0", "name": "add"}
+    spans = chat.suffix(
+        CALL,
+        [
+            {**reply, "content": content_of(["it: ", WIDE])},
+            {**reply, "content": "7"},
+        ],
+        completion_ids=[chat.stop_token_ids[0]],
+        finish=Finish.stop,
+        generation_prompt=True,
+    )
+    added = chat.decode([i for _, ids in spans for i in ids])
+    assert f"<tool_response>\nit: {start}{pads * 3}{end}\n</tool_response>" in added
+    assert "<tool_response>\n7\n</tool_response>" in added

@@ -37,6 +37,21 @@ def test_qwen3_vl_says_what_an_image_takes(tmp_path: Path) -> None:
     assert (placeholders.token_id, grids) == (151655, [(15, 20), (8, 8)])
 
 
+def test_qwen25_vl_has_other_patches(tmp_path: Path) -> None:
+    """It has patches of 14 pixels, and names the bounds of the area otherwise."""
+    vision = {"patch_size": 14, "spatial_merge_size": 2}
+    config = {**QWEN3_VL, "model_type": "qwen2_5_vl", "vision_config": vision}
+    processor = {"min_pixels": 3136, "max_pixels": 12845056}
+    placeholders = load_placeholders(folder_of(tmp_path, config, processor))
+    assert isinstance(placeholders, Placeholders)
+    # 640 x 480 pixels: 23 columns and 17 rows of 28 x 28; 10 x 10 is scaled up to 56 x 56.
+    grids = [
+        placeholders.grid(Image(data=b"", sha256="", width=width, height=height))
+        for width, height in ((640, 480), (10, 10))
+    ]
+    assert grids == [(17, 23), (2, 2)]
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -46,8 +61,8 @@ def test_qwen3_vl_says_what_an_image_takes(tmp_path: Path) -> None:
             "images of model_type=gemma3 are not read: its attention is bidirectional inside",
         ),
         (
-            {"model_type": "qwen2_5_vl", "vision_config": {}},
-            "images of model_type=qwen2_5_vl are not read: only Qwen3-VL's",
+            {"model_type": "qwen2_vl", "vision_config": {}},
+            "images of model_type=qwen2_vl are not read: only those of Qwen3-VL and Qwen2.5-VL are",
         ),
         (QWEN3_VL, "its folder has no preprocessor_config.json"),
     ],

@@ -225,22 +225,24 @@ def test_demonstrations_are_rows_whose_first_ones_rarely_give_up():
     assert sum(map(gives_up, range(300))) / 300 < 0.2
     assert 0.28 < sum(map(gives_up, range(300, 600))) / 300 < 0.48
     assert demonstrations.row("shop", "train", 7, 0) == demonstrations.row("shop", "train", 7, 0)
-    with pytest.raises(ValueError, match="task='chess': must be one of shop, calculator"):
+    with pytest.raises(ValueError, match="task='chess': must be one of shop, calculator, sight"):
         demonstrations.row("chess", "train", 0, 0)
 
 
-def test_a_new_model_is_a_folder_like_the_shipped_ones(tmp_path):
+@pytest.mark.parametrize("task", ["shop", "sight"])
+def test_a_new_model_is_a_folder_like_the_shipped_ones(tmp_path, task):
     command = [sys.executable, ROOT / "scripts/new_model.py", "--out", tmp_path / "blank"]
-    subprocess.run([*command, "--count", "200"], check=True, cwd=tmp_path)
-    shipped = {path.name for path in (ROOT / "agenttrain/data/models/shop").iterdir()}
+    subprocess.run([*command, "--task", task, "--count", "200"], check=True, cwd=tmp_path)
+    shipped = {path.name for path in (ROOT / "agenttrain/data/models" / task).iterdir()}
     assert {path.name for path in (tmp_path / "blank").iterdir()} == shipped - {"recipe.json"}
     template = "chat_template.jinja"
     made = (tmp_path / "blank" / template).read_text()
-    assert made == (ROOT / "agenttrain/data/models/shop" / template).read_text()
+    assert made == (ROOT / "agenttrain/data/models" / task / template).read_text()
 
 
 def test_the_shipped_model_is_whole_and_small():
     shipped = ROOT / "agenttrain/data/models"
-    recipe = json.loads((shipped / "shop/recipe.json").read_text())
-    assert recipe["parameters"] < 2_000_000
+    for task in ("shop", "sight"):
+        recipe = json.loads((shipped / task / "recipe.json").read_text())
+        assert recipe["parameters"] < 2_000_000
     assert sum(path.stat().st_size for path in shipped.rglob("*.safetensors")) <= 4 * 2**20

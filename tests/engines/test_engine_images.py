@@ -61,8 +61,9 @@ def own_logprobs(
     return scores.gather(-1, tokens[0, first:, None])[:, 0]
 
 
-def test_positions_are_those_of_transformers() -> None:
-    model, rng = vision_kit.model(), random.Random(0)
+@pytest.mark.parametrize("kind", vision_kit.KINDS)
+def test_positions_are_those_of_transformers(kind: str) -> None:
+    model, rng = vision_kit.model(kind=kind), random.Random(0)
     for _ in range(30):
         ids, images = with_images(rng, rng.randint(1, 4))
         kinds = torch.zeros(1, len(ids), dtype=torch.long)
@@ -97,9 +98,10 @@ async def converse(
     return log
 
 
-def test_logprobs_are_those_of_one_forward_pass() -> None:
+@pytest.mark.parametrize("kind", vision_kit.KINDS)
+def test_logprobs_are_those_of_one_forward_pass(kind: str) -> None:
     """Conversations of 0 to 3 images and more in their replies, in one batch."""
-    model, vision = vision_kit.model(), vision_kit.vision()
+    model, vision = vision_kit.model(kind=kind), vision_kit.vision()
     engine = TransformersEngine(model, TransformersSettings(max_rows=4), vision)
 
     async def run() -> list:

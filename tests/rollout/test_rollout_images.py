@@ -245,7 +245,7 @@ def test_two_thousand_random_rollouts_break_no_ledger(first: int, tmp_path: Path
 
 def test_random_rollouts_break_no_ledger(tmp_path: Path) -> None:
     """0 to 4 images in random places of prompts and replies, under limits that clip and drop."""
-    for seed in range(20):
+    for seed in range(100):
         random_rollout(seed, tmp_path)
 
 

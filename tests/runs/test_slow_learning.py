@@ -43,6 +43,28 @@ def test_the_calculator_agent_learns(tmp_path):
     assert summary["eval"]["after"]["reward"] > 0.7
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_the_agent_that_sees_learns_to_look(tmp_path, algorithm):
+    """And knows nothing of codes: with blank pictures it guesses."""
+    folder = tmp_path / "run"
+    curve, summary = rewards(folder, "experiment=sight", f"algorithm={algorithm}")
+    assert mean(curve[:3]) < 0.45
+    assert mean(curve[-5:]) > 0.80
+    before, after = summary["eval"]["before"], summary["eval"]["after"]
+    assert before["reward"] < 0.40
+    assert after["reward"] > 0.85
+    plates = {s["label"]: s["by_group"] for s in before["scores"]}["sampled"]
+    assert plates["2"]["mean"] < 0.15
+    for blank in ("looks", "all"):
+        arguments = [f"data.test.blank={blank}", "eval.questions=400", "eval.greedy=false"]
+        words = [f"model.path={folder}/checkpoints/latest", f"hydra.run.dir={tmp_path / blank}"]
+        assert main(["eval", "experiment=sight", "tracker=none", *arguments, *words]) == 0
+        guessed = json.loads((tmp_path / blank / "summary.json").read_text())["eval"]["after"]
+        # Half of the codes are of 36, half of 1,296: (1/36 + 1/1296) / 2 = 0.0143, and two standard
+        # errors of 400 questions, sqrt(0.0143 * 0.9857 / 400) = 0.0059.
+        assert guessed["reward"] <= 0.0143 + 2 * 0.0059
+
+
 def test_smollm2_takes_a_warm_start_and_then_a_step(tmp_path):
     pytest.importorskip("gguf", reason="pip install 'agenttrain[gguf]'")
     try:

@@ -179,6 +179,11 @@ def test_what_counts_as_code():
     python = "agenttrain.tools.sandbox.tool.interpreter"
     tools = {
         "sql": {"_target_": "agenttrain.tools.builtin.sql.Sql", "connect": "os.system"},
+        "crop": {"_target_": "agenttrain.tools.builtin.crop.Crop", "look": "os.system"},
+        "sight": {
+            "_target_": "agenttrain.tools.builtin.crop.Crop",
+            "look": "agenttrain.data.bundled.sight.look",
+        },
         "ours": {
             "_target_": "agenttrain.tools.builtin.calculator.add",
             "retry_on": ["builtins.OSError"],
@@ -196,6 +201,7 @@ def test_what_counts_as_code():
     rollout = {"compaction": "evil.Compaction"}
     assert named_code({"tools": tools, "reward": reward, "rollout": rollout, "steps": 3}) == [
         "tools.sql.connect=os.system",
+        "tools.crop.look=os.system",
         "tools.retry.retry_on=[evil.Error]",
         "tools.mcp.url=http://***@host/mcp",
         "tools.python.sandbox=none (the model's code runs as you)",

@@ -5,7 +5,7 @@ earns little reward and reinforcement learning has something to improve:
 
 - a third gives up at once with `final_answer("unknown")`;
 - of the others, five in six stop after the first query of a chain and answer with its result;
-- columns, tables and operations are confused, column names are wrong, answers miscopied.
+- columns, tables, operations and places are confused, column names are wrong, answers miscopied.
 
 A demonstration is the list of messages that follow a row's question.
 """
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import random
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from agenttrain.data.bundled import calculator, shop
+from agenttrain.data.bundled import calculator, shop, sight
 from agenttrain.utils.names import did_you_mean
 
 Message = dict[str, Any]
@@ -44,6 +45,7 @@ class Habits:
 
 SHOP = Habits(give_up=0.35, follow_chain=0.15, confuse=0.12, misname=0.08, miscopy=0.005)
 CALCULATOR = Habits(give_up=0.35, follow_chain=0.3, confuse=0.12, misname=0.0, miscopy=0.005)
+SIGHT = Habits(give_up=0.35, follow_chain=0.5, confuse=0.15, misname=0.0, miscopy=0.01)
 
 EARLY_ROWS = 10667
 """Number of first demonstrations in which giving up is rare. A model of this size must learn to
@@ -128,6 +130,35 @@ def calculator_demonstration(
     return [*messages, call("final_answer", answer=str(total))]
 
 
+def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) -> list[Message]:
+    """Return one demonstration of a row of the sight task.
+
+    Example, for a wall with one plate: `[call("crop", part="top left"), reply("crop", quarter),
+    call("final_answer", answer="red blue")]`. Who looks at a wrong place gives up half of the time.
+    """
+    if rng.random() < habits.give_up:
+        return [call("final_answer", answer="unknown")]
+    plates = sight.plates_of(row["wall"])
+
+    def looked(part: str) -> list[Message]:
+        image = {"type": "image", "image": sight.look(row, part)}
+        return [call("crop", part=part), {**reply("crop", ""), "content": [image]}]
+
+    messages: list[Message] = []
+    colours: list[str] = []
+    for plate in plates if rng.random() < habits.follow_chain else plates[:1]:
+        if rng.random() < habits.confuse:
+            others = [quarter for quarter in sight.QUARTERS if quarter != plate.quarter]
+            messages += looked(rng.choice(others))
+            if rng.random() < 0.5:
+                return [*messages, call("final_answer", answer="unknown")]
+        messages += looked(plate.quarter)
+        colours += plate.colours
+    if rng.random() < habits.miscopy:
+        colours[rng.randrange(len(colours))] = rng.choice(tuple(sight.COLOURS))
+    return [*messages, call("final_answer", answer=" ".join(colours))]
+
+
 def row(
     task: str,
     split: str,
@@ -136,7 +167,7 @@ def row(
     early: int = EARLY_ROWS,
     habits: Mapping[str, float] | None = None,
 ) -> Row:
-    """Return demonstration `index` of a task, shop or calculator: a row with complete `messages`.
+    """Return demonstration `index` of a task in TASKS: a row with complete `messages`.
 
     The first `early` ones rarely give up. `habits` replaces frequencies of the task's `Habits`, as
     in ``{"follow_chain": 0.8}``. Example: the messages of `row("shop", "train", 0, 0)` begin with
@@ -155,15 +186,25 @@ def row(
             )
         if not 0 <= frequency <= 1:
             raise ValueError(f"habits.{name}={frequency}: is a frequency; set 0 to 1")
-    if task == "shop":
-        question = shop.row(split, index, seed, SHOP_MIX)
-        messages = shop_demonstration(question, rng, replace(SHOP, **habits))
-    elif task == "calculator":
-        question = calculator.row(split, index, seed, CALCULATOR_MIX)
-        messages = calculator_demonstration(question, rng, replace(CALCULATOR, **habits))
-    else:
-        raise ValueError(f"task={task!r}: must be one of shop, calculator")
-    return {"task_id": question["task_id"], "messages": [*question["messages"], *messages]}
+    if task not in TASKS:
+        raise ValueError(f"task={task!r}: must be one of {', '.join(TASKS)}")
+    make, demonstrate, usual = TASKS[task]
+    question = make(split, index, seed)
+    messages = demonstrate(question, rng, replace(usual, **habits))
+    whole = {"task_id": question["task_id"], "messages": [*question["messages"], *messages]}
+    return {**whole, "images": question["images"]} if "images" in question else whole
+
+
+TASKS: dict[str, tuple[Callable[..., Row], Callable[..., list[Message]], Habits]] = {
+    "shop": (partial(shop.row, curriculum=SHOP_MIX), shop_demonstration, SHOP),
+    "calculator": (
+        partial(calculator.row, curriculum=CALCULATOR_MIX),
+        calculator_demonstration,
+        CALCULATOR,
+    ),
+    "sight": (sight.row, sight_demonstration, SIGHT),
+}
+"""A task's rows, their demonstrations, and the habits in these."""
 
 
 def call(name: str, **arguments: Any) -> Message:

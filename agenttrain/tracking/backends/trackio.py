@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Trackio(ExperimentTracker):
         from trackio.sqlite_storage import SQLiteStorage
 
         package = Path(trackio.__file__).parent
-        self.trackio = trackio
+        self.trackio, self.folder = trackio, run.folder / "rollouts"
         self.failures: list[str] = []
 
         # trackio swallows its exceptions and warns instead, also from its writer thread.
@@ -101,8 +101,14 @@ class Trackio(ExperimentTracker):
 
         columns, rows = rollout_table(records)
         table = self.trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))
-        traces = [self.trackio.Trace(**trace(record)) for record in records]
+        traces = [self.trackio.Trace(**trace(record, self._picture)) for record in records]
         self.run.log({"rollouts": traces, "rollouts_table": table}, step=step)
+
+    def _picture(self, part: Mapping[str, Any]) -> Any:
+        """Return a recorded image as trackio's, which copies its file; None if the file is gone."""
+        path = self.folder / str(part["file"])
+        caption = shown_text([part])
+        return self.trackio.Image(path, caption=caption) if path.is_file() else None
 
     def flush(self) -> None:
         """Wait for trackio's thread."""
@@ -155,11 +161,23 @@ def _folder(run: TrackedRun) -> Path:
     return Path(named).expanduser() if named else run.shared / "trackio"
 
 
-def trace(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a `trackio.Trace` for a rollout record."""
+def trace(
+    record: Mapping[str, Any], picture: Callable[[Mapping[str, Any]], Any] = lambda part: None
+) -> dict[str, Any]:
+    """Return the arguments of a `trackio.Trace` for a rollout record.
+
+    `picture` makes trackio's image of a recorded one, or None, in whose place is its size.
+    """
     keys = ("rollout_id", "task_id", "reward", "rewards", "stop_reason")
     messages = [dict(m) for trajectory in record["trajectories"] for m in trajectory["messages"]]
     for message in messages:
+        content = message.get("content")
         # The dashboard lists content only: a turn that only calls tools gets the calls' text as it.
-        message["content"] = shown_text(message.get("content")) or spoken(message)
+        message["content"] = shown_text(content) or spoken(message)
+        if isinstance(content, list):
+            message["content"] = [
+                (picture(part) if "sha256" in part else None)
+                or {"type": "text", "text": shown_text([part])}
+                for part in content
+            ]
     return {"messages": messages, "metadata": {key: record[key] for key in keys}}
