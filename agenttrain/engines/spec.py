@@ -147,6 +147,9 @@ class EngineSpec(Generic[S]):
     standalone: bool = False
     """True: needs neither the policy nor a device of its process, so that it can be in a process
     apart from the trainer's (`rollout.process`)."""
+    apart: EngineSpec[S] | None = None
+    """The same engine with weights of its own, for a process apart from the trainer's; None: it is
+    this one, or there is none."""
     run_server: Callable[[Path, int, int | None], int] | None = None
     """Run one server of the run in a folder, by its number, until it is stopped or the process of
     the third argument has ended; return the exit code. Raises ConfigError if that server runs
@@ -172,6 +175,11 @@ class EngineSpec(Generic[S]):
         "errors into whole nats, and overflow in the end"
     )
     """Reason against a temperature between 0 and LEAST_TEMPERATURE."""
+
+    @property
+    def may_stand_alone(self) -> bool:
+        """True: can be in a process apart from the trainer's, if with weights of its own."""
+        return self.standalone or self.apart is not None
 
     @property
     def fleet(self) -> bool:

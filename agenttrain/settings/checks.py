@@ -23,6 +23,7 @@ from agenttrain.algorithms.config import (
 from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, has_test_rows
 from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
+from agenttrain.settings.async_checks import async_problems
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig
@@ -302,7 +303,7 @@ def _trackers(config: RunConfig) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_sizes, _compaction, _agent, _reference, section_problems, _texts_and_files),
-    *(_updates, engine_problems, _evaluation, _guards, shared_problems, _trackers),
+    *(_updates, engine_problems, async_problems, _evaluation, _guards, shared_problems, _trackers),
     _environments,
 )
 
@@ -429,7 +430,7 @@ def check_structured(verb: str, config: RunConfig) -> None:
 
 RL_ONLY = (
     *("algorithm", "reward", "engine", "weight_sync", "tasks_per_step", "rollout", "guards"),
-    "user",
+    *("user", "async_training"),
     *("data.curriculum", "checkpoint.keep_best"),
     *(f"eval.{name}" for name in ("samples", "greedy", "group_by", "temperature")),
     *(f"eval.{name}" for name in ("top_p", "top_k", "min_p", "tools")),
@@ -438,12 +439,15 @@ RL_ONLY = (
 """Sections and settings that supervised learning does not read."""
 READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")
 """Settings of those sections that it reads."""
-UNPLAYED = ("sft", "slurm", "algorithm", "optimizer", "training", "reward", "stop_when", "user")
+UNPLAYED = (
+    *("sft", "slurm", "algorithm", "optimizer", "training", "reward", "stop_when", "user"),
+    "async_training",
+)
 """Sections without effect where an agent is only used."""
 UNREAD = {
     "sft": (*RL_ONLY, "slurm"),
     "train": ("sft", "slurm"),
-    "eval": ("sft", "slurm", "data.curriculum", "stop_when"),
+    "eval": ("sft", "slurm", "data.curriculum", "stop_when", "async_training"),
     "play": (*UNPLAYED, "data.curriculum"),
     "serve": (*UNPLAYED, "data", "tools", "rollout"),
 }
