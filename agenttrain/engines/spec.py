@@ -50,6 +50,8 @@ class EngineInputs:
     """Folder for the engine's log."""
     trainers: int = 1
     """Training processes of this machine, which have its first GPUs."""
+    max_staleness: int = 0
+    """async_training.max_staleness: updates by which a rollout may be older than the policy."""
     vision: Vision | None = None
     """Reads the images of requests, by the policy's own weights; None: there are none."""
 

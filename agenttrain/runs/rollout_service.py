@@ -137,6 +137,9 @@ class RolloutService:
         composed = convert(begin.settings)
         admit_engine(composed)
         self._config = config = composed.config
+        if config.async_training.max_staleness:
+            # Bits depend on which rollouts share a batch, and that on when each of them began.
+            config.rollout = replace(config.rollout, deterministic=False)
         self._folder = Path(begin.folder)
         self._finished = self._total = 0
         self._written: Path | None = None
@@ -170,10 +173,8 @@ class RolloutService:
         settings = {name: getattr(config, name) for name in MADE_WITH}
         settings["group_size"] = config.algorithm.group_size
         journal = Journal(self._folder / "rollouts", CODEC, settings_digest(plain(settings)))
-        limits = replace(collector.limits, deterministic=False)
-        self._source.collector = replace(collector, limits=limits)
         stack.enter_context(light_gc())
-        monitor = LoopMonitor(limits.max_loop_lag_s, collector.blocking)
+        monitor = LoopMonitor(collector.limits.max_loop_lag_s, collector.blocking)
         await stack.enter_async_context(monitor)
         self._queue = GroupQueue(
             self._source,

@@ -248,6 +248,7 @@ def engine_inputs(
         on_gpu=on_gpu,
         rank=rank,
         run_folder=folder,
+        max_staleness=config.async_training.max_staleness,
     )
 
 

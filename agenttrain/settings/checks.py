@@ -144,7 +144,8 @@ def _agent(config: RunConfig) -> Iterator[str]:
             "agent.timeout_s"
         )
     rows = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
-    if rollout.deterministic is not False and agent.concurrency < rows:
+    repeats = rollout.deterministic is not False and not config.async_training.max_staleness
+    if repeats and agent.concurrency < rows:
         yield (
             f"agent.concurrency={agent.concurrency}: with rollout.deterministic the engine waits "
             f"for engine.max_rows={config.engine.max_rows} rollouts at once; set "

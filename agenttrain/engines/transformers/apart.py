@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -44,9 +45,10 @@ class TransformersCopy(TransformersEngine):
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load all weights, by transformers' names, between two steps."""
+        given = await asyncio.to_thread(dict, weights)  # they may be read from files
 
         def load() -> None:
-            self._model.load_state_dict(dict(weights))
+            self._model.load_state_dict(given)
             keeps = self._mode is WeightSyncMode.in_flight
             self._worker.update({}, version, keeps=keeps)
 

@@ -52,15 +52,16 @@ class GroupQueue:
         max_staleness: int,
         steps: int,
     ) -> None:
-        """`steps` is the last step of the run; `monitor` watches the event loop all the time."""
+        """`steps` is the last step of the run; `monitor` watches the event loop all the time.
+
+        The engine must not be expected to repeat its batches (`rollout.deterministic`).
+        """
         self._source, self._journal, self._monitor = source, journal, monitor
         self._max_staleness, self._steps = max_staleness, steps
         collector = source.collector
         self._collector = replace(
             collector,
             progress=None,
-            # Bits depend on which rollouts share a batch, and that on when each of them began.
-            limits=replace(collector.limits, deterministic=False),
             gate=asyncio.Semaphore(collector.limits.concurrency),
             monitor=monitor,
             throttle=Throttle(),
