@@ -195,7 +195,10 @@ def kills(root: Path, quick: bool) -> dict[str, float]:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        time.sleep(rng.uniform(10, 30))
+        wanted_requests = requests_of(folder) + rng.randint(1, 12)
+        while requests_of(folder) < wanted_requests and process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0, 1))
         victims = [psutil.Process(process.pid)]
         victims += [one for one in victims[0].children() if "rollout_process" in str(one.cmdline())]
         rng.choice(victims).send_signal(signal.SIGKILL)
@@ -217,6 +220,12 @@ def kills(root: Path, quick: bool) -> dict[str, float]:
         "serials_twice": float(sum(times > 1 for times in trained.values())),
         "kills": float(count),
     }
+
+
+def requests_of(folder: Path) -> int:
+    """Return the number of requests that the rollout process has answered, in all attempts."""
+    path = folder / "logs" / "requests.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def serials(folder: Path, step: int) -> list[int]:

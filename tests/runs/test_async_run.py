@@ -6,8 +6,10 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -94,7 +96,10 @@ def test_a_copy_in_the_rollout_process_changes_no_byte(tmp_path: Path) -> None:
 
 def test_no_rollout_is_older_than_the_bound(tmp_path: Path) -> None:
     folder, k = tmp_path / "run", 2
-    assert main([*TINY, "steps=6", ahead(k), f"hydra.run.dir={folder}"]) == 0
+    others = ("eval.every=2", "eval.questions=2", "data.curriculum.enabled=true")
+    assert main([*TINY, *others, "steps=6", ahead(k), f"hydra.run.dir={folder}"]) == 0
+    evaluations = (folder / "evaluations.jsonl").read_text().splitlines()
+    assert len(evaluations) == 2 * 4  # before, after steps 2 and 4, and at the end
     assert_each_serial_once(folder, 6, k)
     for row in metrics(folder):
         ages = {age: row[f"async/staleness/{age}"] for age in range(k + 1)}
@@ -148,6 +153,19 @@ def test_sigterm_keeps_what_was_sampled_ahead(tmp_path: Path) -> None:
     assert_each_serial_once(folder, done + 3, 2)
 
 
+def await_requests(run: subprocess.Popen[str], folder: Path, count: int) -> None:
+    """Wait until the rollout process has answered so many requests more."""
+    path = folder / "logs" / "requests.jsonl"
+
+    def answered() -> int:
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    wanted, deadline = answered() + count, time.monotonic() + 300
+    while answered() < wanted:
+        assert time.monotonic() < deadline and run.poll() is None, run.communicate()
+        time.sleep(0.02)
+
+
 @pytest.mark.slow
 def test_kills_at_random_instants(tmp_path: Path) -> None:
     """Twenty: the trainer, the rollout process, or the launcher with all that it started."""
@@ -157,17 +175,14 @@ def test_kills_at_random_instants(tmp_path: Path) -> None:
     for _ in range(20):
         arguments = (f"resume={folder}",) if (folder / "config.yaml").exists() else first
         with started(*arguments) as run:
-            time.sleep(rng.uniform(2, 40))
+            await_requests(run, folder, rng.randint(1, 12))
+            time.sleep(rng.uniform(0, 1))
             processes = of_rollouts(run.pid)
-            if processes and (victim := rng.choice(("launcher", "trainer", "rollouts"))):
-                if victim == "launcher":
-                    run.kill()
-                elif victim == "rollouts":
-                    processes[0].kill()
-                else:
-                    rng.choice(psutil.Process(run.pid).children()).kill()
-                run.communicate()
-                psutil.wait_procs(processes, 90)
+            victims = (psutil.Process(run.pid), *psutil.Process(run.pid).children(), *processes)
+            with suppress(psutil.NoSuchProcess):
+                rng.choice(victims).kill()
+            run.communicate()
+            psutil.wait_procs(processes, 90)
         assert_nothing_left(folder)
     done = len(metrics(folder))
     agenttrain(f"resume={folder}", f"steps={done + 2}")
