@@ -1,11 +1,13 @@
 """Engines from outside for whole runs: answers from a script, and a copy of the policy's weights.
 
 engine._target_=scripted_engines.SCRIPTED    no weights; answers follow from the request alone
+engine._target_=scripted_engines.SLOW        the same, but each answer takes its own time
 engine._target_=scripted_engines.COPY        samples from weights that each step sends to it
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -70,6 +72,22 @@ def copy(settings: TransformersSettings, inputs: EngineInputs):
 SCRIPTED = EngineSpec(
     settings=TransformersSettings, build=scripted, standalone=True, deterministic=True
 )
+
+
+def slow(settings: TransformersSettings, inputs: EngineInputs) -> ScriptedEngine:
+    """Answer as `scripted`, after a time that depends on the seed: up to half a second."""
+    engine = scripted(settings, inputs)
+    answer = engine.generate
+
+    async def generate(token_ids, sampling, **names):
+        await asyncio.sleep(sampling.seed % 11 * 0.05)
+        return await answer(token_ids, sampling, **names)
+
+    engine.generate = generate
+    return engine
+
+
+SLOW = EngineSpec(settings=TransformersSettings, build=slow, standalone=True)
 COPY = EngineSpec(
     settings=TransformersSettings,
     build=copy,

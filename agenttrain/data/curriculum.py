@@ -36,7 +36,8 @@ class Curriculum:
 
     The tasks of a step are a function of (seed, state): processes with the same results choose the
     same tasks, and so does a resumed run. A step repeats a row only if it needs more tasks than
-    there are rows. Example::
+    there are rows. A step whose tasks are all drawn may be closed before its results are known, so
+    that the next one can draw its own. Example::
 
         curriculum = Curriculum(source, config, seed=0)
         tasks = curriculum.tasks(0, 8)
@@ -52,16 +53,38 @@ class Curriculum:
         self._steps = 0
         self._start = 0
         """The data cursor at the beginning of this step."""
+        self._ahead: list[list[int]] = []
+        """The rows of closed steps without results, the oldest first."""
         self._upcoming = self._rows()
         self._step_rows: list[int] = []
         """The rows of this step that were chosen so far."""
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """Return `count` tasks from the run's `start`-th on; all must belong to this step.
+        """Return `count` tasks from the run's `start`-th on; all must belong to one step.
 
-        Raises ValueError for tasks of earlier steps.
+        That is this step, or a closed one without results. Raises ValueError for tasks of earlier
+        steps.
         """
-        return [self._source.row(row) for row in self._choose(start - self._start, count)]
+        first = self._start - sum(map(len, self._ahead))
+        if first <= start < self._start:
+            drawn = [row for rows in self._ahead for row in rows]
+            rows = drawn[start - first : start - first + count]
+        else:
+            rows = self._choose(start - self._start, count)
+        return [self._source.row(row) for row in rows]
+
+    def close(self, cursor: int) -> None:
+        """Close the step of the tasks up to `cursor`, whose results come later.
+
+        Does nothing for a step that is closed.
+        """
+        if cursor <= self._start:
+            return
+        rows = self._choose(0, cursor - self._start)
+        known = {*self._measures, *(row for step in self._ahead for row in step)}
+        self._fresh += len({*rows} - known)
+        self._ahead.append(rows)
+        self._start, self._upcoming, self._step_rows = cursor, self._rows(), []
 
     def results(self, groups: Iterable[Sequence[Rollout]]) -> list[Result]:
         """Return the outcome of each of a step's groups that has a reward."""
@@ -74,23 +97,27 @@ class Curriculum:
         return results
 
     def learn(self, cursor: int, results: Iterable[Result]) -> None:
-        """End the step, which used the tasks up to `cursor`, with all of its results."""
+        """End the oldest step, which used the tasks up to `cursor`, with all of its results.
+
+        Closes it if it is this step.
+        """
         solved, scored = Counter[str](), Counter[str]()
         for name, successes, count in results:
             solved[name] += successes
             scored[name] += count
-        rows = dict.fromkeys(self._choose(0, cursor - self._start))
+        self.close(cursor)
+        rows = dict.fromkeys(self._ahead.pop(0))
         self._steps += 1
         for row in rows:
             name = self._source.row(row).task_id
-            self._fresh += row not in self._measures
             rate = self._measures[row].rate if row in self._measures else None
             if scored[name]:
                 new = solved[name] / scored[name]
                 memory = self._config.memory
                 rate = new if rate is None else memory * rate + (1 - memory) * new
             self._measures[row] = Measure(rate=rate, step=self._steps)
-        self._start, self._upcoming, self._step_rows = cursor, self._rows(), []
+        if not self._step_rows:  # nothing was drawn yet that does not know these results
+            self._upcoming = self._rows()
 
     def metrics(self) -> dict[str, float]:
         """Return the sizes of the pools; `new` (rows never used) only for a finite dataset."""
@@ -107,12 +134,14 @@ class Curriculum:
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later choices depend, as JSON."""
         rows = [[row, m.rate, m.step] for row, m in sorted(self._measures.items())]
-        return {"start": self._start, "steps": self._steps, "fresh": self._fresh, "rows": rows}
+        state = {"start": self._start, "steps": self._steps, "fresh": self._fresh, "rows": rows}
+        return {**state, **({"ahead": self._ahead} if self._ahead else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of `state_dict()`."""
         self._steps, self._fresh = state["steps"], state["fresh"]
         self._measures = {row: Measure(rate=rate, step=step) for row, rate, step in state["rows"]}
+        self._ahead = [list(rows) for rows in state.get("ahead", ())]
         self._start, self._upcoming, self._step_rows = state["start"], self._rows(), []
 
     def _choose(self, first: int, count: int) -> list[int]:
@@ -126,7 +155,8 @@ class Curriculum:
     def _rows(self) -> Iterator[int]:
         """Yield the rows of this step, without end."""
         rng = random.Random(f"{self._seed}-curriculum-{self._start}")
-        weights = {}
+        # Rows of closed steps have no result yet, and come up again as rarely as hard ones.
+        weights = {row: self._config.floor for rows in self._ahead for row in rows}
         for row, measure in sorted(self._measures.items()):
             stale = self._steps - measure.step >= self._config.revisit
             in_band = stale or self._pool(measure) == "band"

@@ -52,6 +52,8 @@ class EngineInputs:
     """Training processes of this machine, which have its first GPUs."""
     taken: tuple[int, ...] = ()
     """Further GPUs, by number, that the servers of roles have."""
+    max_staleness: int = 0
+    """async_training.max_staleness: updates by which a rollout may be older than the policy."""
     vision: Vision | None = None
     """Reads the images of requests, by the policy's own weights; None: there are none."""
     mixed_precision: str = "no"
@@ -151,6 +153,9 @@ class EngineSpec(Generic[S]):
     standalone: bool = False
     """True: needs neither the policy nor a device of its process, so that it can be in a process
     apart from the trainer's (`rollout.process`)."""
+    apart: EngineSpec[S] | None = None
+    """The same engine with weights of its own, for a process apart from the trainer's; None: it is
+    this one, or there is none."""
     run_server: Callable[[Path, int, int | None, str], int] | None = None
     """Run one server of the run in a folder, by its number, until it is stopped or the process of
     the third argument has ended, at an address of this machine; return the exit code. Raises
@@ -176,6 +181,11 @@ class EngineSpec(Generic[S]):
         "errors into whole nats, and overflow in the end"
     )
     """Reason against a temperature between 0 and LEAST_TEMPERATURE."""
+
+    @property
+    def may_stand_alone(self) -> bool:
+        """True: can be in a process apart from the trainer's, if with weights of its own."""
+        return self.standalone or self.apart is not None
 
     @property
     def fleet(self) -> bool:

@@ -58,6 +58,10 @@ class Collector(RolloutContext):
     raises."""
     progress: Callable[[int, int], None] | None = None
     """Called as ``progress(finished, total)`` after every rollout of a call of `collect`."""
+    gate: asyncio.Semaphore | None = None
+    """Bounds the rollouts in flight of several calls together; None: each call has its own."""
+    monitor: LoopMonitor | None = None
+    """Watches the event loop for several calls; None: each call has its own."""
 
     def waiting(self) -> list[Waiting]:
         """Return the rollouts in flight and what each waits for; callable from any thread."""
@@ -174,26 +178,23 @@ async def collect(
     attempts = _make_attempts(collector, placed, samples, sampling, seed_path, collected)
     schemas: Schemas = {}
     parsed_turns = ParsedTurns()
+    paced = replace(collector, parsed_turns=parsed_turns, throttle=collector.throttle or Throttle())
     with light_gc():
-        async with LoopMonitor(collector.limits.max_loop_lag_s, collector.blocking) as monitor:
-            paced = replace(collector, parsed_turns=parsed_turns, throttle=Throttle())
+        if collector.monitor is not None:
             results = await _run_all(paced, attempts, schemas)
-    collected.loop_lag_s = monitor.max_lag_s
+        else:
+            limit_s = collector.limits.max_loop_lag_s
+            async with LoopMonitor(limit_s, collector.blocking) as monitor:
+                results = await _run_all(paced, attempts, schemas)
+            collected.loop_lag_s = monitor.max_lag_s
     made = _group_results(attempts, results, collected)
-    if tasks and not made and not may_be_empty:
-        raise NoRollouts(
-            f"the prompts of all {len(tasks)} tasks fill the engine's context of "
-            f"{collector.engine.max_context} tokens. Raise engine.max_context, or give shorter "
-            "prompts in data.train and data.test.",
-            collected,
-        )
     if collector.attempt is None:
         collector.environments.warn_uneven_prompts(collected.uneven_prompts, len(collected.groups))
 
     usable = [rollout for rollout in collected.rollouts if may_be_scored(rollout)]
     collected.dropped = made - len(usable)
-    if made and not usable and not may_be_empty:
-        raise NoRollouts(_describe_failures(collected.rollouts, made), collected)
+    if tasks and not may_be_empty:
+        check_usable(collected, len(tasks), made, collector.engine.max_context)
     started = time.perf_counter()
     failed = [rollout for rollout in usable if rollout.stop_reason is StopReason.agent_failed]
     for rollout in failed:
@@ -272,7 +273,7 @@ async def _run_all(
         engine.expect([attempt.request.rollout_id for attempt in attempts])
         # The engine admits by its slots: a limit here would hold back rollouts that it waits for.
         at_once = len(attempts)
-    gate, throttle = asyncio.Semaphore(at_once), collector.throttle or Throttle()
+    gate, throttle = collector.gate or asyncio.Semaphore(at_once), collector.throttle or Throttle()
     finished = 0
 
     async def run(request: RolloutRequest) -> Rollout | _NoRollout:
@@ -331,6 +332,21 @@ def _group_results(
             collected.places.append(place)
             collected.groups.append(rollouts)
     return made
+
+
+def check_usable(collected: Collected, tasks: int, made: int, max_context: int) -> None:
+    """Raise NoRollouts if no rollout of these tasks can be scored.
+
+    `made` are the attempts of tasks whose prompt is not overlong.
+    """
+    if not made:
+        raise NoRollouts(
+            f"the prompts of all {tasks} tasks fill the engine's context of {max_context} tokens. "
+            "Raise engine.max_context, or give shorter prompts in data.train and data.test.",
+            collected,
+        )
+    if not any(map(may_be_scored, collected.rollouts)):
+        raise NoRollouts(_describe_failures(collected.rollouts, made), collected)
 
 
 def _describe_failures(failed: Sequence[Rollout], attempts: int) -> str:

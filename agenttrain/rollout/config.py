@@ -55,7 +55,8 @@ class RolloutPlace(StrEnum):
     """Process in which rollouts are made: tools, environments, rewards and their event loop."""
 
     auto = "auto"
-    """own where the engine is apart from the trainer anyway (vllm_server), else same."""
+    """own where the engine is apart from the trainer anyway (vllm_server), or rollouts are made
+    ahead of the update; else same."""
     own = "own"
     """One process of its own for the whole run, which has the engine too."""
     same = "same"
@@ -102,10 +103,11 @@ class RolloutConfig:
     """Rollouts in flight; no effect with engine=transformers and rollout.deterministic."""
     process: RolloutPlace = RolloutPlace.auto
     """Process that makes rollouts: same: the trainer's; own: another one, which shares no
-    interpreter lock with it; auto: own with engine=vllm_server."""
+    interpreter lock with it; auto: own with engine=vllm_server, and with
+    async_training.max_staleness above 0."""
     deterministic: bool | None = None
     """The same batch at every decode step, so that a run repeats; None: where the engine can
-    (transformers)."""
+    (transformers), unless rollouts are made ahead of the update."""
     temperature: Number = Field(default=1.0, gt=0)
     """Temperature of sampling, while training."""
     structured_calls: bool = False

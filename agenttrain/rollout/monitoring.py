@@ -79,6 +79,30 @@ class InFlight:
     timeline: Timeline = field(default_factory=Timeline)
     """Gets the times of each rollout when it ends."""
     _flights: dict[str, Flight] = field(default_factory=dict)
+    _requests: int = 0
+    """Requests that the engine has."""
+    _idle_since: float = field(default_factory=time.monotonic)
+    _idle_s: float = 0.0
+
+    def enter_engine(self) -> None:
+        """Count a request that the engine gets."""
+        if not self._requests:
+            self._idle_s += time.monotonic() - self._idle_since
+        self._requests += 1
+        self.progress += 1
+
+    def leave_engine(self) -> None:
+        """Count a request that the engine has answered."""
+        self._requests -= 1
+        self._idle_since = time.monotonic()
+        self.progress += 1
+
+    def take_idle_s(self) -> float:
+        """Return the seconds without any request since the last call."""
+        now = time.monotonic()
+        idle_s = self._idle_s + (0.0 if self._requests else now - self._idle_since)
+        self._idle_s, self._idle_since = 0.0, now
+        return idle_s
 
     @contextmanager
     def tracked(self, rollout_id: str, engine: Engine) -> Iterator[Engine]:
@@ -148,14 +172,14 @@ class TrackedEngine:
         flight, began = self._flight, time.monotonic()
         flight.in_engine, flight.since = True, began
         flight.turn += 1
-        self._in_flight.progress += 1
+        self._in_flight.enter_engine()
         try:
             return await self._engine.generate(
                 token_ids, sampling, session=session, parent=parent, images=images
             )
         finally:
             flight.in_engine, flight.since = False, time.monotonic()
-            self._in_flight.progress += 1
+            self._in_flight.leave_engine()
             engine = self._engine
             server = engine.server_of(session) if isinstance(engine, Placed) else None
             flight.turns.append((began, flight.since, server))
@@ -221,6 +245,12 @@ class LoopMonitor:
         self._over.set()
         self._measure()
         self._beating.cancel()
+
+    def take_max_lag_s(self) -> float:
+        """Return the longest time since the last call for which the loop was blocked."""
+        self._measure()
+        longest, self.max_lag_s = self.max_lag_s, 0.0
+        return longest
 
     def _measure(self) -> None:
         now = time.monotonic()

@@ -129,12 +129,11 @@ async def collect_share(
         failure = error
     groups = []
     for place, group in zip(collected.places, collected.groups, strict=True):
-        later = sum(len(t.own_ids) - t.prompt_length for r in group for t in r.trajectories)
         info = GroupInfo(
             place=place,
             owner=peers.rank,
             kind=costs.kind(tasks[place]),
-            tokens=later / len(group) if group else 0.0,
+            tokens=mean_tokens(group),
             informative=is_informative(group),
         )
         groups.append(info)
@@ -148,6 +147,12 @@ async def collect_share(
     infos.sort(key=lambda info: info.place)
     costs.learn([(info.kind, info.tokens) for info in infos])
     return collected, infos
+
+
+def mean_tokens(group: Group) -> float:
+    """Return the mean tokens of a rollout after its prompt."""
+    later = sum(len(t.own_ids) - t.prompt_length for r in group for t in r.trajectories)
+    return later / len(group) if group else 0.0
 
 
 def merge_shares(shares: Sequence[Collected]) -> Collected:

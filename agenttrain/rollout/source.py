@@ -159,6 +159,9 @@ def merge_batches(
     collected = merge_shares([batch.collected for batch in sampled])
     metrics = {**step_metrics(run, collected, seconds), **training}
     metrics["tools/stuck"] = sum(batch.stuck for batch in sampled)
+    if "async/queue" in sampled[0].metrics:  # they were also sampled in the other phases
+        tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
+        metrics["tokens_per_s"] = tokens / sum(seconds.values())
     return {**metrics, **sampled[0].curriculum, **sampled[0].metrics}, collected.rollouts
 
 

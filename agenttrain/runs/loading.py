@@ -18,6 +18,7 @@ from agenttrain.engines.registry import spec_of
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.runs.sampling import engine_inputs, load_empty, load_model, vision_of
+from agenttrain.settings.engine_checks import run_spec
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.role_checks import named_gpus
 from agenttrain.settings.run_config import RunConfig
@@ -105,7 +106,7 @@ def make_policy(
         world=world,
         sharding=sharding,
         weights=weights,
-        sampled=sampled and not spec_of(config.engine).own_weights,
+        sampled=sampled and not run_spec(config).own_weights,
         vision=vision_of(config),
     )
     note = float32_on_gpu(config) if policy.accelerator.device.type == "cuda" else None
@@ -133,7 +134,7 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
     """
     inputs = engine_inputs(
         config,
-        None if spec_of(config.engine).own_weights else policy.sampler,
+        None if run_spec(config).own_weights else policy.sampler,
         folder,
         on_gpu=policy.accelerator.device.type == "cuda",
         rank=policy.world.rank,
@@ -159,7 +160,7 @@ def make_standalone_engine(
 
 
 def _build_engine(config: RunConfig, inputs: EngineInputs) -> Engine:
-    spec = spec_of(config.engine)
+    spec = run_spec(config)
     engine = spec.build(config.engine, inputs)
     if spec.own_weights and not isinstance(engine, Separate):
         raise ConfigError(

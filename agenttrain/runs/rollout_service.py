@@ -7,12 +7,14 @@ each step has their state, which the trainer saves with its checkpoint.
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
 import sys
 import tempfile
+import time
 import traceback
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ from agenttrain.engines.base import (
 )
 from agenttrain.engines.weight_files import WeightFiles, WeightWriter, read_verified
 from agenttrain.evaluation import Evaluation, evaluate
-from agenttrain.rollout.monitoring import Waiting
+from agenttrain.rollout.asynchronous.journal import Journal, settings_digest
+from agenttrain.rollout.asynchronous.queue import GroupQueue
+from agenttrain.rollout.monitoring import LoopMonitor, Waiting, light_gc
 from agenttrain.rollout.sharing import Costs
 from agenttrain.rollout.source import RolloutSource, SampledBatch
 from agenttrain.runs.loading import make_standalone_engine
@@ -55,12 +59,22 @@ from agenttrain.settings.compose import convert
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.tracking.timeline import Timeline
 from agenttrain.training.checkpoint import seed_random
+from agenttrain.training.checkpoint_files import PREFIX, newest_first
 from agenttrain.types import AgenttrainError
 from agenttrain.utils.channel import Channel, ChannelClosed
+from agenttrain.utils.sections import plain
 from agenttrain.utils.seeds import derive_seed
 
 STATUS_S = 0.5
 """Seconds between two messages on the rollouts in flight."""
+REQUESTS = Path("logs", "requests.jsonl")
+"""File of the run folder with each request of the trainer: ``{"request": "Want", "step": 3,
+"begun": 1764142000.1, "ended": 1764142003.9}``, in seconds since 1970."""
+MADE_WITH = (
+    *("rollout", "reward", "tools", "stop_tools", "environment", "agent", "user", "data", "seed"),
+    *("chat_template", "response_schema", "tasks_per_step", "resume_changed"),
+)
+"""Settings on which the groups of the journal depend, beside algorithm.group_size."""
 READ_ATTEMPTS = 100
 """Attempts to read the table of rollouts, which tools' threads may change meanwhile."""
 
@@ -74,6 +88,7 @@ async def serve(connection: socket.socket) -> None:
             begin: Begin = await channel.receive()
             try:
                 service = RolloutService(begin, stack)
+                await service.start(stack)
             except Exception as error:
                 await channel.send(_failed(error))
                 return
@@ -123,6 +138,9 @@ class RolloutService:
         composed = convert(begin.settings)
         admit_engine(composed)
         self._config = config = composed.config
+        if config.async_training.max_staleness:
+            # Bits depend on which rollouts share a batch, and that on when each of them began.
+            config.rollout = replace(config.rollout, deterministic=False)
         self._folder = Path(begin.folder)
         self._finished = self._total = 0
         self._written: Path | None = None
@@ -147,6 +165,28 @@ class RolloutService:
             curriculum=Curriculum(tasks, order, seed=config.seed) if order.enabled else None,
             costs=Costs(config.eval.group_by),
         )
+        self._queue: GroupQueue | None = None
+        """Groups sampled ahead; None: each step's are sampled when it wants them."""
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Prepare what runs beside the requests; the stack ends it."""
+        config, collector = self._config, self._source.collector
+        if config.async_training.max_staleness == 0:
+            return
+        settings = {name: getattr(config, name) for name in MADE_WITH}
+        settings["group_size"] = config.algorithm.group_size
+        journal = Journal(self._folder / "rollouts", CODEC, settings_digest(plain(settings)))
+        stack.enter_context(light_gc())
+        monitor = LoopMonitor(collector.limits.max_loop_lag_s, collector.blocking)
+        await stack.enter_async_context(monitor)
+        self._queue = GroupQueue(
+            self._source,
+            journal,
+            monitor,
+            max_staleness=config.async_training.max_staleness,
+            steps=config.steps,
+        )
+        stack.push_async_callback(self._queue.aclose)
 
     @property
     def ready(self) -> Ready:
@@ -164,7 +204,17 @@ class RolloutService:
         )
 
     async def answer(self, request: Any) -> Any:
-        """Return the answer to a request."""
+        """Return the answer to a request, and record when it came and was answered."""
+        begun = time.time()
+        try:
+            return await self._answer(request)
+        finally:
+            step = getattr(request, "step", getattr(request, "version", None))
+            record = {"request": type(request).__name__, "step": step}
+            with (self._folder / REQUESTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**record, "begun": begun, "ended": time.time()}) + "\n")
+
+    async def _answer(self, request: Any) -> Any:
         match request:
             case Want():
                 return await self._groups(request)
@@ -191,6 +241,8 @@ class RolloutService:
         """Collect and score the rollouts of a step, and move on to the next one."""
         if request.state is not None:
             self._source.load_state_dict(request.state)
+        if self._queue is not None:
+            return await self._groups_ahead(self._queue, request.step)
         # Tools and rewards may draw from the process's generators: a resumed run draws the same.
         seed_random(derive_seed(self._config.seed, "rollouts", request.step) % 2**32)
         batch = await self._source.batch(request.step)
@@ -198,16 +250,32 @@ class RolloutService:
         self._source.finish(batch)
         return Groups.of(batch, self._source.state_dict())
 
+    async def _groups_ahead(self, queue: GroupQueue, step: int) -> Groups:
+        """Return the groups of a step, which may have been sampled already."""
+        if not queue.begun:
+            seed_random(derive_seed(self._config.seed, "rollouts", step) % 2**32)
+            await queue.begin(step)
+        batch = await queue.take(step)
+        self._source.finish(batch)
+        saved = [int(path.name.removeprefix(PREFIX)) for path in newest_first(self._checkpoints)]
+        queue.prune(step, oldest=min(saved, default=0), newest=max(saved, default=0))
+        return Groups.of(batch, self._source.state_dict())
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self._folder / "checkpoints"
+
     async def _evaluate(self) -> list[Evaluation]:
         config, tasks = self._config, self._components.test_tasks
         seed_random(derive_seed(config.seed, "evaluation") % 2**32)
-        return await evaluate(
-            self._source.collector,
-            tasks.tasks(0, min(config.eval.questions, len(tasks))),
-            config.eval,
-            seed=config.seed,
-            costs=self._source.costs.copy(),
-        )
+        with nullcontext() if self._queue is None else self._queue.held():
+            return await evaluate(
+                self._source.collector,
+                tasks.tasks(0, min(config.eval.questions, len(tasks))),
+                config.eval,
+                seed=config.seed,
+                costs=self._source.costs.copy(),
+            )
 
     async def _sync(self, version: int, files: WeightFiles | None) -> None:
         """Give the engine new weights."""
@@ -218,6 +286,8 @@ class RolloutService:
         else:
             weights = await asyncio.to_thread(read_verified, files.folder, files.digest)
             await self._engine.update(weights, version)
+        if self._queue is not None and self._queue.begun:
+            self._queue.admit(version)
 
     async def _verify(self, request: Verify) -> list[float]:
         """Score the probe by every copy of the weights; the good ones serve from now on."""
@@ -250,9 +320,12 @@ class RolloutService:
             with suppress(RuntimeError):  # a thread changed what was being read
                 waiting = collector.waiting()
                 break
+        finished, total = self._finished, self._total
+        if self._queue is not None and self._queue.taking:
+            finished, total = self._queue.progress
         return RolloutStatus(
             progress=collector.in_flight.progress,
-            finished=self._finished,
-            total=self._total,
+            finished=finished,
+            total=total,
             waiting=waiting,
         )

@@ -48,6 +48,7 @@ from agenttrain.runs.roles import start_roles
 from agenttrain.runs.rollouts import Rollouts
 from agenttrain.runs.setup import Components, prepare, sampling_note
 from agenttrain.runs.teacher import make_teacher, teacher_prompt
+from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.command_line import resuming
 from agenttrain.settings.engine_checks import has_rollout_process
 from agenttrain.settings.run_config import RunConfig
@@ -231,8 +232,9 @@ class Run:
             print(f"  {warning}")
         for note in components.tasks.notes:
             print(note, flush=True)
-        if self.verb == "train" and (limits := sampling_note(self.config)) is not None:
-            print(limits, flush=True)
+        if self.verb == "train":
+            for text in filter(None, (sampling_note(self.config), async_note(self.config))):
+                print(text, flush=True)
         return components
 
     async def _train(self, components: Components) -> None:

@@ -18,6 +18,7 @@ from agenttrain.engines.registry import names_with, spec_of, specs
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.images import Placeholders
 from agenttrain.launch.config import DistributedName
+from agenttrain.settings.engine_checks import run_spec
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint_files import (
     MANIFEST,
@@ -53,7 +54,7 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
         return placeholders
     reasons = {
         f"engine={config.engine.name} reads token ids alone; set {names_with(reads_images=True)}": (
-            not spec_of(config.engine).reads_images
+            not run_spec(config).reads_images
         ),
         "rollout.compact_at shortens contexts, and those with images cannot be; leave it out": (
             config.rollout.compact_at is not None
@@ -249,6 +250,7 @@ def engine_inputs(
         rank=rank,
         run_folder=folder,
         mixed_precision=config.training.mixed_precision,
+        max_staleness=config.async_training.max_staleness,
     )
 
 

@@ -23,6 +23,7 @@ from agenttrain.algorithms.config import (
 from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, has_test_rows
 from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
+from agenttrain.settings.async_checks import async_problems
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.role_checks import role_problems, used_roles
@@ -142,7 +143,8 @@ def _agent(config: RunConfig) -> Iterator[str]:
             "agent.timeout_s"
         )
     rows = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
-    if rollout.deterministic is not False and agent.concurrency < rows:
+    repeats = rollout.deterministic is not False and not config.async_training.max_staleness
+    if repeats and agent.concurrency < rows:
         yield (
             f"agent.concurrency={agent.concurrency}: with rollout.deterministic the engine waits "
             f"for engine.max_rows={config.engine.max_rows} rollouts at once; set "
@@ -301,7 +303,8 @@ def _trackers(config: RunConfig) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_sizes, _compaction, _agent, _reference, section_problems, _texts_and_files),
-    *(_updates, engine_problems, role_problems, _evaluation, _guards, shared_problems, _trackers),
+    *(_updates, engine_problems, role_problems, async_problems, _evaluation, _guards),
+    *(shared_problems, _trackers),
     _environments,
 )
 
@@ -431,7 +434,7 @@ def check_structured(verb: str, config: RunConfig) -> None:
 
 RL_ONLY = (
     *("algorithm", "reward", "engine", "weight_sync", "tasks_per_step", "rollout", "guards"),
-    "user",
+    *("user", "async_training"),
     *("data.curriculum", "checkpoint.keep_best"),
     *(f"eval.{name}" for name in ("samples", "greedy", "group_by", "temperature")),
     *(f"eval.{name}" for name in ("top_p", "top_k", "min_p", "tools")),
@@ -440,12 +443,15 @@ RL_ONLY = (
 """Sections and settings that supervised learning does not read."""
 READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")
 """Settings of those sections that it reads."""
-UNPLAYED = ("sft", "slurm", "algorithm", "optimizer", "training", "reward", "stop_when", "user")
+UNPLAYED = (
+    *("sft", "slurm", "algorithm", "optimizer", "training", "reward", "stop_when", "user"),
+    "async_training",
+)
 """Sections without effect where an agent is only used."""
 UNREAD = {
     "sft": (*RL_ONLY, "slurm"),
     "train": ("sft", "slurm"),
-    "eval": ("sft", "slurm", "data.curriculum", "stop_when"),
+    "eval": ("sft", "slurm", "data.curriculum", "stop_when", "async_training"),
     "play": (*UNPLAYED, "data.curriculum"),
     "serve": (*UNPLAYED, "data", "tools", "rollout"),
 }

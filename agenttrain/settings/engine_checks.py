@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from agenttrain.engines.config import LEAST_TEMPERATURE, ServersConfig
 from agenttrain.engines.registry import OutsideEngine, admit, names_with, plain, spec_of
-from agenttrain.engines.spec import RunFacts
+from agenttrain.engines.spec import EngineSpec, RunFacts
 from agenttrain.launch.config import several_processes
 from agenttrain.rollout.config import RolloutPlace
 from agenttrain.settings.compose import Composed
@@ -29,9 +30,16 @@ def typed_engine(overrides: Sequence[str]) -> str | None:
 def has_rollout_process(config: RunConfig) -> bool:
     """Return True if the run's rollouts are made in a process of their own."""
     place = config.rollout.process
-    return place is RolloutPlace.own or (
-        place is RolloutPlace.auto and spec_of(config.engine).fleet
-    )
+    if place is RolloutPlace.auto:
+        return config.async_training.max_staleness > 0 or spec_of(config.engine).fleet
+    return place is RolloutPlace.own
+
+
+def run_spec(config: RunConfig) -> EngineSpec[Any]:
+    """Return the engine of the run; in a process of its own it may need weights of its own."""
+    spec = spec_of(config.engine)
+    apart = has_rollout_process(config) and spec.apart is not None
+    return spec.apart if apart and spec.apart is not None else spec
 
 
 def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterator[str]:
@@ -43,7 +51,7 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
     engine = config.engine
     if isinstance(engine, OutsideEngine):
         return
-    spec = spec_of(engine)
+    spec = run_spec(config)
     for name in ("rollout", "eval"):
         temperature = getattr(config, name).temperature
         if 0 < temperature < LEAST_TEMPERATURE:
@@ -61,9 +69,12 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         )
     apart = has_rollout_process(config)
     if apart and not spec.standalone:
+        ahead = config.async_training.max_staleness
+        own = config.rollout.process is RolloutPlace.own
         yield (
-            f"rollout.process=own: engine={engine.name} samples in the training process; leave it "
-            f"out, or set {names_with(standalone=True)}"
+            f"{'rollout.process=own' if own else f'async_training.max_staleness={ahead}'}: "
+            f"engine={engine.name} samples in the training process; leave it out, or set "
+            f"{names_with(may_stand_alone=True)}"
         )
     sync = config.weight_sync
     if not spec.own_weights and sync.tolerance is not None:

@@ -28,6 +28,7 @@ from agenttrain.engines.registry import chosen, specs
 from agenttrain.engines.vllm_server.config import RolesConfig
 from agenttrain.health.config import GuardsConfig, StopWhenConfig, WatchdogConfig
 from agenttrain.launch.config import DistributedConfig
+from agenttrain.rollout.asynchronous.config import AsyncConfig
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
 from agenttrain.tracking.config import TrackerConfig
 from agenttrain.training.config import (
@@ -99,6 +100,7 @@ class RunConfig:
     reward: dict[str, Any] = field(default_factory=dict)
     """Name -> `_target_`, settings (RewardSettings) and bound arguments."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    async_training: AsyncConfig = field(default_factory=AsyncConfig)
     engine: EngineSection = field(default_factory=partial(chosen, {"name": DEFAULT_ENGINE}))
     """Name of the engine, and its own settings."""
     servers: ServersConfig = field(default_factory=ServersConfig)

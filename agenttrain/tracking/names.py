@@ -143,6 +143,15 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("fleet/cached", "Share of the prompts' tokens that servers had in their prefix caches."),
         ("fleet/pause_s", "Longest time that a server was paused for new weights."),
     ),
+    "Asynchronous training": (
+        ("async/staleness/mean", "Mean age of a rollout: updates since its oldest weights."),
+        ("async/staleness/max", "Age of the oldest rollout, at most async_training.max_staleness."),
+        ("async/staleness/<updates>", "Rollouts of this age."),
+        ("async/queue", "Groups that were ready when the step asked for its own."),
+        ("async/wait_s", "Seconds for which the trainer waited for groups."),
+        ("async/idle_s", "Seconds since the last step for which the engine had no request."),
+        ("async/dropped", "Groups that were sampled and are not trained on: only after a resume."),
+    ),
     "Time": (
         ("time/rollout_s", "Seconds of sampling, tools included."),
         ("time/reward_s", "Seconds of reward functions."),

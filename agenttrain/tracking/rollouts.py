@@ -1,11 +1,11 @@
 """rollouts/step-000001.jsonl: one object per rollout, with everything that the loss uses.
 
 The keys are `task_id, group_id, rollout_id, stop_reason, tool_calls, rewards, reward, columns,
-trajectories`, and `error`, `environment_reward`, `turn_scores` and the row's own `tools` if there
-are any. A trajectory has the keys `role, parent, messages, token_ids, spans, logprobs`;
-`turn_rewards` and `states` if there are any; and `trainer_logprobs` and `entropies` if the trainer
-computed them. It does not for rollouts without a gradient, such as those of a group whose rewards
-are equal.
+trajectories`, and `error`, `environment_reward`, `turn_scores`, `staleness` (updates between the
+oldest weights that sampled it and those that it trains) and the row's own `tools` if there are any.
+A trajectory has the keys `role, parent, messages, token_ids, spans, logprobs`; `turn_rewards` and
+`states` if there are any; and `trainer_logprobs` and `entropies` if the trainer computed them. It
+does not for rollouts without a gradient, such as those of a group whose rewards are equal.
 
 `read_rollout` makes a Rollout of an object; `completions` and `tool_results` give the outputs of
 the engine and the tools.
@@ -224,11 +224,28 @@ def write_step(
     """Write the first `most` rollouts (None: all) of a step atomically; no file for none."""
     chosen = in_order(rollouts)[:most]
     if chosen:
-        lines = [dumps(rollout_record(rollout)) + "\n" for rollout in chosen]
+        lines = [dumps(_step_record(rollout, step)) + "\n" for rollout in chosen]
         path = step_path(run_folder, step)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_images(path.parent, chosen)
         write_atomically(path, "".join(lines))
+
+
+def staleness(rollout: Rollout, step: int) -> int | None:
+    """Return the updates between the oldest weights that sampled a rollout and those it trains.
+
+    Step n trains version n - 1. None: no token of it has a version.
+    """
+    spans = (span for trajectory in rollout.trajectories for span in trajectory.spans)
+    versions = [span.policy_version for span in spans if span.policy_version is not None]
+    return step - 1 - min(versions) if versions else None
+
+
+def _step_record(rollout: Rollout, step: int) -> dict[str, Any]:
+    """Return the record of a rollout of a step; step 0 is an evaluation."""
+    record = rollout_record(rollout)
+    age = staleness(rollout, step) if step else None
+    return record if age is None else {**record, "staleness": age}
 
 
 def read_step(run_folder: Path, step: int) -> Iterator[dict[str, Any]]:

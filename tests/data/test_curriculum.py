@@ -57,6 +57,37 @@ def test_rows_without_end_need_no_list_of_them():
     }
 
 
+def test_steps_that_are_drawn_before_the_results_of_earlier_ones():
+    """Two steps ahead: new rows go on, results come to the oldest step, and state keeps it all."""
+    mine = curriculum(50, explore=1.0)
+    assert names(mine.tasks(0, 2)) == ["0", "1"]
+    mine.close(2)
+    mine.close(2)  # is closed already
+    assert names(mine.tasks(2, 2)) == ["2", "3"]
+    mine.close(4)
+    assert names(mine.tasks(0, 2)) == ["0", "1"] and names(mine.tasks(2, 2)) == ["2", "3"]
+    mine.learn(2, [("0", 1, 2), ("1", 2, 2)])
+    assert (mine.metrics()["curriculum/band"], mine.metrics()["curriculum/new"]) == (1, 46)
+    with pytest.raises(ValueError, match="belongs to an earlier step"):
+        mine.tasks(0, 2)
+    again = curriculum(50, explore=1.0)
+    again.load_state_dict(json.loads(json.dumps(mine.state_dict())))
+    for one in (mine, again):
+        assert names(one.tasks(2, 2)) == ["2", "3"]
+        assert names(one.tasks(4, 2)) == ["4", "5"]
+        one.learn(4, [("2", 0, 2)])
+        one.learn(6, [])
+        assert "ahead" not in one.state_dict()
+    assert again.state_dict() == mine.state_dict()
+
+
+def test_rows_of_steps_without_results_come_again_if_there_are_no_others():
+    mine = curriculum(3, explore=1.0)
+    assert names(mine.tasks(0, 3)) == ["0", "1", "2"]
+    mine.close(3)
+    assert sorted(names(mine.tasks(3, 3))) == ["0", "1", "2"]
+
+
 def test_measures_by_hand():
     mine = curriculum(4, explore=1.0, memory=0.75)
     mine.tasks(0, 3)

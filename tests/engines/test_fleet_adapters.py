@@ -49,6 +49,27 @@ def test_a_rollout_keeps_the_version_that_it_began_with() -> None:
     assert numbers(versions.held()) == [2, 3]
 
 
+def test_as_many_versions_as_rollouts_may_be_old() -> None:
+    versions = Versions(adapters=4)
+    for version in range(4):
+        assert versions.add(adapters(version)) == []
+        assert versions.of(f"s{version}").version == version
+    # Of five, the rollout of the oldest goes on with the newest.
+    assert numbers(versions.add(adapters(4))) == [0]
+    assert [versions.of(f"s{n}").version for n in range(4)] == [4, 1, 2, 3]
+
+
+def test_a_session_names_the_version_that_it_began_with() -> None:
+    """Whatever weights sample it: a new session has no keys of old ones in common with it."""
+    versions = Versions()
+    versions.add(WeightFiles(folder=Path("x"), version=0, digest=""))
+    assert versions.start("a") == 0
+    versions.add(WeightFiles(folder=Path("x"), version=1, digest=""))
+    assert (versions.start("a"), versions.start("b")) == (0, 1)
+    versions.release("a")
+    assert versions.start("a") == 1
+
+
 def test_weights_of_the_model_are_one_version() -> None:
     versions = Versions()
     for version in (0, 1):

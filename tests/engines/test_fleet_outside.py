@@ -220,6 +220,7 @@ def test_weights_that_no_server_sees(tmp_path: Path) -> None:
 
 
 RUN = Outside(
+    adapters=2,
     urls=("http://a:1",),
     router=None,
     token="x",

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import scripted_engines
 import yaml
-from process_runs import agenttrain, same, start
+from process_runs import agenttrain, same
+from rollout_process_kit import assert_nothing_left, await_steps, of_rollouts, started
 from same_run import assert_same, assert_same_weights, metrics
 from scripted_engines import KILLED_AT
 
@@ -67,47 +64,6 @@ def without_probe(folder: Path) -> list[dict]:
 def log(folder: Path) -> str:
     """What the rollout process printed."""
     return (folder / "logs" / "rollouts.log").read_text()
-
-
-def assert_nothing_left(folder: Path) -> None:
-    """No rollout process of this test runs, and there are no weight files."""
-    deadline = time.monotonic() + 90
-    while [p for p in of_rollouts() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert not list(folder.glob("agenttrain-weights-*"))
-
-
-def of_rollouts(parent: int | None = None) -> list[psutil.Process]:
-    """The rollout processes below a process; None: below this one."""
-    found = []
-    for process in psutil.Process(parent).children(recursive=True):
-        with suppress(psutil.Error):
-            if "agenttrain.runs.rollout_process" in process.cmdline():
-                found.append(process)
-    return found
-
-
-@contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process of its own, with all that it prints in one pipe."""
-    run = start(*arguments)
-    try:
-        yield run
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-        assert run.stdout is not None
-        run.stdout.close()
-
-
-def await_steps(run: subprocess.Popen[str], folder: Path, count: int) -> None:
-    """Wait until a run has finished so many steps."""
-    deadline = time.monotonic() + 300
-    while len(metrics(folder)) < count:
-        assert time.monotonic() < deadline and run.poll() is None, run.communicate()
-        time.sleep(0.05)
 
 
 def test_a_process_more_changes_no_byte(tmp_path: Path) -> None:

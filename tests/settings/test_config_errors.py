@@ -207,7 +207,7 @@ UNUSABLE = {
     "weight_sync.folder=/tmp/x": "engine=transformers has no servers; set engine=vllm_server",
     "servers.restarts=-1": "servers.restarts=-1: must be 0 or more",
     "servers.count=0": "must be at least 1",
-    "rollout.process=own": "samples in the training process; leave it out, or set engine=vllm_s",
+    "async_training.max_staleness=-1": "must be 0 or more",
     "servers.url=http://a:1": "name its servers: servers.admin_urls=[http://a:1] if it is a server",
     "servers.admin_urls=[a:1]": "servers.admin_urls=a:1: expected an address, e.g. http://10.0.0.5",
     "servers.admin_urls=[http://a,http://a]": "names a server twice",
@@ -473,6 +473,41 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         (
             ("agent=endpoint", "rollout.timeout_s=5"),
             "rollout.timeout_s=5: has no effect with agent=endpoint; set agent.timeout_s",
+        ),
+        (
+            ("engine=vllm", "rollout.process=own"),
+            "samples in the training process; leave it out, or set engine=transformers|vllm_server",
+        ),
+        (
+            ("engine=vllm", "async_training.max_staleness=1"),
+            "async_training.max_staleness=1: engine=vllm samples in the training process; leave it "
+            "out, or set engine=transformers|vllm_server",
+        ),
+        (
+            ("rollout.process=same", "async_training.max_staleness=2"),
+            "rollout.process=same: with async_training.max_staleness=2 rollouts are made beside",
+        ),
+        (
+            ("algorithm.oversample=1.5", "async_training.max_staleness=1"),
+            "algorithm.oversample=1.5: with async_training.max_staleness=1 every group that is",
+        ),
+        (
+            ("algorithm.dynamic_sampling=2", "async_training.max_staleness=1"),
+            "algorithm.dynamic_sampling=2: with async_training.max_staleness=1 the tasks of a step",
+        ),
+        (
+            ("rollout.deterministic=true", "async_training.max_staleness=1"),
+            "rollout.deterministic=true: with async_training.max_staleness=1 it depends on the",
+        ),
+        (
+            ("algorithm/objective=reinforce", "async_training.max_staleness=1"),
+            "algorithm.objective=reinforce: compares the policy with no other",
+        ),
+        (
+            ("algorithm=rloo", "async_training.max_staleness=1"),
+            "algorithm.behaviour=recomputed: with async_training.max_staleness=1 tokens are "
+            "sampled by an older policy, which the ratio would not see; set "
+            "algorithm.correction=token, or algorithm.behaviour=engine",
         ),
         (
             ("agent=endpoint", "engine.max_rows=8", "agent.concurrency=4"),

@@ -208,7 +208,8 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
     at_once = max(sums.most_tasks_per_step * sums.group_size, evaluation)
     update = ceil(sums.rollouts_per_update / devices)
     rows = config.engine.max_rows
-    in_step = config.rollout.deterministic is not False
+    ahead = config.async_training.max_staleness
+    in_step = config.rollout.deterministic is not False and not ahead
     if not (spec_of(config.engine).deterministic and in_step):
         rows = min(rows, config.rollout.concurrency)
     return Load(

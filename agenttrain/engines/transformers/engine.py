@@ -218,19 +218,25 @@ class TransformersEngine:
                         f"state_dict of a {type(self._model).__name__} of the same configuration; "
                         "nothing was changed."
                     )
+        await self._call(lambda: self._worker.update(given, version), f"update to {version}")
+
+    async def _call(self, function: Callable[[], Any], what: str, *, drained: bool = False) -> Any:
+        """Return the result of a function in the decode thread, between two steps.
+
+        `drained`: once the requests that decode have ended. Raises EngineError, which names it as
+        `what`.
+        """
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[Any] = loop.create_future()
 
         def act() -> None:
             try:
-                self._worker.update(given, version)
+                _deliver(loop, done, function())
             except Exception as error:
-                _deliver(loop, done, EngineError(f"update to version {version} failed: {error}"))
-            else:
-                _deliver(loop, done, None)
+                _deliver(loop, done, EngineError(f"{what} failed: {error}"))
 
-        self._post(act)
-        await done
+        self._post(partial(self._worker.drain, act) if drained else act)
+        return await done
 
     async def aclose(self) -> None:
         """Stop the decode thread; calls still waiting fail with EngineError."""

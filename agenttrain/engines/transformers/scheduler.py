@@ -82,6 +82,8 @@ class Seat:
     """All ids of the session, as of its last join or completion."""
     cached: int = 0
     """Number of ids of `history` that the cache holds."""
+    mixed: bool = False
+    """Some of its keys and values are of older weights."""
     request: Generation | None = None
     due: int | None = None
     """Deterministic mode: the step at which it has to call again."""
@@ -132,6 +134,8 @@ class Scheduler:
         self.share_prefix = share_prefix
         self.clock = 0
         self.evictions = 0
+        self.draining = False
+        """True: no request joins until the active ones have ended."""
         self.active: list[Seat] = []
         """The batch, in the order of its rows."""
         self.seats: dict[str, Seat] = {}
@@ -264,13 +268,21 @@ class Scheduler:
             self._drop(seat)
         return request
 
-    def invalidate(self) -> None:
-        """Mark the cache as stale: every session will be fed anew from its first token."""
+    def invalidate(self, *, keeps: bool = False) -> None:
+        """Mark the cache as stale: every session will be fed anew from its first token.
+
+        `keeps`: sessions go on with the keys and values that they have, which no other one copies.
+        """
         for seat in self.seats.values():
-            seat.cached = 0
+            if keeps:
+                seat.mixed = seat.cached > 0
+            else:
+                seat.cached = 0
 
     def ready(self) -> bool:
         """Admit sessions that may join; False: nothing to do before the next call or release."""
+        if self.draining:
+            return bool(self.active)
         if self.deterministic:
             if not self._admit_expected():
                 return False
@@ -305,13 +317,18 @@ class Scheduler:
         """
         # In deterministic mode not the idle ones: they leave when their release arrives.
         idle = not self.deterministic
-        cached = [s for s in self.seats.values() if s.cached and (idle or s.request is not None)]
+        cached = [
+            seat
+            for seat in self.seats.values()
+            if seat.cached and not seat.mixed and (idle or seat.request is not None)
+        ]
         firsts = {seat.prompt: seat for seat in reversed(cached)}
         leaders = [*reversed(firsts.values())][:MOST_LEADERS]  # one of each prompt
         for seat in sorted(self._joining, key=lambda seat: seat.order):
             seat.source, seat.shared, seat.wave = None, 0, 0
             if seat.cached:
                 continue
+            seat.mixed = False
             seat.prompt = seat.history.tobytes()
             source = firsts.setdefault(seat.prompt, seat)
             if source is not seat:

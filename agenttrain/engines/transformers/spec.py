@@ -27,6 +27,13 @@ def build(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
     return TransformersEngine(inputs.policy, settings, inputs.vision, inputs.mixed_precision)
 
 
+def build_apart(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
+    """Build the engine on a model of its own, whose weights come with the first update."""
+    from agenttrain.engines.transformers.apart import build_copy
+
+    return build_copy(settings, inputs)
+
+
 def check_model(settings: TransformersSettings, model: Any) -> None:
     """Raise EngineError for too long a context, and for a cache that the engine does not know."""
     from agenttrain.engines.transformers.decoder import refuse_unknown_caches
@@ -73,4 +80,12 @@ SPEC = EngineSpec(
     memory=memory,
     deterministic=True,
     reads_images=True,
+    apart=EngineSpec(
+        settings=TransformersSettings,
+        build=build_apart,
+        check_model=check_model,
+        own_weights=True,
+        standalone=True,
+        deterministic=True,
+    ),
 )

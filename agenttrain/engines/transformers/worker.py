@@ -46,6 +46,7 @@ class EngineWorker:
         self.stats = EngineStats()
         self.version = 0
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._when_idle: list[Callable[[], object]] = []
         self._stopped = False
         self._spoilt = False
         self._batch: list[Generation] = []
@@ -56,6 +57,14 @@ class EngineWorker:
     def post(self, action: Callable[[], object]) -> None:
         """Run `action` in the worker's thread before its next step."""
         self._inbox.put(action)
+
+    def drain(self, action: Callable[[], object]) -> None:
+        """Run `action` once the requests that decode have ended; others wait for it.
+
+        Call it in the worker's thread.
+        """
+        self._when_idle.append(action)
+        self.scheduler.draining = True
 
     def run(self, gpu: int | None) -> None:
         """Work on this GPU until `stop` is posted: the thread's body."""
@@ -69,6 +78,10 @@ class EngineWorker:
                     pass
                 if self._stopped:
                     break
+                if self._when_idle and not self.scheduler.active:
+                    actions, self._when_idle, self.scheduler.draining = self._when_idle, [], False
+                    for action in actions:
+                        action()
                 if self.scheduler.ready():
                     self._step()
                 else:
@@ -90,13 +103,18 @@ class EngineWorker:
         if request is not None:
             request.deliver(EngineError(f"session={session!r} was released while it generated"))
 
-    def update(self, weights: dict[str, torch.Tensor], version: int) -> None:
-        """Copy the weights in; every cached key and value is stale from now on."""
+    def update(
+        self, weights: dict[str, torch.Tensor], version: int, *, keeps: bool = False
+    ) -> None:
+        """Copy the weights in; every cached key and value is stale from now on.
+
+        `keeps`: sessions that have some go on with them.
+        """
         state = self.decoder.model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():
                 state[name].copy_(tensor)
-        self.scheduler.invalidate()
+        self.scheduler.invalidate(keeps=keeps)
         if self.decoder.vision is not None:
             self.decoder.vision.forget()
         self.version = version

@@ -23,7 +23,7 @@ from agenttrain.engines.vllm_server.outside import ROUTER, Front, Outside, watch
 from agenttrain.engines.vllm_server.records import ServerRecord, last_lines, log_path, order_path
 from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.status import StatusFile
-from agenttrain.engines.vllm_server.versions import Versions
+from agenttrain.engines.vllm_server.versions import ADAPTERS, Versions
 from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion
@@ -48,6 +48,7 @@ class Fleet:
         servers: ServersConfig,
         mode: WeightSyncMode,
         outside: Outside | None = None,
+        adapters: int = ADAPTERS,
     ) -> None:
         urls = outside.urls if outside is not None else ("",) * servers.count
         self.members = [
@@ -66,7 +67,7 @@ class Fleet:
         self._front: Front | None = None
         if outside is not None and outside.router is not None:
             self._front = Front(outside.router, outside.token, servers)
-        self._versions = Versions()
+        self._versions = Versions(adapters=adapters)
         self._probe: tuple[Sequence[int], Problem] | None = None
         """Check of the current weights; None until `verify` has passed."""
         self._verified = False
@@ -170,7 +171,8 @@ class Fleet:
             sampling,
             request_id=f"{self._salt}-{member.boot}-{next(self._numbers)}",
             session=session,
-            salt=f"{self._salt}-{files.version}",
+            # A new rollout never uses keys and values of old weights, whatever the sync keeps.
+            salt=f"{self._salt}-{self._versions.start(session)}",
             adapter=files.version if files.adapters else None,
         )
         try:
@@ -316,7 +318,7 @@ class Fleet:
         try:
             return await member.client.score(
                 token_ids,
-                salt=f"{self._salt}-probe",
+                salt=f"{self._salt}-probe-{files.version}",
                 adapter=files.version if files.adapters else None,
             )
         except ServerFailed as error:

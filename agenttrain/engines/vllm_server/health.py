@@ -13,8 +13,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum

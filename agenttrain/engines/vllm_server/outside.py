@@ -52,6 +52,8 @@ class Outside:
     quantization: str | None
     rank: int
     """Rank of the adapters that they are sent; 0: they are sent all weights."""
+    adapters: int
+    """Versions of adapters that each has at once."""
     grammars: bool
     """Requests come with grammars."""
     text: str
@@ -133,7 +135,8 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
     if run.rank > largest:
         yield (
             f"model.lora.rank={run.rank}: {url} takes adapters of rank {largest}; start it with "
-            f"--enable-lora --max-lora-rank {run.rank} --max-loras 2"
+            f"--enable-lora --max-lora-rank {run.rank} --max-loras "
+            f"{run.adapters}"
         )
 
 

@@ -14,7 +14,6 @@ from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.files_transport import BACKEND, METHODS, OWN_GROUP, PLUGIN
 from agenttrain.engines.vllm_server.guard import HOST
 from agenttrain.engines.vllm_server.records import ServerPlan
-from agenttrain.engines.vllm_server.versions import ADAPTERS
 from agenttrain.utils.child_process import end_with_parent
 
 GRACE_S = 5
@@ -85,7 +84,7 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         arguments.pop(unused, None)
     if plan.rank:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        arguments["max_loras"] = ADAPTERS
+        arguments["max_loras"] = plan.adapters
     arguments |= {
         "dtype": plan.dtype,
         "host": os.environ.get(HOST, "127.0.0.1"),

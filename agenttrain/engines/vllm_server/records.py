@@ -53,6 +53,8 @@ class ServerPlan:
     """The section `servers`."""
     rank: int
     """Rank of the adapters that the servers are sent; 0: they are sent all weights."""
+    adapters: int
+    """Versions of adapters that a server has at once."""
     weights: str | None
     """Folder of the weight files, which goes with the run; None: there are none."""
     gpus: tuple[tuple[int | str, ...], ...] | None = None

@@ -22,6 +22,7 @@ from agenttrain.engines.vllm_server.memory import memory, server_memory
 from agenttrain.engines.vllm_server.outside import Outside
 from agenttrain.engines.vllm_server.records import FOLDER, ServerPlan, log_path
 from agenttrain.engines.vllm_server.status import read_status
+from agenttrain.engines.vllm_server.versions import ADAPTERS
 from agenttrain.training.config import Transport, WeightSyncMode
 from agenttrain.types import ConfigError
 from agenttrain.utils.sections import plain, shown
@@ -84,7 +85,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         print(f"engine: {starting} (logs: {folder / FOLDER})", flush=True)
         ending = LocalServers(folder.resolve(), plan, servers.count)
     return VllmServerEngine(
-        Fleet(folder.resolve(), servers, inputs.sync_mode, outside),
+        Fleet(folder.resolve(), servers, inputs.sync_mode, outside, plan.adapters),
         ending,
         WeightWriter(weights, alpha=alpha),
         max_context=plan.max_context,
@@ -114,6 +115,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
         engine=plain(settings),
         servers=plain(inputs.servers),
         rank=inputs.adapters.rank if lora and inputs.adapters is not None else 0,
+        adapters=ADAPTERS + inputs.max_staleness,
         weights=None,
         gpus=place(inputs.servers, inputs.trainers, inputs.taken)
         if inputs.on_gpu and not inputs.servers.outside
@@ -145,6 +147,7 @@ def outside_of(plan: ServerPlan, inputs: EngineInputs) -> Outside:
         max_context=plan.max_context,
         quantization=plan.engine["quantization"],
         rank=plan.rank,
+        adapters=plan.adapters,
         grammars=inputs.tokenizer is not None,
         text=text,
         token_ids=ids,

@@ -1,0 +1,85 @@
+"""engine=transformers in a process of its own: a copy of the model, which is sent its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agenttrain.engines.spec import EngineInputs
+from agenttrain.engines.transformers.config import TransformersSettings
+from agenttrain.engines.transformers.engine import TransformersEngine
+from agenttrain.training.config import WeightSyncMode
+
+SMALL = 10_000_000
+"""Parameters below which one thread is faster than several on a CPU."""
+
+
+class TransformersCopy(TransformersEngine):
+    """A `TransformersEngine` that is `Separate`: weights are sent to it, also while it samples.
+
+    Every token carries the version of the weights that gave its logits. What becomes of sequences
+    in flight is `weight_sync.mode`: with drain the update waits for the turns that decode, and
+    turns that begin meanwhile wait for it; with abort_resume they go on, and the new weights read
+    all of their tokens again; with in_flight they keep the keys and values that they have, of both
+    weights, which no other sequence copies.
+    """
+
+    takes_adapters = False
+
+    def __init__(self, model: Any, settings: TransformersSettings, mode: WeightSyncMode) -> None:
+        super().__init__(model, settings)
+        self._mode = mode
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Implement `OwnNumberFormat.dtype`."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load all weights, by transformers' names, between two steps."""
+        given = await asyncio.to_thread(dict, weights)  # they may be read from files
+
+        def load() -> None:
+            self._model.load_state_dict(given)
+            keeps = self._mode is WeightSyncMode.in_flight
+            self._worker.update({}, version, keeps=keeps)
+
+        drained = self._mode is WeightSyncMode.drain
+        await self._call(load, f"update to version {version}", drained=drained)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Implement `Separate.score`, between two steps."""
+        score = partial(self._score, torch.tensor([token_ids]))
+        scores: list[float] = await self._call(score, "the score of the probe")
+        return scores
+
+    def _score(self, ids_1T: Tensor) -> list[float]:
+        ids_1T = ids_1T.to(self._model.device)
+        with torch.inference_mode():
+            logits_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
+        return logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].tolist()
+
+    async def sleep(self) -> None:
+        """Do nothing: it is on no device of the trainer's process."""
+
+
+def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> TransformersCopy:
+    """Build the model without its weights; on the GPU after the trainer's, if there is one."""
+    architecture = AutoConfig.from_pretrained(inputs.model)
+    dtype = getattr(torch, inputs.dtype)
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+    model = model.eval().requires_grad_(False)
+    if inputs.on_gpu:
+        model = model.to(f"cuda:{inputs.trainers % torch.cuda.device_count()}")
+    elif "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:
+        torch.set_num_threads(1)
+    return TransformersCopy(model, settings, inputs.sync_mode)

@@ -1,0 +1,197 @@
+"""`Journal`: the groups that a run has sampled, on disk until no resume can need them.
+
+    <run>/rollouts/journal.jsonl     one line per group, in the order in which they were finished
+    <run>/rollouts/groups/000012-5f3a.bin     the group itself, every bit of it
+
+A line::
+
+    {"serial": 12, "step": 7, "task_id": "shop-4", "versions": [5, 6], "begun": 1764142000.1,
+     "ended": 1764142003.9, "digest": "9c…", "path": "groups/000012-5f3a.bin", "settings": "41…"}
+
+`begun` and `ended` are seconds since 1970. A line is written once its group is: group and line
+survive a crash of the machine. Lines stay as the run's record when their group's file is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agenttrain.rollout.collector import Collected
+from agenttrain.tracking.run_folder import write_atomically
+from agenttrain.types import Task
+from agenttrain.utils.codec import Codec
+from agenttrain.utils.json_lines import dumps, read_rows
+
+FILE = "journal.jsonl"
+GROUPS = "groups"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A line of the journal."""
+
+    serial: int
+    """Number of the task in the run, from 0."""
+    step: int
+    """The step that trains on the group."""
+    task_id: str
+    versions: tuple[int, ...]
+    """Policy versions that sampled its tokens, in order; empty without a rollout."""
+    begun: float
+    ended: float
+    digest: str
+    """SHA-256 of the file."""
+    path: str
+    """The group's file, in the folder of the journal."""
+    settings: str
+    """Digest of the settings that it was made with."""
+
+
+class Journal:
+    """Appends groups, and gives a resumed run those that it may still train on.
+
+    Files have names of this process's own: a rollout process whose trainer was killed may write a
+    last group while the resumed run has begun.
+    """
+
+    def __init__(self, folder: Path, codec: Codec, settings: str) -> None:
+        """Open the journal in `folder`, the run's `rollouts`; `settings` is a digest."""
+        self._folder, self._codec, self._settings = folder, codec, settings
+        self._nonce = secrets.token_hex(2)
+        self._entries: dict[int, Entry] = {}
+        """Entries whose group is on disk, by serial."""
+        self._log: int | None = None
+
+    def resume(self, *, step: int, version: int, max_staleness: int) -> tuple[dict[int, Path], int]:
+        """Begin at `step` with the weights of `version`, and open the journal for `add`.
+
+        Return the files of groups that may be trained on, by serial, and the number of those that
+        may not: they were sampled by weights that came after the checkpoint and are lost, by
+        weights that are too old, or with other settings. Lines of earlier steps stay; all others
+        but those of the returned files are removed.
+        """
+        path = self._folder / FILE
+        (self._folder / GROUPS).mkdir(parents=True, exist_ok=True)
+        entries = [_entry(row) for row in read_rows(path)] if path.exists() else []
+        kept = [entry for entry in entries if entry.step < step]
+        usable: dict[int, Entry] = {}
+        for entry in entries:
+            versions = entry.versions
+            fits = entry.settings == self._settings and self._is_whole(entry)
+            fresh = not versions or (
+                max(versions) <= version and entry.step - 1 - min(versions) <= max_staleness
+            )
+            if entry.step >= step and fits and fresh:
+                usable[entry.serial] = entry
+        names = {entry.path for entry in usable.values()}
+        lost = [entry for entry in entries if entry.step >= step and entry.path not in names]
+        for file in (self._folder / GROUPS).iterdir():
+            if f"{GROUPS}/{file.name}" not in names:
+                file.unlink()
+        lines = [dumps(asdict(entry)) + "\n" for entry in (*kept, *usable.values())]
+        write_atomically(path, "".join(lines))
+        self._entries = usable
+        self._log = os.open(path, os.O_WRONLY | os.O_APPEND)
+        _sync_folder(self._folder)
+        return {serial: self._folder / one.path for serial, one in usable.items()}, len(lost)
+
+    def read(self, path: Path) -> Collected:
+        """Return the group of a file that `resume` has returned."""
+        collected = self._codec.decode(path.read_bytes())
+        assert isinstance(collected, Collected)
+        return collected
+
+    def add(
+        self, serial: int, step: int, task: Task, collected: Collected, begun: float, ended: float
+    ) -> None:
+        """Write a group; it is on disk when this returns."""
+        content = self._codec.encode(collected)
+        name = f"{GROUPS}/{serial:06d}-{self._nonce}.bin"
+        file = self._folder / name
+        part = file.with_suffix(".part")
+        with part.open("wb") as output:
+            output.write(content)
+            output.flush()
+            os.fsync(output.fileno())
+        part.replace(file)
+        _sync_folder(file.parent)
+        entry = Entry(
+            serial=serial,
+            step=step,
+            task_id=task.task_id,
+            versions=versions_of(collected),
+            begun=begun,
+            ended=ended,
+            digest=hashlib.sha256(content).hexdigest(),
+            path=name,
+            settings=self._settings,
+        )
+        assert self._log is not None, "resume opens the journal"
+        os.write(self._log, (dumps(asdict(entry)) + "\n").encode())
+        os.fsync(self._log)
+        self._entries[serial] = entry
+
+    def prune(self, *, step: int, oldest: int, newest: int) -> None:
+        """Remove files of groups that no resume can use, once `step` has its groups.
+
+        A resume begins at one of the run's checkpoints, from step `oldest` to step `newest`, or at
+        a later one: what was consumed can then only be used if the weights that sampled it are in
+        such a checkpoint.
+        """
+        for serial, entry in list(self._entries.items()):
+            after = max(entry.versions, default=0)
+            if entry.step <= oldest or (entry.step <= step and after > newest):
+                del self._entries[serial]
+                with suppress(FileNotFoundError):
+                    (self._folder / entry.path).unlink()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+    def _is_whole(self, entry: Entry) -> bool:
+        try:
+            content = (self._folder / entry.path).read_bytes()
+        except OSError:
+            return False
+        return hashlib.sha256(content).hexdigest() == entry.digest
+
+
+def versions_of(collected: Collected) -> tuple[int, ...]:
+    """Return the policy versions that sampled these rollouts, in order."""
+    spans = (
+        span
+        for rollout in collected.rollouts
+        for trajectory in rollout.trajectories
+        for span in trajectory.spans
+    )
+    return tuple(sorted({s.policy_version for s in spans if s.policy_version is not None}))
+
+
+def settings_digest(settings: Mapping[str, Any]) -> str:
+    """Return a digest of settings that are plain values."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _entry(row: Mapping[str, Any]) -> Entry:
+    return Entry(**{**row, "versions": tuple(row["versions"])})
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names of a folder's files durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,246 @@
+"""`GroupQueue`: groups sampled ahead of the steps that train on them, and taken in serial order.
+
+Every task of a run has a serial, 0, 1, 2, …; with P tasks a step, serial s belongs to step
+s // P + 1. With weights of version v the groups of steps up to v + k + 1 may be sampled, where k is
+`async_training.max_staleness`. Step n trains what version n - 1 becomes, so no token of it is older
+than k updates: the bound is one of admission, and nothing ever has to be dropped::
+
+    P = 2, k = 1     weights 0                 weights 1             weights 2
+    admitted         serials 0 1 2 3           4 5                   6 7
+    trained          step 1: 0 1               step 2: 2 3           step 3: 4 5
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from agenttrain.engines.config import Sampling
+from agenttrain.rollout.asynchronous.journal import Journal
+from agenttrain.rollout.collector import (
+    Collected,
+    NoRewards,
+    check_usable,
+    collect,
+    why_unrewarded,
+)
+from agenttrain.rollout.monitoring import LoopMonitor, Throttle
+from agenttrain.rollout.sharing import mean_tokens
+from agenttrain.rollout.source import RolloutSource, SampledBatch
+from agenttrain.tracking.rollouts import staleness
+from agenttrain.types import Rollout, Task
+
+
+class GroupQueue:
+    """Samples the groups of a `RolloutSource` in tasks of the event loop, from `begin` on.
+
+    The source keeps the cursor and the curriculum, which `RolloutSource.finish` moves on as in a
+    synchronous run: what a step draws depends on the results of the steps whose weights it waits
+    for, whatever the clock did.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        journal: Journal,
+        monitor: LoopMonitor,
+        *,
+        max_staleness: int,
+        steps: int,
+    ) -> None:
+        """`steps` is the last step of the run; `monitor` watches the event loop all the time.
+
+        The engine must not be expected to repeat its batches (`rollout.deterministic`).
+        """
+        self._source, self._journal, self._monitor = source, journal, monitor
+        self._max_staleness, self._steps = max_staleness, steps
+        collector = source.collector
+        self._collector = replace(
+            collector,
+            progress=None,
+            gate=asyncio.Semaphore(collector.limits.concurrency),
+            monitor=monitor,
+            throttle=Throttle(),
+        )
+        self._groups: dict[int, asyncio.Task[Collected]] = {}
+        """Groups that are sampled or ready, by serial."""
+        self._admitted = 0
+        """Last step whose groups were started."""
+        self._taking = 0
+        """Step whose groups the trainer waits for, or had last."""
+        self.taking = False
+        """The trainer waits for groups."""
+        self._journalled: dict[int, Collected] = {}
+        """Groups of a run that was stopped, until their step is admitted."""
+        self._dropped = 0
+        """Groups that were sampled and will not be trained on."""
+        self._open = asyncio.Event()
+        self._open.set()
+        self._writing = asyncio.Lock()
+
+    @property
+    def begun(self) -> bool:
+        """Return True once a step was wanted."""
+        return self._taking > 0
+
+    async def begin(self, step: int) -> None:
+        """Begin at `step`, whose weights the engine has; the source has the state before it."""
+        files, self._dropped = await asyncio.to_thread(
+            self._journal.resume,
+            step=step,
+            version=step - 1,
+            max_staleness=self._max_staleness,
+        )
+        for serial, file in files.items():
+            self._journalled[serial] = await asyncio.to_thread(self._journal.read, file)
+        self._taking = step
+        self._admitted = step - 1
+        self._source.collector.in_flight.take_idle_s()
+        self.admit(step - 1)
+
+    def admit(self, version: int) -> None:
+        """Start the groups that may start with the weights of `version`."""
+        while self._admitted < min(version + self._max_staleness + 1, self._steps):
+            self._admitted += 1
+            self._start(self._admitted)
+
+    def _start(self, step: int) -> None:
+        """Draw the tasks of a step, and start their groups."""
+        source = self._source
+        first = (step - 1) * source.tasks_per_step
+        tasks = (source.curriculum or source.tasks).tasks(first, source.tasks_per_step)
+        if source.curriculum is not None:
+            source.curriculum.close(first + source.tasks_per_step)
+        for place, task in enumerate(tasks):
+            sampling = self._sample(step, place, task)
+            self._groups[first + place] = asyncio.create_task(sampling)
+
+    async def _sample(self, step: int, place: int, task: Task) -> Collected:
+        """Return the group of a task, once it is in the journal."""
+        source = self._source
+        serial = (step - 1) * source.tasks_per_step + place
+        recorded = self._journalled.pop(serial, None)
+        if recorded is not None:
+            return recorded
+        await self._open.wait()
+        begun = time.time()
+        try:
+            collected = await collect(
+                self._collector,
+                [task],
+                samples=source.algorithm.group_size,
+                sampling=Sampling(temperature=self._collector.limits.temperature),
+                seed_path=(source.seed, "train", step),
+                places=[place],
+                may_be_empty=True,
+            )
+        except NoRewards as error:  # other groups of the step may have some
+            collected = error.collected
+        ended = time.time()
+        async with self._writing:
+            await asyncio.to_thread(self._journal.add, serial, step, task, collected, begun, ended)
+        return collected
+
+    async def take(self, step: int) -> SampledBatch:
+        """Return the groups of a step, once all of them are ready.
+
+        Raises as `RolloutSource.batch` does, the error of the first group that has one.
+        """
+        source, count = self._source, self._source.tasks_per_step
+        started = time.monotonic()
+        self._taking = step
+        serials = range((step - 1) * count, step * count)
+        groups = [self._groups[serial] for serial in serials]
+        ready = sum(group.done() for group in self._groups.values())
+        self.taking = True
+        try:
+            await asyncio.wait(groups, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            self.taking = False
+        for group in groups:
+            if group.done():
+                group.result()
+        collected = Collected()
+        for serial in serials:
+            collected.extend(self._groups.pop(serial).result())
+        collected.loop_lag_s = self._monitor.take_max_lag_s()
+        self._check(step, collected)
+        costs = source.costs.copy()
+        costs.learn([(costs.kind(group[0].task), mean_tokens(group)) for group in collected.groups])
+        dropped, self._dropped = self._dropped, 0
+        return SampledBatch(
+            groups=list(collected.groups),
+            rollouts=collected.rollouts,
+            collected=collected,
+            tasks=count,
+            costs=costs,
+            stuck=len(self._collector.stuck),
+            metrics={
+                **staleness_metrics(collected.rollouts, step, self._max_staleness),
+                "async/queue": float(ready),
+                "async/wait_s": time.monotonic() - started,
+                "async/idle_s": source.collector.in_flight.take_idle_s(),
+                "async/dropped": float(dropped),
+            },
+        )
+
+    def _check(self, step: int, collected: Collected) -> None:
+        """Raise NoRollouts or NoRewards if the step has nothing to learn from."""
+        source = self._source
+        made = (source.tasks_per_step - collected.overlong) * source.algorithm.group_size
+        context = self._collector.engine.max_context
+        check_usable(collected, source.tasks_per_step, made, context)
+        reason = why_unrewarded(collected.rollouts)
+        if reason is not None:
+            raise NoRewards(
+                f"step {step}: not one rollout has a reward, so that there is nothing to learn; "
+                f"the first: {reason or 'no rollout ended well'}",
+                collected,
+            )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Start no group within the block; those that have begun go on."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+    def prune(self, step: int, *, oldest: int, newest: int) -> None:
+        """Remove files of groups up to `step` that no resume can use: see `Journal.prune`."""
+        self._journal.prune(step=step, oldest=oldest, newest=newest)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Return the finished rollouts of the step that is waited for, and all of them."""
+        count, samples = self._source.tasks_per_step, self._source.algorithm.group_size
+        serials = range((self._taking - 1) * count, self._taking * count)
+        ready = sum(s in self._groups and self._groups[s].done() for s in serials)
+        return ready * samples, count * samples
+
+    async def aclose(self) -> None:
+        """Cancel the groups that are sampled; those that were finished are in the journal."""
+        for group in self._groups.values():
+            group.cancel()
+        await asyncio.gather(*self._groups.values(), return_exceptions=True)
+        async with self._writing:
+            self._journal.close()
+
+
+def staleness_metrics(rollouts: list[Rollout], step: int, max_staleness: int) -> dict[str, float]:
+    """Return mean and greatest staleness of a step's rollouts, and how many have each.
+
+    Example: of staleness 0, 1, 1 with a bound of 1: mean 0.667, max 1, one of 0, two of 1.
+    """
+    ages = [age for rollout in rollouts if (age := staleness(rollout, step)) is not None]
+    counts = Counter(ages)
+    return {
+        "async/staleness/mean": sum(ages) / len(ages) if ages else float("nan"),
+        "async/staleness/max": float(max(ages, default=0)),
+        **{f"async/staleness/{age}": float(counts[age]) for age in range(max_staleness + 1)},
+    }

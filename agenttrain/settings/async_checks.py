@@ -1,0 +1,69 @@
+"""Checks of asynchronous training: what `async_training.max_staleness` above 0 needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agenttrain.algorithms.config import Behaviour, Correction
+from agenttrain.rollout.config import RolloutPlace
+from agenttrain.settings.engine_checks import run_spec
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.config import WeightSyncMode
+
+
+def async_problems(config: RunConfig) -> Iterator[str]:
+    """Yield settings that have no meaning where rollouts are older than the policy."""
+    ahead = config.async_training.max_staleness
+    if not ahead:
+        return
+    key = f"async_training.max_staleness={ahead}"
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.process is RolloutPlace.same:
+        yield (
+            f"rollout.process=same: with {key} rollouts are made beside the update, in a process "
+            "of their own; leave it out, or set async_training.max_staleness=0"
+        )
+    if algorithm.oversample > 1:
+        yield (
+            f"algorithm.oversample={algorithm.oversample:g}: with {key} every group that is "
+            "sampled is trained on; set algorithm.oversample=1, or async_training.max_staleness=0"
+        )
+    if algorithm.dynamic_sampling:
+        yield (
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling}: with {key} the tasks of a "
+            "step would depend on those of steps that are not done; set "
+            "algorithm.dynamic_sampling=0, or async_training.max_staleness=0"
+        )
+    if rollout.deterministic:
+        yield (
+            f"rollout.deterministic=true: with {key} it depends on the clock which rollouts share "
+            "a batch; leave it out, or set async_training.max_staleness=0"
+        )
+    if algorithm.correction is not Correction.none:
+        return
+    objective = algorithm.objective
+    if not objective.is_own and objective.registered.single_update:
+        yield (
+            f"algorithm.objective={objective.name}: compares the policy with no other, and with "
+            f"{key} tokens are sampled by an older one; set algorithm.correction=token "
+            "algorithm.behaviour=recomputed, or an objective with a ratio: algorithm/objective=clip"
+        )
+    elif algorithm.behaviour is Behaviour.recomputed:
+        yield (
+            f"algorithm.behaviour=recomputed: with {key} tokens are sampled by an older policy, "
+            "which the ratio would not see; set algorithm.correction=token, or "
+            "algorithm.behaviour=engine"
+        )
+
+
+def async_note(config: RunConfig) -> str | None:
+    """Return a warning of a setting that undoes what asynchronous training is for."""
+    ahead, mode = config.async_training.max_staleness, config.weight_sync.mode
+    if not ahead or mode is not WeightSyncMode.drain or not run_spec(config).own_weights:
+        return None
+    if config.model.lora.rank and run_spec(config).fleet:
+        return None
+    return (
+        f"warning: weight_sync.mode=drain with async_training.max_staleness={ahead}: each weight "
+        "sync waits for the longest turn that is being sampled; set weight_sync.mode=abort_resume"
+    )
