@@ -294,9 +294,8 @@ def test_a_run_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tests), str(tests / "agents"), *sys.path])
     run = subprocess.Popen([sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": path})
     printed = tmp_path / "rollout.stdout"
-    for _ in range(1200):
-        if printed.exists() and printed.read_text().endswith("\n"):
-            break
+    while not (printed.exists() and printed.read_text().endswith("\n")):
+        assert run.poll() is None
         time.sleep(0.05)
     below = psutil.Process(run.pid).children(recursive=True)
     assert len(below) >= 3  # the keeper, the agent, its child
