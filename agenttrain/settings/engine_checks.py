@@ -106,6 +106,7 @@ def _servers_unused(config: RunConfig) -> Iterator[str]:
     settings["weight_sync.folder"] = config.weight_sync.folder
     settings["weight_sync.transport"] = config.weight_sync.transport
     defaults = {f"servers.{key}": value for key, value in SERVERS.items()}
+    defaults["servers.count"] = max(config.servers.nodes, 1)
     defaults["weight_sync.transport"] = WeightSyncConfig.transport
     for key, value in settings.items():
         if value != defaults.get(key):

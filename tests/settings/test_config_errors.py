@@ -208,6 +208,8 @@ UNUSABLE = {
     "servers.restarts=-1": "servers.restarts=-1: must be 0 or more",
     "servers.count=0": "must be at least 1",
     "async_training.max_staleness=-1": "must be 0 or more",
+    "rollout.process=own": "samples in the training process; leave it out, or set engine=vllm_s",
+    "servers.nodes=2": "servers.nodes=2: engine=transformers has no servers; set engine=vllm",
     "servers.url=http://a:1": "name its servers: servers.admin_urls=[http://a:1] if it is a server",
     "servers.admin_urls=[a:1]": "servers.admin_urls=a:1: expected an address, e.g. http://10.0.0.5",
     "servers.admin_urls=[http://a,http://a]": "names a server twice",
@@ -374,6 +376,18 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         (
             ("engine=vllm_server", "servers.admin_urls=[http://a:1]", "servers.count=2"),
             "servers.count=2: servers.admin_urls names 1; lower it, or name more",
+        ),
+        (
+            ("engine=vllm_server", "servers.nodes=2", "servers.count=3"),
+            "servers.count=3: servers.nodes=2 have equally many each; set a multiple of 2",
+        ),
+        (
+            ("engine=vllm_server", "servers.nodes=1", "servers.gpus=[0]"),
+            "servers.gpus=[0]: with servers.nodes=1 the servers of a node share all of its GPUs",
+        ),
+        (
+            ("engine=vllm_server", "servers.nodes=1", "servers.admin_urls=[http://a:1]"),
+            "servers.admin_urls=[http://a:1]: names servers of others, and servers.nodes=1 has",
         ),
         (
             ("engine=vllm_server", "servers.admin_urls=[http://a:1]", "servers.restarts=1"),

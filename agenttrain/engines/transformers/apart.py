@@ -33,8 +33,14 @@ class TransformersCopy(TransformersEngine):
 
     takes_adapters = False
 
-    def __init__(self, model: Any, settings: TransformersSettings, mode: WeightSyncMode) -> None:
-        super().__init__(model, settings)
+    def __init__(
+        self,
+        model: Any,
+        settings: TransformersSettings,
+        mode: WeightSyncMode,
+        mixed_precision: str = "no",
+    ) -> None:
+        super().__init__(model, settings, mixed_precision=mixed_precision)
         self._mode = mode
 
     @property
@@ -63,7 +69,7 @@ class TransformersCopy(TransformersEngine):
 
     def _score(self, ids_1T: Tensor) -> list[float]:
         ids_1T = ids_1T.to(self._model.device)
-        with torch.inference_mode():
+        with self._worker.decoder.evaluating():
             logits_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
         return logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].tolist()
 
@@ -82,4 +88,4 @@ def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> Transfor
         model = model.to(f"cuda:{inputs.trainers % torch.cuda.device_count()}")
     elif "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
-    return TransformersCopy(model, settings, inputs.sync_mode)
+    return TransformersCopy(model, settings, inputs.sync_mode, inputs.mixed_precision)
