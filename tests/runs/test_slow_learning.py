@@ -48,13 +48,13 @@ def test_the_agent_that_sees_learns_to_look(tmp_path, algorithm):
     """And knows nothing of codes: with blank pictures it guesses."""
     folder = tmp_path / "run"
     curve, summary = rewards(folder, "experiment=sight", f"algorithm={algorithm}")
-    assert mean(curve[:3]) < 0.45
+    assert mean(curve[:3]) < 0.55
     assert mean(curve[-5:]) > 0.80
     before, after = summary["eval"]["before"], summary["eval"]["after"]
-    assert before["reward"] < 0.40
+    assert before["reward"] < 0.50
     assert after["reward"] > 0.85
     plates = {s["label"]: s["by_group"] for s in before["scores"]}["sampled"]
-    assert plates["2"]["mean"] < 0.15
+    assert plates["2"]["mean"] < 0.20
     for blank in ("looks", "all"):
         arguments = [f"data.test.blank={blank}", "eval.questions=400", "eval.greedy=false"]
         words = [f"model.path={folder}/checkpoints/latest", f"hydra.run.dir={tmp_path / blank}"]
