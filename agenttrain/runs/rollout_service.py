@@ -211,7 +211,8 @@ class RolloutService:
         finally:
             step = getattr(request, "step", getattr(request, "version", None))
             record = {"request": type(request).__name__, "step": step}
-            with (self._folder / REQUESTS).open("a", encoding="utf-8") as file:
+            # A disk that is full stops the run where it writes what it needs, not here.
+            with suppress(OSError), (self._folder / REQUESTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**record, "begun": begun, "ended": time.time()}) + "\n")
 
     async def _answer(self, request: Any) -> Any:

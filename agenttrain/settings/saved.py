@@ -298,6 +298,9 @@ def _changed(
             node[override.key_or_group] = fresh[override.key_or_group]
         if node.engine.get("name") != engine:
             _forget_servers(node, fresh)
+            if allowed is EVALUABLE and "async_training" in node:
+                # It trains nothing, so that any engine will do.
+                node.async_training = fresh.async_training
         for override in parsed:
             if override not in chosen:
                 OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)

@@ -225,6 +225,19 @@ def test_an_evaluation_may_choose_other_data_but_no_other_agent(run: Path) -> No
         evaluate(run, "chat_template=none")
 
 
+def test_an_evaluation_with_another_engine_is_not_asynchronous(run: Path) -> None:
+    """engine=vllm samples in the training process, which an asynchronous run refuses."""
+    file = run / "config.yaml"
+    plain = yaml.safe_load(file.read_text())
+    plain["async_training"]["max_staleness"] = 1
+    file.write_text(yaml.safe_dump(plain))
+    assert evaluate(run).config.async_training.max_staleness == 1
+    config = evaluate(run, "engine=vllm").config
+    assert (config.engine.name, config.async_training.max_staleness) == ("vllm", 0)
+    with pytest.raises(ConfigError, match="async_training.max_staleness=0: cannot be combined"):
+        resume(run, "async_training.max_staleness=0")
+
+
 def test_an_evaluation_of_a_run_without_a_checkpoint(run: Path) -> None:
     (run / "checkpoints" / "latest").unlink()
     with pytest.raises(ConfigError, match="has no checkpoint yet"):

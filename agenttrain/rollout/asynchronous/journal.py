@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import secrets
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -69,6 +70,7 @@ class Journal:
         self._entries: dict[int, Entry] = {}
         """Entries whose group is on disk, by serial."""
         self._log: int | None = None
+        self._writing = threading.Lock()
 
     def resume(self, *, step: int, version: int, max_staleness: int) -> tuple[dict[int, Path], int]:
         """Begin at `step` with the weights of `version`, and open the journal for `add`.
@@ -112,17 +114,12 @@ class Journal:
     def add(
         self, serial: int, step: int, task: Task, collected: Collected, begun: float, ended: float
     ) -> None:
-        """Write a group; it is on disk when this returns."""
+        """Write a group; it is on disk when this returns. Does nothing once the journal is closed.
+
+        Callable from any thread.
+        """
         content = self._codec.encode(collected)
         name = f"{GROUPS}/{serial:06d}-{self._nonce}.bin"
-        file = self._folder / name
-        part = file.with_suffix(".part")
-        with part.open("wb") as output:
-            output.write(content)
-            output.flush()
-            os.fsync(output.fileno())
-        part.replace(file)
-        _sync_folder(file.parent)
         entry = Entry(
             serial=serial,
             step=step,
@@ -134,10 +131,20 @@ class Journal:
             path=name,
             settings=self._settings,
         )
-        assert self._log is not None, "resume opens the journal"
-        os.write(self._log, (dumps(asdict(entry)) + "\n").encode())
-        os.fsync(self._log)
-        self._entries[serial] = entry
+        with self._writing:  # a thread may go on after the task that waited for it was cancelled
+            if self._log is None:
+                return
+            file = self._folder / name
+            part = file.with_suffix(".part")
+            with part.open("wb") as output:
+                output.write(content)
+                output.flush()
+                os.fsync(output.fileno())
+            part.replace(file)
+            _sync_folder(file.parent)
+            os.write(self._log, (dumps(asdict(entry)) + "\n").encode())
+            os.fsync(self._log)
+            self._entries[serial] = entry
 
     def prune(self, *, step: int, oldest: int, newest: int) -> None:
         """Remove files of groups that no resume can use, once `step` has its groups.
@@ -155,9 +162,10 @@ class Journal:
 
     def close(self) -> None:
         """Close the file."""
-        if self._log is not None:
-            os.close(self._log)
-            self._log = None
+        with self._writing:
+            if self._log is not None:
+                os.close(self._log)
+                self._log = None
 
     def _is_whole(self, entry: Entry) -> bool:
         try:

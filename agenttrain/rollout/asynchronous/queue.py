@@ -80,7 +80,6 @@ class GroupQueue:
         """Groups that were sampled and will not be trained on."""
         self._open = asyncio.Event()
         self._open.set()
-        self._writing = asyncio.Lock()
 
     @property
     def begun(self) -> bool:
@@ -141,8 +140,7 @@ class GroupQueue:
         except NoRewards as error:  # other groups of the step may have some
             collected = error.collected
         ended = time.time()
-        async with self._writing:
-            await asyncio.to_thread(self._journal.add, serial, step, task, collected, begun, ended)
+        await asyncio.to_thread(self._journal.add, serial, step, task, collected, begun, ended)
         return collected
 
     async def take(self, step: int) -> SampledBatch:
@@ -228,8 +226,7 @@ class GroupQueue:
         for group in self._groups.values():
             group.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
-        async with self._writing:
-            self._journal.close()
+        await asyncio.to_thread(self._journal.close)
 
 
 def staleness_metrics(rollouts: list[Rollout], step: int, max_staleness: int) -> dict[str, float]:
