@@ -49,7 +49,8 @@ ASKS_A_SERVER = (
 )
 TRUSTED = "trust=true"
 NAMES_CODE = ("_target_", "connect", "look")
-"""Arguments of components whose value is the dotted path of code; `sql` and `crop` have the last two."""
+"""Arguments of components whose value is the dotted path of code; `connect` and `look` are of the
+bundled tools."""
 COMPONENTS = {"data": ("train", "test"), "algorithm": ("objective",)}
 """Sections in which only some keys are components."""
 

@@ -208,7 +208,6 @@ UNUSABLE = {
     "servers.restarts=-1": "servers.restarts=-1: must be 0 or more",
     "servers.count=0": "must be at least 1",
     "async_training.max_staleness=-1": "must be 0 or more",
-    "rollout.process=own": "samples in the training process; leave it out, or set engine=vllm_s",
     "servers.nodes=2": "servers.nodes=2: engine=transformers has no servers; set engine=vllm",
     "servers.url=http://a:1": "name its servers: servers.admin_urls=[http://a:1] if it is a server",
     "servers.admin_urls=[a:1]": "servers.admin_urls=a:1: expected an address, e.g. http://10.0.0.5",
