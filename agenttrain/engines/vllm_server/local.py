@@ -106,6 +106,7 @@ class NodeServers:
 
     def end(self) -> None:
         """Remove the weight files and the plan: the servers end when it is gone."""
+        assert self._plan.weights is not None, "servers of nodes get the policy's weights"
         remove_weights(Path(self._plan.weights), self._folder)
         (self._folder / FOLDER / PLAN).unlink(missing_ok=True)
 

@@ -78,6 +78,7 @@ def role_plan(
         engine=plain(engine),
         servers=plain(started),
         rank=0,
+        adapters=0,
         weights=None,
         gpus=gpus,
         role=role,
