@@ -49,8 +49,7 @@ ASKS_A_SERVER = (
 )
 TRUSTED = "trust=true"
 NAMES_CODE = ("_target_", "connect", "look")
-"""Arguments of components whose value is the dotted path of code; `connect` and `look` are of the
-bundled tools."""
+"""Arguments of components that name code by its dotted path; `sql` and `crop` have the last two."""
 COMPONENTS = {"data": ("train", "test"), "algorithm": ("objective",)}
 """Sections in which only some keys are components."""
 
