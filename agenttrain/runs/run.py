@@ -20,14 +20,11 @@ from typing import Any
 
 from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
 from agenttrain.algorithms.objectives.config import build_objective
-from agenttrain.data.curriculum import Curriculum
 from agenttrain.engines.base import Engine, EngineDead
 from agenttrain.evaluation import (
     Best,
     Evaluation,
     Evaluator,
-    LossEvaluator,
-    TaskEvaluator,
     from_json,
 )
 from agenttrain.health.crash import Evidence
@@ -36,8 +33,6 @@ from agenttrain.health.stop_when import StopWhen
 from agenttrain.health.watchdog import Watchdog
 from agenttrain.rollout.collector import Collected, Collector, NoRewards, why_unrewarded
 from agenttrain.rollout.declared import write_declared
-from agenttrain.rollout.sharing import Costs
-from agenttrain.rollout.source import Demonstrations, RolloutSource
 from agenttrain.runs.fingerprints import check_unchanged, fingerprints
 from agenttrain.runs.fingerprints import write as write_fingerprints
 from agenttrain.runs.loading import make_engine, make_policy
@@ -47,6 +42,7 @@ from agenttrain.runs.report import print_losses, print_scores
 from agenttrain.runs.roles import start_roles
 from agenttrain.runs.rollouts import Rollouts
 from agenttrain.runs.setup import Components, prepare, sampling_note
+from agenttrain.runs.sources import recorded_source, sampled_source
 from agenttrain.runs.teacher import make_teacher, teacher_prompt
 from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.command_line import resuming
@@ -529,9 +525,10 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         if process is not None:
             process.progress = run.tracker.progress.rollouts
     elif collector is not None:
-        source, evaluator = _of_rollouts(run, components, collector)
+        watched = replace(collector, stop=run.stop, progress=run.tracker.progress.rollouts)
+        source, evaluator = sampled_source(config, components, watched, world)
     else:
-        source, evaluator = _of_conversations(run, components, policy)
+        source, evaluator = recorded_source(config, components, policy, world)
     trainer = Trainer(
         config=config,
         run=run,
@@ -549,54 +546,6 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     if state is not None:
         trainer.load_state_dict(state)
     return trainer
-
-
-def _of_conversations(
-    run: Run, components: Components, policy: Policy
-) -> tuple[BatchSource, Evaluator]:
-    """Return the batches of recorded conversations, and the loss of those held out."""
-    config = run.config
-    # The longest conversation that is learned from.
-    context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-    limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]
-    source = Demonstrations(
-        demonstrator=components.demonstrator,
-        tasks=components.train_tasks,
-        batch_size=config.sft.batch_size,
-        on_bad_row=config.data.on_bad_row,
-        max_tokens=min(limits, default=2**31),
-        peers=run.world,
-    )
-    evaluator = LossEvaluator(
-        config=config,
-        source=source,
-        tasks=components.test_tasks,
-        policy=policy,
-        world=run.world,
-    )
-    return source, evaluator
-
-
-def _of_rollouts(
-    run: Run, components: Components, collector: Collector
-) -> tuple[BatchSource, Evaluator]:
-    """Return the batches of sampled rollouts, and the evaluation on held-out tasks."""
-    config, tasks = run.config, components.train_tasks
-    order = config.data.curriculum
-    source = RolloutSource(
-        algorithm=config.algorithm,
-        tasks_per_step=config.tasks_per_step,
-        seed=config.seed,
-        collector=replace(collector, stop=run.stop, progress=run.tracker.progress.rollouts),
-        tasks=tasks,
-        curriculum=Curriculum(tasks, order, seed=config.seed) if order.enabled else None,
-        peers=run.world,
-        costs=Costs(config.eval.group_by),
-    )
-    evaluator = TaskEvaluator(
-        config=config, source=source, tasks=components.test_tasks, world=run.world
-    )
-    return source, evaluator
 
 
 def _best(trainer: Trainer) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Sources of a trainer's batches in its own process: recorded conversations, or sampled rollouts."""
+
+from __future__ import annotations
+
+from agenttrain.data.curriculum import Curriculum
+from agenttrain.evaluation import LossEvaluator, TaskEvaluator
+from agenttrain.rollout.collector import Collector
+from agenttrain.rollout.sharing import Costs
+from agenttrain.rollout.source import Demonstrations, RolloutSource
+from agenttrain.runs.setup import Components
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.policy import Policy
+from agenttrain.training.world import World
+
+
+def recorded_source(
+    config: RunConfig, components: Components, policy: Policy, world: World
+) -> tuple[Demonstrations, LossEvaluator]:
+    """Return the batches of recorded conversations, and the loss of those held out."""
+    # The longest conversation that is learned from.
+    context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]
+    source = Demonstrations(
+        demonstrator=components.demonstrator,
+        tasks=components.train_tasks,
+        batch_size=config.sft.batch_size,
+        on_bad_row=config.data.on_bad_row,
+        max_tokens=min(limits, default=2**31),
+        peers=world,
+    )
+    evaluator = LossEvaluator(
+        config=config, source=source, tasks=components.test_tasks, policy=policy, world=world
+    )
+    return source, evaluator
+
+
+def sampled_source(
+    config: RunConfig, components: Components, collector: Collector, world: World
+) -> tuple[RolloutSource, TaskEvaluator]:
+    """Return the batches of sampled rollouts, and the evaluation on held-out tasks."""
+    tasks, order = components.train_tasks, config.data.curriculum
+    source = RolloutSource(
+        algorithm=config.algorithm,
+        tasks_per_step=config.tasks_per_step,
+        seed=config.seed,
+        collector=collector,
+        tasks=tasks,
+        curriculum=Curriculum(tasks, order, seed=config.seed) if order.enabled else None,
+        peers=world,
+        costs=Costs(config.eval.group_by),
+    )
+    evaluator = TaskEvaluator(
+        config=config, source=source, tasks=components.test_tasks, world=world
+    )
+    return source, evaluator
