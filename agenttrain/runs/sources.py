@@ -1,4 +1,4 @@
-"""Sources of a trainer's batches in its own process: recorded conversations, or sampled rollouts."""
+"""Where a trainer's batches come from in its own process: recorded conversations, or rollouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def sampled_source(
     config: RunConfig, components: Components, collector: Collector, world: World
 ) -> tuple[RolloutSource, TaskEvaluator]:
     """Return the batches of sampled rollouts, and the evaluation on held-out tasks."""
-    tasks, order = components.train_tasks, config.data.curriculum
+    tasks, held_out = components.train_tasks, components.test_tasks
+    order = config.data.curriculum
     source = RolloutSource(
         algorithm=config.algorithm,
         tasks_per_step=config.tasks_per_step,
