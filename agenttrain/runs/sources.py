@@ -38,7 +38,7 @@ def sampled_source(
     config: RunConfig, components: Components, collector: Collector, world: World
 ) -> tuple[RolloutSource, TaskEvaluator]:
     """Return the batches of sampled rollouts, and the evaluation on held-out tasks."""
-    tasks, held_out = components.train_tasks, components.test_tasks
+    tasks = components.train_tasks
     order = config.data.curriculum
     source = RolloutSource(
         algorithm=config.algorithm,

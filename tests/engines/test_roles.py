@@ -25,7 +25,7 @@ from agenttrain.engines.vllm_server.stub import CONFIG, TOKEN_S
 from agenttrain.runs.roles import start_roles
 from agenttrain.runs.setup import Components
 from agenttrain.settings.checks import validate
-from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.batch import make_sequences
 from agenttrain.training.teacher import ServedTeacher, TeacherFailed
@@ -45,7 +45,8 @@ def composed(*overrides: str) -> RunConfig:
     """A run with a server for each role, of which the settings are valid."""
     models = [f"roles.{name}.model=bundled:shop" for name in ("judge", "user", "teacher")]
     with hydra_session(SOURCE):
-        run = compose_run(["debug=tiny", "tracker=none", *ALL, *models, *overrides], SOURCE)
+        given = open_keys(["debug=tiny", "tracker=none", *ALL, *models, *overrides])
+        run = compose_run(given, SOURCE)
         validate(run.config)
     return run.config
 
@@ -174,6 +175,14 @@ def test_what_servers_refuse_and_servers_that_are_gone(tmp_path: Path) -> None:
             with pytest.raises(TeacherFailed, match="out of vocabulary"):
                 await asyncio.to_thread(teacher.score, make_sequences(rollout([501])))
             assert teacher.score(make_sequences(rollout([20] * 60))) == {}
+            # Nobody waits for ever for a server that hangs.
+            await call(run, "judge", "POST", "/stub/fault", {"kind": "hang"})
+            waiting = asyncio.create_task(asyncio.to_thread(judge.ask, HELLO, str))
+            fleet = components.roles["judge"]._fleet
+            await until(lambda: fleet is not None and fleet.members[0].requests)
+            await asyncio.to_thread(components.close_roles)
+            with pytest.raises(ChatUnavailable):
+                await waiting
             for role in ("judge", "teacher"):
                 os.kill(record(run, role).pid, signal.SIGKILL)
             with pytest.raises(ChatUnavailable, match="judge server 0 was ended by SIGKILL"):

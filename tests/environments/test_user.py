@@ -297,7 +297,9 @@ def composed(*overrides: str) -> Any:
 
 
 def test_the_settings_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"user\.model=null: name the model as the server"):
+    with pytest.raises(
+        ConfigError, match=r"user\.model=null: name the model as the server of url="
+    ):
         validate(composed("user.url=http://h/v1").config)
     run_ = composed("user.url=http://h/v1", "user.model=m", "user.max_turns=3")
     validate(run_.config)

@@ -13,6 +13,7 @@ import itertools
 import shutil
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,7 +168,7 @@ class RoleServers:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+                threading.Thread(target=_serve, args=(self._loop,), daemon=True).start()
             loop = self._loop
 
         async def called() -> T:
@@ -179,6 +180,8 @@ class RoleServers:
             return asyncio.run_coroutine_threadsafe(called(), loop).result()
         except BaseExceptionGroup as errors:  # of the scores, the first to fail
             raise errors.exceptions[0] from errors
+        except CancelledError as error:
+            raise EngineError(f"{self.name}: was closed in the middle of a request") from error
 
     def close(self) -> None:
         """End the thread; requests in flight fail. A later request begins another one."""
@@ -187,9 +190,22 @@ class RoleServers:
             fleet, self._fleet = self._fleet, None
         if loop is None:
             return
-        if fleet is not None:
-            asyncio.run_coroutine_threadsafe(fleet.aclose(), loop).result(CLOSE_S)
+
+        async def end() -> None:
+            if fleet is not None:
+                await fleet.aclose()
+            requests = asyncio.all_tasks() - {asyncio.current_task()}
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end(), loop).result(CLOSE_S)
         loop.call_soon_threadsafe(loop.stop)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
 
 
 def with_servers(section: Mapping[str, Any], roles: Mapping[str, RoleServers]) -> Mapping[str, Any]:
