@@ -407,4 +407,4 @@ class Table:
 def show_images(console: Console, messages: Sequence[Message]) -> None:
     """Print the images of messages in a terminal; elsewhere their size in the text has to do."""
     for image in images_in(messages) if console.is_terminal else ():
-        console.print(blocks(image))
+        console.print(blocks(image), end="")
