@@ -80,7 +80,7 @@ READ_ATTEMPTS = 100
 
 
 async def serve(connection: socket.socket) -> None:
-    """Answered the trainer's requests until it stops them, or has ended."""
+    """Answer the trainer's requests until it stops them, or has ended."""
     channel = await Channel.over(connection, CODEC)
     with suppress(ChannelClosed):
         async with AsyncExitStack() as stack:
