@@ -234,7 +234,7 @@ def test_an_evaluation_with_another_engine_is_not_asynchronous(run: Path) -> Non
     assert evaluate(run).config.async_training.max_staleness == 1
     config = evaluate(run, "engine=vllm").config
     assert (config.engine.name, config.async_training.max_staleness) == ("vllm", 0)
-    with pytest.raises(ConfigError, match="async_training.max_staleness=0: cannot be combined"):
+    with pytest.raises(ConfigError, match=r"async_training\.max_staleness=0: cannot be combined"):
         resume(run, "async_training.max_staleness=0")
 
 
