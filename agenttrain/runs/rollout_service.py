@@ -259,7 +259,8 @@ class RolloutService:
         batch = await queue.take(step)
         self._source.finish(batch)
         saved = [int(path.name.removeprefix(PREFIX)) for path in newest_first(self._checkpoints)]
-        queue.prune(step, oldest=min(saved, default=0), newest=max(saved, default=0))
+        # Not those of this step: a signal may still stop the run before it is trained.
+        queue.prune(step - 1, oldest=min(saved, default=0), newest=max(saved, default=0))
         return Groups.of(batch, self._source.state_dict())
 
     @property

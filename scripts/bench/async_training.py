@@ -19,8 +19,8 @@ dropped                   async/dropped of all these runs
 serials_lost, _twice      tasks that a run with k = 2, killed at random instants (12; --quick: 3)
                           and resumed, trained not at all, or twice
 kills                     these kills
-reward_k0, _k1, _k2       bundled agent, correction on: mean reward of the last ten steps, mean of 3
-                          seeds (--quick: one)
+reward_k0, _k1, _k2       bundled agent, clipped ratio to the probabilities that the engine sampled
+                          with: mean reward of the last ten steps, mean of 3 seeds (--quick: one)
 steps_k0, _k1, _k2        steps to a mean reward of 0.9 over three steps; mean of the seeds
 """
 
@@ -63,7 +63,7 @@ SCRIPTED = (
 )
 AGENT = (
     *("experiment=shop", *COMMON, "checkpoint.every=null", "weight_sync.mode=abort_resume"),
-    *("algorithm.correction=token", "algorithm.behaviour=recomputed", "stop_when.above=null"),
+    "stop_when.above=null",
 )
 
 

@@ -88,7 +88,7 @@ def test_damaged_files_and_other_settings_are_not_used(tmp_path: Path) -> None:
 
 
 def test_files_go_when_no_checkpoint_can_need_them(tmp_path: Path) -> None:
-    """Checkpoints of steps 2 and 4; step 6 has its groups."""
+    """Checkpoints of steps 2 and 4; step 6 was trained."""
     made = journal(tmp_path)
     made.add(0, 2, TASK, group(1), 0, 0)  # in the oldest checkpoint
     made.add(1, 5, TASK, group(4), 0, 0)  # a resume from step 4 trains it again
