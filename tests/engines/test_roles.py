@@ -226,6 +226,18 @@ def test_servers_that_do_not_start(tmp_path: Path) -> None:
         ),
         (["rollout.temperature=0.7"], "rollout.temperature=0.7: servers score at temperature 1"),
         (
+            ["distributed=ddp", "distributed.nodes=2", "distributed.rendezvous=node1:29500"],
+            "reward.judge.url=role:judge: with distributed.nodes=2 processes of other nodes would "
+            "ask its servers, which answer on the first node only; give the address of a server",
+        ),
+        (
+            [
+                *("distributed=ddp", "distributed.nodes=2", "distributed.rendezvous=node1:29500"),
+                "engine=vllm_server",  # rollouts are made, judged and scored on the first node
+            ],
+            "algorithm.teacher.path=role:teacher: with distributed.nodes=2 processes of other",
+        ),
+        (
             ["algorithm.teacher.dtype=bfloat16"],
             "algorithm.teacher.dtype=bfloat16: has no effect here; it needs a model in",
         ),
