@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -143,6 +146,32 @@ def test_connections_that_are_not_used_again() -> None:
         assert server.connections == 3
 
     run(check, failed, b"", OK)
+
+
+def test_a_connection_that_was_closed_while_the_event_loop_was_blocked() -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    connections = 0
+
+    def serve() -> None:
+        nonlocal connections
+        for _ in range(2):
+            peer, _ = listening.accept()
+            connections += 1
+            peer.recv(4096)
+            peer.sendall(OK)
+            peer.close()
+
+    async def main() -> None:
+        client = Connections(f"http://127.0.0.1:{listening.getsockname()[1]}", {}, timeout_s=60)
+        assert (await client.request("GET", "/")).content == b"ok"
+        time.sleep(0.2)  # the end of the connection comes meanwhile
+        assert (await client.request("GET", "/")).content == b"ok"
+        await client.aclose()
+
+    threading.Thread(target=serve, daemon=True).start()
+    asyncio.run(main())
+    listening.close()
+    assert connections == 2
 
 
 def test_requests_that_end_early() -> None:

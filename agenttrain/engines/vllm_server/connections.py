@@ -8,6 +8,7 @@ send: answers with a length, or in chunks; no redirects, no cookies, no compress
 from __future__ import annotations
 
 import asyncio
+import select
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,8 +46,15 @@ class HttpConnection:
 
     @property
     def usable(self) -> bool:
-        """False once the server has closed it."""
-        return not (self.reader.at_eof() or self.writer.is_closing())
+        """False once the server has closed it, also if the event loop has not noticed yet.
+
+        A loop that was blocked for longer than the server keeps a connection would send into it.
+        """
+        if self.reader.at_eof() or self.writer.is_closing():
+            return False
+        unread = select.poll()
+        unread.register(self.writer.get_extra_info("socket").fileno(), select.POLLIN)
+        return not unread.poll(0)
 
     def abort(self) -> None:
         """Close it at once; the server gives up a request in flight."""
