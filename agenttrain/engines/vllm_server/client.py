@@ -79,7 +79,7 @@ class ServerClient:
         """Seconds for which the last update paused the server."""
         self.url = url
         self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        """Those of every request."""
+        """Headers of every request."""
         self._http = Connections(url, self.headers, timeout_s=timeout_s)
 
     async def generate(

@@ -34,6 +34,7 @@ WEIGHTS = "weights.txt"
 VERSIONS = 3
 """Versions of the weights that may be on disk at once: two, and one that is being written."""
 LOOK_S = 0.1
+"""Seconds between two looks whether an earlier server has ended."""
 WRAPPER = "agenttrain.engines.vllm_server.wrapper"
 """Run as a module: in a third of the time that the command line takes to import."""
 
