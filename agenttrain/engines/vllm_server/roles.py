@@ -24,6 +24,7 @@ from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient
 from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.frozen import FrozenFleet
+from agenttrain.engines.vllm_server.health import process_exists
 from agenttrain.engines.vllm_server.local import LocalServers
 from agenttrain.engines.vllm_server.records import (
     FOLDER,
@@ -102,11 +103,16 @@ async def all_started(folder: Path, role: str, count: int) -> None:
     for number in range(count):
         while True:
             record = read_record(folder, number)
+            killed = record is not None and not process_exists(record.wrapper)
+            if killed:  # its last words may have come since
+                record = read_record(folder, number)
             if record is not None and record.condition is Condition.ready:
                 break
-            if record is not None and record.condition is Condition.gone:
+            gone = record is not None and record.condition is Condition.gone
+            if killed or gone:
+                end = record.end if gone and record is not None else "lost its wrapper"
                 raise EngineError(
-                    f"roles.{role}: {role} server {number} did not start: it {record.end}; the end "
+                    f"roles.{role}: {role} server {number} did not start: it {end}; the end "
                     f"of its log:\n{last_lines(folder, number)}"
                 )
             await asyncio.sleep(LOOK_S)
