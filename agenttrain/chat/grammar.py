@@ -68,7 +68,7 @@ class CallGlue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """What a completion must be behind its reasoning; by default text and calls as it likes."""
+    """Form that a completion has after its reasoning; by default any text and calls."""
 
     call: bool = False
     """It begins with a call."""

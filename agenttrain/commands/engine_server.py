@@ -68,7 +68,7 @@ def engine_server(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"number={number}: this run has servers.count={count}, numbered from 0; {USAGE}"
         )
-    if host is not None and not plan["servers"]["nodes"]:
+    if host is not None and not plan["servers"].get("nodes"):
         raise ConfigError(without_port)
     if host is not None:
         _check_free(host, 0)

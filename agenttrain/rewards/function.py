@@ -16,11 +16,12 @@ import time
 import traceback
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import is_dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from agenttrain.types import MAIN, AgenttrainError, Rollout, Task, Trajectory
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt, attempt_async, blocks
@@ -82,9 +83,9 @@ class FunctionScorer:
     ) -> None:
         """Read the signature of `function`, whose parameters `bound` are set already.
 
-        `timeout_s` limits one call. At most `concurrency` calls run at once. None: the calls of a
-        sync function run one by one, so that state between calls does not depend on timing, and
-        those of an async function all at once.
+        `timeout_s` limits one call. At most `concurrency` calls run at once, also if `score` is
+        called again before it has returned. None: the calls of a sync function run one by one, so
+        that it need not be thread-safe, and those of an async function all at once.
         """
         self.name = name
         self._function = function
@@ -92,6 +93,8 @@ class FunctionScorer:
         self._blocks = blocks(function)
         self._timeout_s = timeout_s
         self._at_once = concurrency or (1 if self._blocks else None)
+        self._gates = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+        """Bounds the calls at once; a semaphore belongs to one event loop."""
         self._threads = DaemonThreads()
         self.strict = True
         """True if a value that is no number raises; else it becomes NoNumber."""
@@ -118,7 +121,8 @@ class FunctionScorer:
             return []
         if self._trl:
             arguments = batch_arguments([copy_rollout(rollout) for rollout in rollouts])
-            batch = await self._run(lambda: self._function(**self._columns_of(arguments)))
+            async with self._slot():
+                batch = await self._run(lambda: self._function(**self._columns_of(arguments)))
             if isinstance(batch.error, RewardUnavailable):
                 return [batch.error] * len(rollouts)
             if batch.error is not None:
@@ -132,17 +136,17 @@ class FunctionScorer:
                 for value, rollout in zip(values, rollouts, strict=True)
             ]
         calls = [functools.partial(self._call, rollout) for rollout in rollouts]
-        gate = asyncio.Semaphore(self._at_once or len(rollouts))
 
         async def run(call: Call) -> Outcome:
-            async with gate:
+            async with self._slot():
                 return await self._run(call)
 
         outcomes: list[Outcome] = []
         if self._blocks and self._at_once == 1:
             # One after the other; short calls share a visit to a thread.
             while len(outcomes) < len(calls):
-                outcomes += await self._visit(calls[len(outcomes) :])
+                async with self._slot():
+                    outcomes += await self._visit(calls[len(outcomes) :])
         elif self._at_once == 1:
             outcomes = [await run(call) for call in calls]
         else:
@@ -151,6 +155,13 @@ class FunctionScorer:
             await self._read(outcome, rollout)
             for outcome, rollout in zip(outcomes, rollouts, strict=True)
         ]
+
+    def _slot(self) -> AbstractAsyncContextManager[object]:
+        """Return a context manager that waits until a further call may run."""
+        if self._at_once is None:
+            return nullcontext()
+        gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once))
+        return gate
 
     async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
         """Run calls in a thread for a moment; return the outcomes of at least one."""

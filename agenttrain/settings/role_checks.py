@@ -1,13 +1,14 @@
-"""Roles: who names one, and checks of `roles` together with other sections."""
+"""Roles: the settings that name one, and checks of `roles` together with other sections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 from agenttrain.engines.config import StartedServers
-from agenttrain.engines.registry import OutsideEngine, spec_of
+from agenttrain.engines.registry import OutsideEngine, names_with, spec_of
 from agenttrain.engines.vllm_server.config import ROLES, RoleConfig
 from agenttrain.engines.vllm_server.spec import OWNED
+from agenttrain.settings.engine_checks import has_rollout_process
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.role_names import ROLE, role_named
@@ -94,6 +95,7 @@ def role_problems(config: RunConfig) -> Iterator[str]:
             if (owner := _owner(role, name)) is not None:
                 instead = owner and f", set {owner}"
                 yield f"roles.{role}.args.{name}: is set by agenttrain; leave it out{instead}"
+    yield from _node_problems(config, named)
     if TEACHER not in named:
         return
     temperature = config.rollout.temperature
@@ -101,6 +103,23 @@ def role_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.temperature={shown(temperature)}: servers score at temperature 1, as vLLM "
             f"has no other for a prompt; set it to 1, or let {TEACHER} name a model"
+        )
+
+
+def _node_problems(config: RunConfig, named: Mapping[str, str]) -> Iterator[str]:
+    """Yield roles that processes of other nodes than the first would ask."""
+    nodes = config.distributed.nodes
+    if nodes == 1:
+        return
+    for key, role in named.items():
+        remedy = f"give the address of a server, or set {names_with(fleet=True)}"
+        if key == TEACHER:
+            remedy = f"let {TEACHER} name a model"
+        elif has_rollout_process(config):  # on the first node
+            continue
+        yield (
+            f"{key}={ROLE}{role}: with distributed.nodes={nodes} processes of other nodes would "
+            f"ask its servers, which answer on the first node only; {remedy}"
         )
 
 

@@ -62,7 +62,7 @@ class Process:
     starts: list[float] = field(default_factory=list)
     phases: list[RecordedPhase] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
-    """As recorded."""
+    """Lines of the file about rollouts, unchanged."""
 
     def intervals(self) -> Iterator[Interval]:
         """Yield the times of its phases and rollouts."""
@@ -383,7 +383,7 @@ def render_timeline(
 ) -> str:
     """Return the page of a run, or of its steps from the first to the second of `steps`.
 
-    `state` is said beside the title. Raises NoTimes, and ValueError for a file that is not what a
+    `state` is shown beside the title. Raises NoTimes, and ValueError for a file that is not what a
     run writes.
     """
     processes = read_processes(run_folder)

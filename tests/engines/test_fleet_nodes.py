@@ -12,13 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fleet_kit import fault, gone, record, sample, send, stubs, until
+from fleet_kit import STUB, fault, gone, inputs, record, sample, send, stubs, until
 
 from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.placement import place
+from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.engine import VllmServerEngine
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
+from agenttrain.engines.vllm_server.records import order_path
+from agenttrain.engines.vllm_server.spec import build
 from agenttrain.utils.exit_codes import DONE
 
 
@@ -103,6 +106,18 @@ def test_a_silent_machine_and_one_that_never_comes(tmp_path: Path) -> None:
         await engine.aclose()
 
     asyncio.run(alone())
+
+
+def test_an_order_of_an_earlier_start_of_the_run_kills_no_server(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    asyncio.run(stubs(tmp_path, nodes=1, count=1).aclose())
+    order = order_path(run, 0)
+    order.write_text("1")  # of a wrapper that was killed: the next one counts from 1 again
+    engine = build(
+        VllmServerSettings(), inputs(run, tmp_path / "model", nodes=1, count=1), module=STUB
+    )
+    assert not order.exists()
+    asyncio.run(engine.aclose())
 
 
 def test_in_a_job_the_end_is_left_to_the_run(tmp_path: Path, monkeypatch) -> None:

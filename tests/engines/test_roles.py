@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -19,8 +20,8 @@ from fleet_kit import PATIENCE_S, STUB, gone, until
 from agenttrain import cli
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.vllm_server.config import RoleConfig, RolesConfig
-from agenttrain.engines.vllm_server.records import ServerRecord, read_record
-from agenttrain.engines.vllm_server.roles import RoleServers, role_folder
+from agenttrain.engines.vllm_server.records import Condition, ServerRecord, read_record
+from agenttrain.engines.vllm_server.roles import RoleServers, all_started, role_folder
 from agenttrain.engines.vllm_server.stub import CONFIG, TOKEN_S
 from agenttrain.runs.roles import start_roles
 from agenttrain.runs.setup import Components
@@ -207,6 +208,15 @@ def test_servers_that_do_not_start(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_wrapper_that_is_killed_before_its_server_answers(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    starting = ServerRecord(number=0, condition=Condition.starting, wrapper=ended.pid)
+    starting.write(tmp_path)
+    with pytest.raises(EngineError, match="judge server 0 did not start: it lost its wrapper"):
+        asyncio.run(all_started(tmp_path, "judge", 1))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -225,6 +235,18 @@ def test_servers_that_do_not_start(tmp_path: Path) -> None:
             "reward.judge.model=m: has no effect with url=role:judge; leave",
         ),
         (["rollout.temperature=0.7"], "rollout.temperature=0.7: servers score at temperature 1"),
+        (
+            ["distributed=ddp", "distributed.nodes=2", "distributed.rendezvous=node1:29500"],
+            "reward.judge.url=role:judge: with distributed.nodes=2 processes of other nodes would "
+            "ask its servers, which answer on the first node only; give the address of a server",
+        ),
+        (
+            [
+                *("distributed=ddp", "distributed.nodes=2", "distributed.rendezvous=node1:29500"),
+                "engine=vllm_server",  # rollouts are made, judged and scored on the first node
+            ],
+            "algorithm.teacher.path=role:teacher: with distributed.nodes=2 processes of other",
+        ),
         (
             ["algorithm.teacher.dtype=bfloat16"],
             "algorithm.teacher.dtype=bfloat16: has no effect here; it needs a model in",

@@ -142,6 +142,33 @@ def test_a_timeout_of_the_functions_own_is_its_error():
         asyncio.run(Rubric({"it": FunctionScorer("it", late, timeout_s=5)}).score([made("")]))
 
 
+@pytest.mark.parametrize("concurrency", [None, 2])
+def test_groups_that_are_scored_at_once_share_the_limit(concurrency):
+    """Asynchronous training scores each group as it is ready, beside others and evaluations."""
+    running, most, lock = 0, 0, threading.Lock()
+
+    def counts(rollout: Rollout) -> float:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        return 1.0
+
+    rubric = Rubric({"it": FunctionScorer("it", counts, concurrency=concurrency)})
+
+    async def main() -> None:
+        groups = [[made("") for _ in range(3)] for _ in range(6)]
+        scorers = [rubric, rubric.lenient()] * 3
+        await asyncio.gather(*(one.score(g) for one, g in zip(scorers, groups, strict=True)))
+        assert {rollout.reward for group in groups for rollout in group} == {1.0}
+
+    asyncio.run(main())
+    assert most == (concurrency or 1)
+
+
 @pytest.mark.parametrize("concurrency", [None, 1, 3])
 def test_at_most_so_many_calls_at_once(concurrency):
     running, most = [], []

@@ -218,7 +218,8 @@ class TransformersEngine:
                         f"state_dict of a {type(self._model).__name__} of the same configuration; "
                         "nothing was changed."
                     )
-        await self._call(lambda: self._worker.update(given, version), f"update to {version}")
+        load = partial(self._worker.update, given, version)
+        await self._call(load, f"update to version {version}")
 
     async def _call(self, function: Callable[[], Any], what: str, *, drained: bool = False) -> Any:
         """Return the result of a function in the decode thread, between two steps.

@@ -223,7 +223,7 @@ async def watch(member: Member, fleet: Members, folder: Path, servers: StartedSe
             if not wrapped and record is None:
                 member.give_up(servers)
         else:
-            wrapped = record is not None and _exists(record.wrapper)
+            wrapped = record is not None and process_exists(record.wrapper)
             # Its last words may have come since; a first record that has come since is not
             # examined.
             if record is not None and not wrapped:
@@ -279,7 +279,7 @@ async def _examine(member: Member, dead_s: float) -> None:
             member.state = MemberState.live
 
 
-def _exists(pid: int) -> bool:
+def process_exists(pid: int) -> bool:
     """Return True if a process runs; one that has ended and was not collected does not."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:

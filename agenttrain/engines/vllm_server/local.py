@@ -19,6 +19,7 @@ from agenttrain.engines.vllm_server.records import (
     PLAN,
     ServerPlan,
     log_path,
+    order_path,
     read_record,
     record_path,
 )
@@ -33,6 +34,7 @@ WEIGHTS = "weights.txt"
 VERSIONS = 3
 """Versions of the weights that may be on disk at once: two, and one that is being written."""
 LOOK_S = 0.1
+"""Seconds between two looks whether an earlier server has ended."""
 WRAPPER = "agenttrain.engines.vllm_server.wrapper"
 """Run as a module: in a third of the time that the command line takes to import."""
 
@@ -98,10 +100,12 @@ class NodeServers:
     """Servers of other nodes: `agenttrain engine-server` there waits for the plan of the run."""
 
     def __init__(self, folder: Path, plan: ServerPlan) -> None:
-        """Write the plan; records of an earlier start of the run go."""
+        """Write the plan; records of an earlier start of the run go, and its orders."""
         self._folder, self._plan = folder, plan
         for number in range(plan.servers["count"]):
             record_path(folder, number).unlink(missing_ok=True)
+            # A wrapper without a record counts its starts from 1, which an old order may name.
+            order_path(folder, number).unlink(missing_ok=True)
         plan.write(folder)
 
     def end(self) -> None:

@@ -32,7 +32,7 @@ def main() -> None:
     plan = ServerPlan.read(Path(folder))
     if plan.gpus is None:
         # By default each server would compute on all cores, and bind its threads to the first.
-        nodes = max(plan.servers["nodes"], 1)
+        nodes = max(plan.nodes, 1)
         share = len(os.sched_getaffinity(0)) * nodes // plan.servers["count"]
         os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

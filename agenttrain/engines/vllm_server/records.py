@@ -50,7 +50,7 @@ class ServerPlan:
     engine: Mapping[str, Any]
     """The section `engine`."""
     servers: Mapping[str, Any]
-    """The section `servers`."""
+    """The section `servers`, or the keys of `roles.<role>` that start servers."""
     rank: int
     """Rank of the adapters that the servers are sent; 0: they are sent all weights."""
     adapters: int
@@ -61,6 +61,11 @@ class ServerPlan:
     """GPUs of each server, as CUDA_VISIBLE_DEVICES names them; None: there are none."""
     role: str | None = None
     """Role of the frozen model that they serve, also its name there; None: the policy."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that serve and do not train; 0: the servers are on the run's machine."""
+        return int(self.servers.get("nodes", 0))
 
     def write(self, folder: Path) -> None:
         """Write the plan of the run in `folder`."""

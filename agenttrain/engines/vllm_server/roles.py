@@ -1,6 +1,7 @@
 """Servers of roles: how a run starts them, and how a judge, a user or a teacher asks them.
 
-    <run>/roles/judge/servers/plan.json, 0.json, 0.log, …    as of the policy's servers, in <run>
+    <run>/roles/judge/servers/plan.json, 0.json, 0.log, …    the files that the policy's servers
+                                                             have in <run>/servers
 
 The run's first process starts the wrappers. Every process that asks finds the servers by their
 records, also those that were started again.
@@ -23,6 +24,7 @@ from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient
 from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.frozen import FrozenFleet
+from agenttrain.engines.vllm_server.health import process_exists
 from agenttrain.engines.vllm_server.local import LocalServers
 from agenttrain.engines.vllm_server.records import (
     FOLDER,
@@ -41,7 +43,9 @@ SALT = "frozen"
 AT_ONCE = 64
 """Sequences that each server scores at once for one process."""
 CLOSE_S = 10.0
+"""Seconds within which requests in flight end once they are cancelled."""
 LOOK_S = 0.2
+"""Seconds between two looks at the record of a server that starts."""
 T = TypeVar("T")
 
 
@@ -99,11 +103,16 @@ async def all_started(folder: Path, role: str, count: int) -> None:
     for number in range(count):
         while True:
             record = read_record(folder, number)
+            killed = record is not None and not process_exists(record.wrapper)
+            if killed:  # its last words may have come since
+                record = read_record(folder, number)
             if record is not None and record.condition is Condition.ready:
                 break
-            if record is not None and record.condition is Condition.gone:
+            gone = record is not None and record.condition is Condition.gone
+            if killed or gone:
+                end = record.end if gone and record is not None else "lost its wrapper"
                 raise EngineError(
-                    f"roles.{role}: {role} server {number} did not start: it {record.end}; the end "
+                    f"roles.{role}: {role} server {number} did not start: it {end}; the end "
                     f"of its log:\n{last_lines(folder, number)}"
                 )
             await asyncio.sleep(LOOK_S)
@@ -165,19 +174,24 @@ class RoleServers:
 
     def _run(self, call: Callable[[FrozenFleet], Coroutine[Any, Any, T]]) -> T:
         """Return the result of a call in the thread of the requests."""
+
+        async def called() -> T:
+            with self._lock:
+                if self._loop is not asyncio.get_running_loop():
+                    raise EngineError(f"{self.name}: was closed before a request")
+                if self._fleet is None:
+                    self._fleet = FrozenFleet(self._folder, self._role, self._servers)
+                fleet = self._fleet
+            return await call(fleet)
+
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_serve, args=(self._loop,), daemon=True).start()
-            loop = self._loop
-
-        async def called() -> T:
-            if self._fleet is None:
-                self._fleet = FrozenFleet(self._folder, self._role, self._servers)
-            return await call(self._fleet)
-
+            # Under the lock: `close` comes before this request, or cancels it.
+            result = asyncio.run_coroutine_threadsafe(called(), self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(called(), loop).result()
+            return result.result()
         except BaseExceptionGroup as errors:  # of the scores, the first to fail
             raise errors.exceptions[0] from errors
         except CancelledError as error:

@@ -74,18 +74,18 @@ def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
             for place in sorted((folder / ROLES).glob("*"))
         },
     }
-    found: list[dict[str, Any]] = []
+    statuses: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for place, files in places.items():
         by_process = [status for file in files if (status := _read(file)) is not None]
-        found += by_process
+        statuses += by_process
         rows += [
             {**row, "log": last_lines(place, row["number"], lines).splitlines() if lines else []}
             for row in _together(by_process)
         ]
-    if not found:
+    if not statuses:
         return None
-    running = [status for status in found if not status["ended"]] or found
+    running = [status for status in statuses if not status["ended"]] or statuses
     newest = max(running, key=lambda status: float(status["time"]))
     return {
         "time": newest["time"],

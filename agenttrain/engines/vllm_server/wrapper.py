@@ -81,7 +81,7 @@ class Wrapper:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._stop)
         # SLURM sends SIGTERM to all steps of a job: the run, which then saves, ends its servers.
-        in_job = plan.servers.get("nodes") and "SLURM_JOB_ID" in os.environ
+        in_job = plan.nodes and "SLURM_JOB_ID" in os.environ
         signal.signal(signal.SIGTERM, self._go_on if in_job else self._stop)
         with suppress(OSError):  # no Linux
             # Processes of the server that lose their parent become ours, and are collected.
@@ -123,7 +123,7 @@ class Wrapper:
         environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
         if plan.gpus is not None:
             gpus = plan.gpus[self.number]
-            if plan.servers["nodes"] and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
+            if plan.nodes and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
                 gpus = tuple(visible.split(",")[int(position)] for position in gpus)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         words = [str(self.folder), str(self.number), str(port)]
@@ -173,7 +173,7 @@ class Wrapper:
                         self._record = replace(self._record, end=end)
                         break
                     asked = time.monotonic()
-                if plan.servers["nodes"] and self._is_to_be_killed():
+                if plan.nodes and self._is_to_be_killed():
                     self._record = replace(self._record, end="was killed by the run")
                     break
                 if time.monotonic() > next_scan:
