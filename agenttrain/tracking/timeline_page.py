@@ -307,7 +307,7 @@ class Page:
                 if new or self._window(begins[-1][1]) != self._window(phase.start):
                     begins.append((phase.step, phase.start))
         steps = []
-        for (step, start), following in zip(begins, [*begins[1:], None], strict=True):
+        for (step, start), following in zip(begins, [*begins, None][1:], strict=True):
             window = self._window(start)
             assert window is not None
             end = self._windows[window][1]
