@@ -157,6 +157,12 @@ def test_the_evaluation_before_the_first_step(tmp_path):
     }
 
 
+def test_a_run_whose_first_phase_goes_on(tmp_path):
+    write(tmp_path, trainer_0=TRAINER[:1], rollouts=ROLLOUTS[:1])
+    with pytest.raises(NoTimes, match="Runs do so as each phase ends, unless"):
+        read_processes(tmp_path)
+
+
 def test_a_run_in_progress_and_a_torn_line(tmp_path):
     write(tmp_path, trainer_0=TRAINER[:2], rollouts=ROLLOUTS[:2])
     with (tmp_path / "timeline" / "trainer-0.jsonl").open("a") as file:
