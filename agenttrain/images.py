@@ -261,7 +261,10 @@ def read_image(value: Any, *, most_pixels: int = MOST_PIXELS, folder: Path | Non
         return _from_pillow(value, most_pixels)
     if is_array(value):
         return _from_pillow(_from_array(value), most_pixels)
-    raise BadImage(f"a {type(value).__name__} is no image")
+    raise BadImage(
+        f"a value of the type {type(value).__name__} is no image; give a path, base64 text, bytes, "
+        "or an image of Pillow or NumPy"
+    )
 
 
 def is_picture(value: object) -> bool:
@@ -329,6 +332,10 @@ def _from_file(data: bytes, most_pixels: int) -> Image:
             return _from_pillow(picture, most_pixels)
     except BadImage:
         raise
+    except Pillow.UnidentifiedImageError as error:  # its own message names an object in memory
+        raise BadImage(
+            f"it cannot be decoded: its content is none of {', '.join(FORMATS)}, or cut short"
+        ) from error
     except Pillow.DecompressionBombError as error:
         raise BadImage(f"it is too large to be decoded: {error}") from error
     except Exception as error:  # Pillow's readers raise what a broken file makes of them

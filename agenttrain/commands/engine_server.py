@@ -57,7 +57,7 @@ def engine_server(arguments: Sequence[str]) -> int:
     try:
         plan = json.loads(plan_file.read_text(encoding="utf-8"))
     except OSError as error:
-        if host is not None and wait is None:
+        if host is not None and wait is None and not (typed.folder / "config.yaml").exists():
             raise ConfigError(without_port) from error
         raise ConfigError(
             f"{plan_file}: {error.strerror}: no run with servers is going on in this "

@@ -70,6 +70,8 @@ STATUS_S = 0.5
 REQUESTS = Path("logs", "requests.jsonl")
 """File of the run folder with each request of the trainer: ``{"request": "Want", "step": 3,
 "begun": 1764142000.1, "ended": 1764142003.9}``, in seconds since 1970."""
+WEIGHTS = "agenttrain-weights-"
+"""Begins the name of the folder with the weights that the trainer writes."""
 MADE_WITH = (
     *("rollout", "reward", "tools", "stop_tools", "environment", "agent", "user", "data", "seed"),
     *("chat_template", "response_schema", "tasks_per_step", "resume_changed"),
@@ -303,8 +305,11 @@ class RolloutService:
         if isinstance(self._engine, ReadsFiles):
             return self._engine.writer
         if self._written is None:
+            # Weights of an earlier start stay where all of its processes were killed.
+            for earlier in self._folder.glob(f"{WEIGHTS}*"):
+                shutil.rmtree(earlier, ignore_errors=True)
             parent = self._config.weight_sync.folder or self._folder
-            self._written = Path(tempfile.mkdtemp(prefix="agenttrain-weights-", dir=parent))
+            self._written = Path(tempfile.mkdtemp(prefix=WEIGHTS, dir=parent))
         return WeightWriter(self._written)
 
     def _remove_written(self) -> None:

@@ -52,9 +52,16 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
     placeholders = load_placeholders(_base(config))
     if isinstance(placeholders, str):
         return placeholders
+    spec = run_spec(config)
+    apart = spec is not spec_of(config.engine)
+    stale = config.async_training.max_staleness > 0
     reasons = {
+        "the model's copy in the rollout process reads token ids alone; set "
+        + ("async_training.max_staleness=0" if stale else "rollout.process=same"): (
+            apart and not spec.reads_images
+        ),
         f"engine={config.engine.name} reads token ids alone; set {names_with(reads_images=True)}": (
-            not run_spec(config).reads_images
+            not spec.reads_images
         ),
         "rollout.compact_at shortens contexts, and those with images cannot be; leave it out": (
             config.rollout.compact_at is not None

@@ -103,9 +103,9 @@ def read_processes(run_folder: Path) -> list[Process]:
             ]
     if not any(process.phases for process in processes):
         raise NoTimes(
-            f"{run_folder}: it has recorded no times (timeline/*.jsonl). Runs do so unless "
-            "tracker.timeline=false; those of earlier versions did not, and metrics.jsonl has the "
-            "seconds of their steps (time/*)"
+            f"{run_folder}: it has recorded no times (timeline/*.jsonl). Runs do so as each "
+            "phase ends, unless tracker.timeline=false; those of earlier versions did not, and "
+            "metrics.jsonl has the seconds of their steps (time/*)"
         )
     return processes
 
@@ -307,7 +307,7 @@ class Page:
                 if new or self._window(begins[-1][1]) != self._window(phase.start):
                     begins.append((phase.step, phase.start))
         steps = []
-        for (step, start), following in zip(begins, [*begins[1:], None], strict=True):
+        for (step, start), following in zip(begins, [*begins, None][1:], strict=True):
             window = self._window(start)
             assert window is not None
             end = self._windows[window][1]

@@ -99,7 +99,7 @@ def test_images_of_the_column_go_where_the_messages_name_them() -> None:
             r"a.b/c.png is an address, and nothing is downloaded; set data\.image_urls=true",
         ),
         ({"prompt": "q", "images": ["no/such.png"]}, "no/such.png cannot be read"),
-        ({"prompt": "q", "images": [7]}, "a int is no image"),
+        ({"prompt": "q", "images": [7]}, "a value of the type int is no image; give a path"),
         ({"messages": user({"type": "video"})}, "is of the type 'video'; only texts and images"),
         (
             {"messages": [*user("q"), {"role": "assistant", "content": [{"type": "image"}]}]},
@@ -132,7 +132,7 @@ BROKEN = {
         bomb(),
         r"it (is too large|has 60000x60000 pixels, more than data\.max_image_pixels=)",
     ),
-    "text": (b"seven", "it cannot be decoded: cannot identify image file"),
+    "text": (b"seven", "it cannot be decoded: its content is none of PNG, JPEG, .*or cut short"),
     "missing": (None, r"pictures/bad\.png cannot be read: No such file or directory"),
     "narrow": (saved(Pillow.new("RGB", (401, 2))), "401x2: one side is more than 200 times"),
 }
@@ -164,7 +164,9 @@ def test_a_file_names_the_line_of_an_image_that_is_refused(tmp_path: Path, kind:
 
 def test_a_file_names_the_line_of_a_value_that_is_no_image(tmp_path: Path) -> None:
     section = rows_file(tmp_path, ["pictures/good.png"], [7])
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: images\[0\]: a int is no image"):
+    with pytest.raises(
+        ValueError, match=r"line 2: images\[0\]: a value of the type int is no image"
+    ):
         build_tasks(DataConfig(train=section), seed=0)
 
 

@@ -27,6 +27,14 @@ def reason(*overrides: str) -> object:
         (["engine=vllm"], "engine=vllm reads token ids alone; set engine=transformers"),
         (["engine=vllm_server"], "engine=vllm_server reads token ids alone; set engine="),
         (
+            ["rollout.process=own"],
+            "the model's copy in the rollout process reads token ids alone; set rollout.process=",
+        ),
+        (
+            ["async_training.max_staleness=1"],
+            "the model's copy in the rollout process reads token ids alone; set async_training.max",
+        ),
+        (
             ["rollout.compact_at=100", "rollout.compaction=summary"],
             "rollout.compact_at shortens contexts, and those with",
         ),

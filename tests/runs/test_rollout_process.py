@@ -111,6 +111,16 @@ def test_a_killed_rollout_process(
     assert_same(folder, whole)
 
 
+def test_weights_of_a_start_that_was_killed_go_with_the_next(tmp_path: Path) -> None:
+    run = (*TINY, COPY, OWN, "checkpoint.every=1", "eval.questions=0")
+    assert main([*run, "steps=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    left = tmp_path / "run" / "agenttrain-weights-x1"
+    left.mkdir()
+    (left / "model.safetensors").touch()
+    assert main([f"resume={tmp_path / 'run'}", "steps=2"]) == 0
+    assert not left.exists()
+
+
 def test_an_error_of_a_reward_leaves_a_crash_bundle(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,22 @@ def test_steps_may_be_chosen(tmp_path):
         windows_of(processes, 3, 9)
 
 
+def test_the_evaluation_before_the_first_step(tmp_path):
+    evaluation = {"time": 102.0, "seconds": 3.0, "phase": "evaluation", "step": 0}
+    processes = read_processes(write(tmp_path, trainer_0=[TRAINER[0], evaluation]))
+    page = Page(processes, windows_of(processes, 0, 0))
+    assert page.total == 3.0 and page.steps() == []
+    assert page.data()["phases"] == {
+        "trainer-0": [[0.0, 3.0, "evaluation", 0, "", False]],
+    }
+
+
+def test_a_run_whose_first_phase_goes_on(tmp_path):
+    write(tmp_path, trainer_0=TRAINER[:1], rollouts=ROLLOUTS[:1])
+    with pytest.raises(NoTimes, match="Runs do so as each phase ends, unless"):
+        read_processes(tmp_path)
+
+
 def test_a_run_in_progress_and_a_torn_line(tmp_path):
     write(tmp_path, trainer_0=TRAINER[:2], rollouts=ROLLOUTS[:2])
     with (tmp_path / "timeline" / "trainer-0.jsonl").open("a") as file:

@@ -78,7 +78,11 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         ending = OutsideServers(weights, folder)
     elif servers.nodes:
         where = f"servers.nodes={servers.nodes} other machines (logs: {folder / FOLDER})"
-        print(f"engine: waits for servers.count={servers.count} servers of {where}", flush=True)
+        print(
+            f"engine: waits for servers.count={servers.count} servers of {where}; outside a job "
+            f"of submit, start each: agenttrain engine-server {folder} number=N host=ADDRESS",
+            flush=True,
+        )
         ending = NodeServers(folder.resolve(), plan)
     else:
         starting = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
