@@ -39,6 +39,7 @@ from agenttrain.chat.grammar import ANY_FORM, AnswerForm, grammar_problem
 from agenttrain.chat.wire.normal import Question
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine
+from agenttrain.engines.registry import names_with
 from agenttrain.rewards.function import LARGEST, copy_task
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.tools.arguments import ArgumentSchema
@@ -379,9 +380,9 @@ def unstructured(form: AnswerForm) -> RequestError:
     if form.call:
         param, demanded = "tool_choice", "a call"
     return RequestError(
-        f"{param}: demands {demanded}, which needs a grammar; leave it out, or set engine=vllm and "
-        "rollout.structured_calls=true, and algorithm.correction=token, which weighs what the "
-        "grammar rules out",
+        f"{param}: demands {demanded}, which needs a grammar; leave it out, or set "
+        f"{names_with(grammars=True)} and rollout.structured_calls=true, and "
+        "algorithm.correction=token, which weighs what the grammar rules out",
         param=param,
         code="unsupported_value",
     )

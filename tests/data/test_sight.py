@@ -110,14 +110,14 @@ def test_demonstrations_without_faults_read_the_code() -> None:
         assert len(messages) == 2 * row["plates"] + 1
 
 
-def test_demonstrators_hardly_ever_look_at_both_plates() -> None:
+def test_demonstrators_often_miss_the_second_plate() -> None:
     right = Counter[int]()
     for row in ROWS:
         messages = demonstrations.sight_demonstration(row, random.Random(row["wall"]))
         (final,) = messages[-1]["tool_calls"]
         right[row["plates"]] += final["function"]["arguments"]["answer"] == row["answer"]
     assert 0.4 < right[1] / sum(row["plates"] == 1 for row in ROWS) < 0.7
-    assert right[2] / sum(row["plates"] == 2 for row in ROWS) < 0.15
+    assert 0.2 < right[2] / sum(row["plates"] == 2 for row in ROWS) < 0.35
 
 
 def test_a_demonstration_is_a_task_with_its_images() -> None:

@@ -28,6 +28,13 @@ ALLOWED = {
     ("engines/vllm_server/spec.py", "vllm"): "the package, and the engine to take instead",
     ("engines/vllm_server/process.py", "vllm"): "a server has the arguments of the engine's own",
     ("engines/vllm_server/memory.py", "vllm"): "a server takes the memory of the engine's own",
+    **{
+        (file, "vllm_server"): "servers of roles (judge, user, teacher), which have one kind"
+        for file in (
+            *("runs/roles.py", "runs/setup.py", "runs/teacher.py"),
+            *("settings/machine.py", "settings/role_checks.py", "settings/run_config.py"),
+        )
+    },
     ("commands/export.py", "transformers"): "the format of an export",
     ("commands/model_card.py", "transformers"): "the library that loads an export",
 }

@@ -25,6 +25,10 @@ RUN = (
     *("algorithm.behaviour=recomputed", "algorithm.correction=token"),
     *("algorithm.off_policy_threshold=1", "data.curriculum.enabled=true"),
 )
+AHEAD = (
+    *("train", "debug=tiny", "steps=1", "eval.questions=0", "tracker=none"),
+    *("async_training.max_staleness=1", "weight_sync.mode=abort_resume"),
+)
 SUPERVISED = (
     *("sft", "experiment=shop_warmstart", "debug=tiny", "steps=1"),
     *("eval.questions=0", "tracker=none"),
@@ -33,9 +37,10 @@ SUPERVISED = (
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The metrics of one run with most options on, of one of `sft`, and those of other options."""
+    """The metrics of one run with most options on, of one that samples ahead, of one of `sft`, and
+    those of other options."""
     names: set[str] = set()
-    for arguments in (RUN, SUPERVISED):
+    for arguments in (RUN, AHEAD, SUPERVISED):
         folder = tmp_path_factory.mktemp("run") / "run"
         assert main([*arguments, f"hydra.run.dir={folder}"]) == 0
         names |= set(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]))
