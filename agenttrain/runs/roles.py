@@ -14,6 +14,7 @@ from agenttrain.engines.vllm_server.config import RoleConfig
 from agenttrain.engines.vllm_server.records import ServerPlan
 from agenttrain.engines.vllm_server.roles import all_started, role_folder, role_plan, start_role
 from agenttrain.engines.vllm_server.spec import SERVER
+from agenttrain.settings.engine_checks import policy_gpus
 from agenttrain.settings.role_checks import fleets, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.world import World
@@ -58,7 +59,7 @@ def start_roles(
     world, roles = world or World(), used_roles(config, verb)
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     on_gpu = torch.cuda.is_available()
-    gpus = _gpus(fleets(config, verb), trainers) if on_gpu else {}
+    gpus = _gpus(fleets(config, verb), policy_gpus(config, trainers)) if on_gpu else {}
     for name, role in roles.items() if world.is_main else ():
         print(f"roles.{name}: servers start (logs: {role_folder(run, name)}/servers)", flush=True)
         plan = _plan(config, name, role, gpus.get(f"roles.{name}"), module)

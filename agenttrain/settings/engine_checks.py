@@ -42,6 +42,11 @@ def run_spec(config: RunConfig) -> EngineSpec[Any]:
     return spec.apart if apart and spec.apart is not None else spec
 
 
+def policy_gpus(config: RunConfig, trainers: int) -> int:
+    """Return the GPUs of so many training processes, and of a copy of the policy that samples."""
+    return trainers + (run_spec(config) is not spec_of(config.engine))
+
+
 def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterator[str]:
     """Yield settings that the engine does not support, or that have no effect with it.
 

@@ -14,6 +14,7 @@ from agenttrain.engines.placement import placement_problems
 from agenttrain.engines.registry import OutsideEngine, spec_of
 from agenttrain.engines.vllm_server.spec import installed_problems
 from agenttrain.launch.config import DistributedConfig, DistributedName
+from agenttrain.settings.engine_checks import policy_gpus
 from agenttrain.settings.role_checks import fleets, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Dtype, MixedPrecision
@@ -65,7 +66,8 @@ def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) 
             section = config.distributed
             several = section.name is not DistributedName.single
             trainers = (section.processes or machine.gpus) if several else 1
-            problems += placement_problems(started, machine.gpus, trainers)
+            own = policy_gpus(config, trainers)
+            problems += placement_problems(started, machine.gpus, own)
     return list(dict.fromkeys(problems))
 
 

@@ -216,6 +216,19 @@ def test_a_machine_is_looked_at_only_where_settings_depend_on_it() -> None:
     assert machine_problems("plan", [ddp], Machine(never)) == []
 
 
+def test_servers_of_a_role_leave_the_gpu_of_a_policy_that_samples_apart() -> None:
+    judged = ("reward=[judge]", "reward.judge.url=role:judge", "roles.judge.model=/models/judge")
+    ahead = ("async_training.max_staleness=1", "weight_sync.mode=abort_resume")
+
+    def refused(*overrides: str) -> list[str]:
+        lines = machine_problems("train", [run_with(*judged, *overrides)], machine(2))
+        return [line for line in lines if line.startswith("roles.judge.count")]
+
+    assert refused() == []
+    (line,) = refused(*ahead)
+    assert "the servers need 1 GPUs beside the 2 of the trainer, and this machine has 2" in line
+
+
 def test_vllm_has_as_many_gpus_as_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = run_with("engine=vllm", "engine.tensor_parallel_size=4")
     monkeypatch.setattr("agenttrain.engines.vllm.spec.find_spec", lambda name: None)
