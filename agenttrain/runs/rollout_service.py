@@ -62,6 +62,7 @@ from agenttrain.training.checkpoint import seed_random
 from agenttrain.training.checkpoint_files import PREFIX, newest_first
 from agenttrain.types import AgenttrainError
 from agenttrain.utils.channel import Channel, ChannelClosed
+from agenttrain.utils.json_lines import open_to_append
 from agenttrain.utils.sections import plain
 from agenttrain.utils.seeds import derive_seed
 
@@ -157,6 +158,7 @@ class RolloutService:
         tasks, order = components.train_tasks, config.data.curriculum
         times = self._folder if config.tracker.timeline else None
         timeline = stack.enter_context(Timeline(times, "rollouts"))
+        self._requests = stack.enter_context(open_to_append(self._folder / REQUESTS))
         collector = components.collector(self._engine, self._folder, timeline)
         self._source = RolloutSource(
             algorithm=config.algorithm,
@@ -214,8 +216,9 @@ class RolloutService:
             step = getattr(request, "step", getattr(request, "version", None))
             record = {"request": type(request).__name__, "step": step}
             # A disk that is full stops the run where it writes what it needs, not here.
-            with suppress(OSError), (self._folder / REQUESTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**record, "begun": begun, "ended": time.time()}) + "\n")
+            with suppress(OSError):
+                line = json.dumps({**record, "begun": begun, "ended": time.time()})
+                self._requests.write(line + "\n")
 
     async def _answer(self, request: Any) -> Any:
         match request:

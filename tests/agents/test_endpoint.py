@@ -311,7 +311,7 @@ def test_a_cut_connection_gets_its_answer_with_the_next_equal_request() -> None:
         (
             {"response_format": {"type": "json_object"}},
             400,
-            "engine=vllm|vllm_server and rollout.structured_calls=true, and algorithm.correction=token",
+            "set engine=vllm|vllm_server and rollout.structured_calls=true, and algorithm.correc",
         ),
         ({"tool_choice": "required", "tools": []}, 400, "demands a call of a tool, and tools are"),
         ({"tool_choice": {"type": "function"}}, 400, "expected auto, none, required, or"),
