@@ -424,6 +424,7 @@ def table() -> list[TableRow]:
     return rows()
 
 
+@pytest.mark.slow
 def test_the_reference_shows_the_table() -> None:
     assert markdown(table()) in PAGE.read_text(encoding="utf-8"), "scripts/reference"
 

@@ -67,6 +67,7 @@ def test_a_run_finds_its_servers_and_they_end_with_it(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_killed_by_its_own_wrapper(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(tmp_path / "run", 0, 1):
@@ -82,6 +83,7 @@ def test_a_server_that_hangs_is_killed_by_its_own_wrapper(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_silent_machine_and_one_that_never_comes(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(tmp_path / "run", 0, 1) as steps:
