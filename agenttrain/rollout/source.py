@@ -100,12 +100,7 @@ class RolloutSource:
         rollouts = groups.collected.rollouts
         reasons = self.peers.exchange([why_unrewarded(rollouts)], "the rewards of a step")
         if None not in reasons:
-            reason = next(filter(None, reasons), "no rollout ended well")
-            raise NoRewards(
-                f"step {step}: not one rollout has a reward, so that there is nothing to learn; "
-                f"the first: {reason}",
-                groups.collected,
-            )
+            raise nothing_to_learn(step, next(filter(None, reasons), ""), groups.collected)
         return SampledBatch(
             groups=groups.trained,
             rollouts=rollouts,
@@ -146,6 +141,15 @@ class RolloutSource:
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
         self.costs.load_state_dict(state["costs"])
+
+
+def nothing_to_learn(step: int, reason: str, collected: Collected) -> NoRewards:
+    """Return the error of a step without rewards; `reason` is that of a rollout, "" of none."""
+    return NoRewards(
+        f"step {step}: not one rollout has a reward, so that there is nothing to learn; the first: "
+        f"{reason or 'no rollout ended well'}",
+        collected,
+    )
 
 
 def merge_batches(

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agenttrain.data.curriculum import Curriculum
 from agenttrain.engines.base import (
     EngineError,
     Metered,
@@ -34,8 +33,8 @@ from agenttrain.evaluation import Evaluation, evaluate
 from agenttrain.rollout.asynchronous.journal import Journal, settings_digest
 from agenttrain.rollout.asynchronous.queue import GroupQueue
 from agenttrain.rollout.monitoring import LoopMonitor, Waiting, light_gc
-from agenttrain.rollout.sharing import Costs
-from agenttrain.rollout.source import RolloutSource, SampledBatch
+from agenttrain.rollout.sharing import SingleProcess
+from agenttrain.rollout.source import SampledBatch
 from agenttrain.runs.loading import make_standalone_engine
 from agenttrain.runs.rollout_messages import (
     CODEC,
@@ -55,6 +54,7 @@ from agenttrain.runs.rollout_messages import (
     Want,
 )
 from agenttrain.runs.setup import Components
+from agenttrain.runs.sources import rollout_source
 from agenttrain.settings.compose import convert
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.tracking.timeline import Timeline
@@ -155,20 +155,12 @@ class RolloutService:
         )
         stack.push_async_callback(self._engine.aclose)
         stack.push_async_callback(components.aclose)
-        tasks, order = components.train_tasks, config.data.curriculum
         times = self._folder if config.tracker.timeline else None
         timeline = stack.enter_context(Timeline(times, "rollouts"))
         self._requests = stack.enter_context(open_to_append(self._folder / REQUESTS))
         collector = components.collector(self._engine, self._folder, timeline)
-        self._source = RolloutSource(
-            algorithm=config.algorithm,
-            tasks_per_step=config.tasks_per_step,
-            seed=config.seed,
-            collector=replace(collector, progress=self._count),
-            tasks=tasks,
-            curriculum=Curriculum(tasks, order, seed=config.seed) if order.enabled else None,
-            costs=Costs(config.eval.group_by),
-        )
+        counted = replace(collector, progress=self._count)
+        self._source = rollout_source(config, components, counted, SingleProcess())
         self._queue: GroupQueue | None = None
         """Groups sampled ahead; None: each step's are sampled when it wants them."""
 

@@ -1,11 +1,11 @@
-"""Where a trainer's batches come from in its own process: recorded conversations, or rollouts."""
+"""Where a step's batches come from: recorded conversations, or rollouts of this process."""
 
 from __future__ import annotations
 
 from agenttrain.data.curriculum import Curriculum
 from agenttrain.evaluation import LossEvaluator, TaskEvaluator
 from agenttrain.rollout.collector import Collector
-from agenttrain.rollout.sharing import Costs
+from agenttrain.rollout.sharing import Costs, Peers
 from agenttrain.rollout.source import Demonstrations, RolloutSource
 from agenttrain.runs.setup import Components
 from agenttrain.settings.run_config import RunConfig
@@ -38,19 +38,25 @@ def sampled_source(
     config: RunConfig, components: Components, collector: Collector, world: World
 ) -> tuple[RolloutSource, TaskEvaluator]:
     """Return the batches of sampled rollouts, and the evaluation on held-out tasks."""
-    tasks = components.train_tasks
-    order = config.data.curriculum
-    source = RolloutSource(
+    source = rollout_source(config, components, collector, world)
+    evaluator = TaskEvaluator(
+        config=config, source=source, tasks=components.test_tasks, world=world
+    )
+    return source, evaluator
+
+
+def rollout_source(
+    config: RunConfig, components: Components, collector: Collector, peers: Peers
+) -> RolloutSource:
+    """Return the source that samples the groups of each step, and draws their tasks."""
+    tasks, order = components.train_tasks, config.data.curriculum
+    return RolloutSource(
         algorithm=config.algorithm,
         tasks_per_step=config.tasks_per_step,
         seed=config.seed,
         collector=collector,
         tasks=tasks,
         curriculum=Curriculum(tasks, order, seed=config.seed) if order.enabled else None,
-        peers=world,
+        peers=peers,
         costs=Costs(config.eval.group_by),
     )
-    evaluator = TaskEvaluator(
-        config=config, source=source, tasks=components.test_tasks, world=world
-    )
-    return source, evaluator

@@ -38,8 +38,7 @@ def has_rollout_process(config: RunConfig) -> bool:
 def run_spec(config: RunConfig) -> EngineSpec[Any]:
     """Return the engine of the run; in a process of its own it may need weights of its own."""
     spec = spec_of(config.engine)
-    apart = has_rollout_process(config) and spec.apart is not None
-    return spec.apart if apart and spec.apart is not None else spec
+    return (spec.apart or spec) if has_rollout_process(config) else spec
 
 
 def policy_gpus(config: RunConfig, trainers: int) -> int:

@@ -50,6 +50,7 @@ ASKS_A_SERVER = (
 TRUSTED = "trust=true"
 NAMES_CODE = ("_target_", "connect", "look")
 """Arguments of components that name code by its dotted path; `sql` and `crop` have the last two."""
+CODE_KEY = f"(?:{'|'.join(NAMES_CODE)})"
 COMPONENTS = {"data": ("train", "test"), "algorithm": ("objective",)}
 """Sections in which only some keys are components."""
 
@@ -130,8 +131,7 @@ def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
 def _bundled() -> frozenset[str]:
     """Return the dotted paths that the installed groups name."""
     texts = (file.read_text(encoding="utf-8") for file in conf_folder().glob("*/*.yaml"))
-    keys = "|".join(NAMES_CODE)
-    pattern = re.compile(rf"^\s*(?:{keys}):\s*(agenttrain\.[\w.]+)", re.MULTILINE)
+    pattern = re.compile(rf"^\s*{CODE_KEY}:\s*(agenttrain\.[\w.]+)", re.MULTILINE)
     return frozenset({REWARD_TARGET, *(path for text in texts for path in pattern.findall(text))})
 
 
@@ -156,8 +156,7 @@ def check_trusted(
     Raises it at once for a path inside agenttrain that this version does not have.
     """
     for text in code:
-        keys = "|".join(NAMES_CODE)
-        ours = re.fullmatch(rf"[\w.]+\.(?:{keys})=(agenttrain(?:\.\w+)+)", text)
+        ours = re.fullmatch(rf"[\w.]+\.{CODE_KEY}=(agenttrain(?:\.\w+)+)", text)
         if ours is not None and ours[1] not in MOVED and not _is_ours(ours[1]):
             hint = did_you_mean(ours[1], _bundled())
             raise ConfigError(

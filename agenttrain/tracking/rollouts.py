@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -236,9 +236,19 @@ def staleness(rollout: Rollout, step: int) -> int | None:
 
     Step n trains version n - 1. None: no token of it has a version.
     """
-    spans = (span for trajectory in rollout.trajectories for span in trajectory.spans)
-    versions = [span.policy_version for span in spans if span.policy_version is not None]
+    versions = policy_versions([rollout])
     return step - 1 - min(versions) if versions else None
+
+
+def policy_versions(rollouts: Iterable[Rollout]) -> set[int]:
+    """Return the policy versions that sampled tokens of these rollouts."""
+    return {
+        span.policy_version
+        for rollout in rollouts
+        for trajectory in rollout.trajectories
+        for span in trajectory.spans
+        if span.policy_version is not None
+    }
 
 
 def _step_record(rollout: Rollout, step: int) -> dict[str, Any]:

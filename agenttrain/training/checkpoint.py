@@ -49,7 +49,6 @@ from agenttrain.training.checkpoint_files import (
     recover,
     replace,
     seal,
-    sync,
     verify,
 )
 from agenttrain.training.lora import is_adapted, load_adapter, save_adapter_config
@@ -58,6 +57,7 @@ from agenttrain.training.sharding import assign, is_sharded, read_state, read_te
 from agenttrain.training.sliced_weights import SlicedWeights, WrongWeights, why_not_sliced
 from agenttrain.training.snapshot import INDEX, Snapshot, take_snapshot, weights_index
 from agenttrain.training.world import World
+from agenttrain.utils.files import sync
 
 WAKE_S = 0.5
 """Longest time that a wait for the writing thread delays the handling of signals."""

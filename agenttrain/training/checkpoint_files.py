@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import stat
@@ -21,6 +20,7 @@ from typing import Any
 
 from agenttrain.chat.vision import SEEING
 from agenttrain.types import AgenttrainError
+from agenttrain.utils.files import sync
 
 MANIFEST = "manifest.json"
 PREFIX = "step-"
@@ -207,12 +207,3 @@ def digest(path: Path) -> str:
 
 def _digest_of(files: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Force a file, or the entries of a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from agenttrain.training.checkpoint_files import sync
 from agenttrain.training.lora import WEIGHTS_FILE, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import PART, WHOLE, gather_to, own_part, shard_of
 from agenttrain.training.tensor_files import hashed, write_tensors
+from agenttrain.utils.files import sync
 
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}

@@ -1,8 +1,10 @@
-"""YAML files: their folder, parsing, the options of each group. Digests of large files."""
+"""YAML files: their folder, parsing, the options of each group. Digests of files, and their way to
+disk."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,15 @@ def list_groups(*folders: Path) -> dict[str, list[str]]:
             if folder == folders[0] or "/" not in group or group in options:
                 options.setdefault(group, set()).add(file.stem)
     return {group: sorted(names) for group, names in sorted(options.items())}
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def digest_of_blocks(file: Path, block_bytes: int) -> str:

@@ -33,7 +33,7 @@ from agenttrain.engines.vllm_server.records import (
     last_lines,
     read_record,
 )
-from agenttrain.engines.vllm_server.status import OF_PROCESSES, ROLES
+from agenttrain.engines.vllm_server.status import OF_PROCESSES, OF_ROLES
 from agenttrain.utils.chat_api import ChatUnavailable, Transient
 from agenttrain.utils.role_names import ROLE, role_named
 from agenttrain.utils.sections import plain
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 def role_folder(run: Path, role: str) -> Path:
     """Return the folder of a role's servers in a run's."""
-    return run / ROLES / role
+    return run / OF_ROLES / role
 
 
 def role_plan(

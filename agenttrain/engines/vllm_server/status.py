@@ -21,7 +21,7 @@ from agenttrain.engines.vllm_server.records import FOLDER, last_lines, write_pri
 STATUS = "status.json"
 OF_PROCESSES = "status"
 """Folder of the files of a role's servers, one for each process that asks them."""
-ROLES = "roles"
+OF_ROLES = "roles"
 """Folder in a run's that has a folder for the servers of each role."""
 EVERY_S = 1.0
 """Least time between two writes, unless a server's state has changed."""
@@ -71,7 +71,7 @@ def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
         folder: [folder / FOLDER / STATUS],
         **{
             place: sorted((place / FOLDER / OF_PROCESSES).glob("*.json"))
-            for place in sorted((folder / ROLES).glob("*"))
+            for place in sorted((folder / OF_ROLES).glob("*"))
         },
     }
     statuses: list[dict[str, Any]] = []

@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.rollout.collector import Collected
+from agenttrain.tracking.rollouts import policy_versions
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import Task
 from agenttrain.utils.codec import Codec
+from agenttrain.utils.files import sync
 from agenttrain.utils.json_lines import dumps, read_rows
 
 FILE = "journal.jsonl"
@@ -84,17 +86,17 @@ class Journal:
         (self._folder / GROUPS).mkdir(parents=True, exist_ok=True)
         entries = [_entry(row) for row in read_rows(path)] if path.exists() else []
         kept = [entry for entry in entries if entry.step < step]
+        later = [entry for entry in entries if entry.step >= step]
         usable: dict[int, Entry] = {}
-        for entry in entries:
+        for entry in later:
             versions = entry.versions
-            fits = entry.settings == self._settings and self._is_whole(entry)
             fresh = not versions or (
                 max(versions) <= version and entry.step - 1 - min(versions) <= max_staleness
             )
-            if entry.step >= step and fits and fresh:
+            if fresh and entry.settings == self._settings and self._is_whole(entry):
                 usable[entry.serial] = entry
         names = {entry.path for entry in usable.values()}
-        lost = [entry for entry in entries if entry.step >= step and entry.path not in names]
+        lost = [entry for entry in later if entry.path not in names]
         for file in (self._folder / GROUPS).iterdir():
             if f"{GROUPS}/{file.name}" not in names:
                 file.unlink()
@@ -102,7 +104,7 @@ class Journal:
         write_atomically(path, "".join(lines))
         self._entries = usable
         self._log = os.open(path, os.O_WRONLY | os.O_APPEND)
-        _sync_folder(self._folder)
+        sync(self._folder)
         return {serial: self._folder / one.path for serial, one in usable.items()}, len(lost)
 
     def read(self, path: Path) -> Collected:
@@ -124,7 +126,7 @@ class Journal:
             serial=serial,
             step=step,
             task_id=task.task_id,
-            versions=versions_of(collected),
+            versions=tuple(sorted(policy_versions(collected.rollouts))),
             begun=begun,
             ended=ended,
             digest=hashlib.sha256(content).hexdigest(),
@@ -136,12 +138,10 @@ class Journal:
                 return
             file = self._folder / name
             part = file.with_suffix(".part")
-            with part.open("wb") as output:
-                output.write(content)
-                output.flush()
-                os.fsync(output.fileno())
+            part.write_bytes(content)
+            sync(part)
             part.replace(file)
-            _sync_folder(file.parent)
+            sync(file.parent)
             os.write(self._log, (dumps(asdict(entry)) + "\n").encode())
             os.fsync(self._log)
             self._entries[serial] = entry
@@ -175,17 +175,6 @@ class Journal:
         return hashlib.sha256(content).hexdigest() == entry.digest
 
 
-def versions_of(collected: Collected) -> tuple[int, ...]:
-    """Return the policy versions that sampled these rollouts, in order."""
-    spans = (
-        span
-        for rollout in collected.rollouts
-        for trajectory in rollout.trajectories
-        for span in trajectory.spans
-    )
-    return tuple(sorted({s.policy_version for s in spans if s.policy_version is not None}))
-
-
 def settings_digest(settings: Mapping[str, Any]) -> str:
     """Return a digest of settings that are plain values."""
     text = json.dumps(settings, sort_keys=True, default=str)
@@ -194,12 +183,3 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
 
 def _entry(row: Mapping[str, Any]) -> Entry:
     return Entry(**{**row, "versions": tuple(row["versions"])})
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names of a folder's files durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

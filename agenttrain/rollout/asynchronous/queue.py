@@ -30,7 +30,7 @@ from agenttrain.rollout.collector import (
 )
 from agenttrain.rollout.monitoring import LoopMonitor, Throttle
 from agenttrain.rollout.sharing import mean_tokens
-from agenttrain.rollout.source import RolloutSource, SampledBatch
+from agenttrain.rollout.source import RolloutSource, SampledBatch, nothing_to_learn
 from agenttrain.tracking.rollouts import staleness
 from agenttrain.types import Rollout, Task
 
@@ -194,11 +194,7 @@ class GroupQueue:
         check_usable(collected, source.tasks_per_step, made, context)
         reason = why_unrewarded(collected.rollouts)
         if reason is not None:
-            raise NoRewards(
-                f"step {step}: not one rollout has a reward, so that there is nothing to learn; "
-                f"the first: {reason or 'no rollout ended well'}",
-                collected,
-            )
+            raise nothing_to_learn(step, reason, collected)
 
     @contextmanager
     def held(self) -> Iterator[None]:
