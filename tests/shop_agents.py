@@ -142,8 +142,8 @@ async def with_openai(agent: AgentTask) -> None:
                 return
 
 
-async def in_anthropics_shape(agent: AgentTask) -> None:
-    """Anthropic's messages, as plain requests."""
+def anthropics_beginning(agent: AgentTask) -> tuple[list[Any], str, list[Any]]:
+    """Tools, system text and messages of the first request, as Anthropic's API takes them."""
     tools = [
         {
             "name": schema["function"]["name"],
@@ -154,6 +154,12 @@ async def in_anthropics_shape(agent: AgentTask) -> None:
     ]
     system = "".join(m["content"] for m in agent.messages if m["role"] == "system")
     messages: list[Any] = [m for m in agent.messages if m["role"] != "system"]
+    return tools, system, messages
+
+
+async def in_anthropics_shape(agent: AgentTask) -> None:
+    """Anthropic's messages, as plain requests."""
+    tools, system, messages = anthropics_beginning(agent)
     headers = {"x-api-key": agent.api_key, "anthropic-version": "2023-06-01"}
     async with http(agent.url, headers) as client:
         while True:
@@ -184,16 +190,7 @@ async def with_anthropic(agent: AgentTask) -> None:
     """Anthropic's client, streaming."""
     import anthropic
 
-    tools = [
-        {
-            "name": schema["function"]["name"],
-            "description": schema["function"]["description"],
-            "input_schema": schema["function"]["parameters"],
-        }
-        for schema in toolbox().schemas()
-    ]
-    system = "".join(m["content"] for m in agent.messages if m["role"] == "system")
-    messages: list[Any] = [m for m in agent.messages if m["role"] != "system"]
+    tools, system, messages = anthropics_beginning(agent)
     client = anthropic.AsyncAnthropic(
         base_url=agent.url, api_key=agent.api_key, http_client=anthropics_http()
     )

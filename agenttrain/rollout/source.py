@@ -55,6 +55,8 @@ class SampledBatch(StepBatch):
     """Abandoned tool calls of this process that still run."""
     metrics: Metrics
     """Metrics of the groups of all processes."""
+    ahead: bool = False
+    """The rollouts were also sampled while earlier steps were trained."""
     curriculum: Metrics = field(default_factory=dict)
     """Metrics of the curriculum after this step."""
 
@@ -163,7 +165,7 @@ def merge_batches(
     collected = merge_shares([batch.collected for batch in sampled])
     metrics = {**step_metrics(run, collected, seconds), **training}
     metrics["tools/stuck"] = sum(batch.stuck for batch in sampled)
-    if "async/queue" in sampled[0].metrics:  # they were also sampled in the other phases
+    if sampled[0].ahead:  # not in the rollout phase alone
         tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
         metrics["tokens_per_s"] = tokens / sum(seconds.values())
     return {**metrics, **sampled[0].curriculum, **sampled[0].metrics}, collected.rollouts

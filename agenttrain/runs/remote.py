@@ -282,6 +282,7 @@ def split_groups(groups: Groups, processes: int, minibatches: int) -> list[Remot
             costs=Costs(),
             stuck=0 if rank else groups.stuck,
             metrics=groups.metrics,
+            ahead=groups.ahead,
             curriculum=groups.curriculum,
             state={} if rank else groups.state,
         )

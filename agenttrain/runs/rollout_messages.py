@@ -95,6 +95,7 @@ class Groups:
     tasks: int
     stuck: int
     metrics: dict[str, float]
+    ahead: bool
     curriculum: dict[str, float]
     state: dict[str, Any]
     """State of the source after this step, for the checkpoint."""
@@ -109,6 +110,7 @@ class Groups:
             tasks=batch.tasks,
             stuck=batch.stuck,
             metrics=batch.metrics,
+            ahead=batch.ahead,
             curriculum=batch.curriculum,
             state=dict(state),
         )

@@ -34,6 +34,7 @@ def step(*tokens: int, trained: tuple[int, ...]) -> Groups:
         tasks=len(tokens) + 1,
         stuck=3,
         metrics={"data/tasks": 5.0},
+        ahead=True,
         curriculum={},
         state={"cursor": 5},
     )

@@ -177,6 +177,7 @@ class GroupQueue:
             tasks=count,
             costs=costs,
             stuck=len(self._collector.stuck),
+            ahead=True,
             metrics={
                 **staleness_metrics(collected.rollouts, step, self._max_staleness),
                 "async/queue": float(ready),
