@@ -20,16 +20,14 @@ from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
 from agenttrain.engines.vllm_server.outside import ROUTER, Front, Outside, watch_outside
-from agenttrain.engines.vllm_server.records import ServerRecord, last_lines, log_path, order_path
+from agenttrain.engines.vllm_server.records import ServerRecord, order_path
 from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.status import StatusFile
 from agenttrain.engines.vllm_server.versions import ADAPTERS, Versions
+from agenttrain.engines.vllm_server.watched import SENDS, WatchedServers
 from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion
-
-SENDS = 5
-"""Servers that a request may kill, or see die, before it counts as the cause."""
 
 Problem = Callable[[Sequence[float]], str | None]
 """Says what is wrong with a server's log-probabilities of the probe; None: nothing."""
@@ -39,7 +37,7 @@ class FleetLost(EngineDead):
     """No server is left."""
 
 
-class Fleet:
+class Fleet(WatchedServers):
     """The servers of the run in `folder`: those that their wrappers start, or outside ones."""
 
     def __init__(
@@ -51,7 +49,7 @@ class Fleet:
         adapters: int = ADAPTERS,
     ) -> None:
         urls = outside.urls if outside is not None else ("",) * servers.count
-        self.members = [
+        members = [
             Member(
                 number,
                 outside=outside is not None,
@@ -60,9 +58,10 @@ class Fleet:
             )
             for number, url in enumerate(urls)
         ]
+        super().__init__(members, folder, StatusFile(folder))
         self.resent = 0
         """Requests that were sent again since the metrics were last read."""
-        self._folder, self._servers, self._mode = folder, servers, mode
+        self._servers, self._mode = servers, mode
         self._outside = outside
         self._front: Front | None = None
         if outside is not None and outside.router is not None:
@@ -72,15 +71,12 @@ class Fleet:
         """Check of the current weights; None until `verify` has passed."""
         self._verified = False
         """Weights have been verified before."""
-        self._watchers: list[asyncio.Task[None]] = []
         self._syncing = asyncio.Lock()
-        self._change = asyncio.Event()
         self._numbers = itertools.count()
         self._salt = secrets.token_hex(4)
         """Keeps this run's entries of an outside server's prefix cache apart from another run's."""
         self._servers_of: dict[str, int] = {}
         """Server of each session's last request."""
-        self._status = StatusFile(folder)
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, session: str
@@ -330,16 +326,12 @@ class Fleet:
         if self._watchers:
             return
         outside = self._outside
-        self._watchers = [
-            asyncio.create_task(
-                watch(member, self, self._folder, self._servers)
-                if outside is None
-                else watch_outside(member, self, outside, self._servers)
-            )
+        self._watch(
+            watch(member, self, self._folder, self._servers)
+            if outside is None
+            else watch_outside(member, self, outside, self._servers)
             for member in self.members
-        ]
-        for watcher in self._watchers:
-            watcher.add_done_callback(lambda _: self.changed())
+        )
         begun = time.monotonic()
         while waiting := [one for one in self.members if one.state is MemberState.starting]:
             await self._wait()
@@ -357,33 +349,12 @@ class Fleet:
 
     def changed(self) -> None:
         """Wake all that wait for a server."""
-        self._change.set()
-        self._change = asyncio.Event()
+        super().changed()
         if self._front is not None:
             self._front.follow(self.members)
-        self._status.write(self.members)
 
-    async def _wait(self) -> None:
-        """Wait for a change of a server's state; raises FleetLost if none is left."""
-        if all(member.state is MemberState.gone for member in self.members):
-            raise FleetLost(f"no server is left: {self._ends(MemberState.gone)}")
-        for watcher in self._watchers:
-            if watcher.done():  # only a bug ends it
-                watcher.result()
-        await self._change.wait()
-
-    def _ends(self, state: MemberState) -> str:
-        """Describe how the servers in a state ended, with the last lines of their logs."""
-        texts = []
-        for member in self.members:
-            if member.state is state:
-                text = f"{member.name} {member.reason}"
-                if self._outside is None:
-                    lines = last_lines(self._folder, member.number)
-                    log = log_path(self._folder, member.number)
-                    text += f"; the end of {log}:\n{lines}"
-                texts.append(text)
-        return "\n".join(texts)
+    def _lost(self, text: str) -> FleetLost:
+        return FleetLost(text)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call."""
@@ -416,13 +387,5 @@ class Fleet:
 
     async def aclose(self) -> None:
         """Stop watching; requests in flight fail."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-        self._status.write(self.members, ended=True)
         members = self.members if self._front is None else [*self.members, self._front.member]
-        for member in members:
-            member.close("the engine was closed")
-            if member.client is not None:
-                await member.client.aclose()
-        self._change.set()
+        await self._close(members, "the engine was closed")

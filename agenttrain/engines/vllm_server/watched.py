@@ -1,0 +1,78 @@
+"""`WatchedServers`: servers that a process follows by their records, and waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agenttrain.engines.base import EngineDead
+from agenttrain.engines.vllm_server.health import Member, MemberState
+from agenttrain.engines.vllm_server.records import last_lines, log_path
+from agenttrain.engines.vllm_server.status import StatusFile
+
+SENDS = 5
+"""Servers that a request may kill, or see die, before it counts as the cause."""
+
+
+class WatchedServers(ABC):
+    """The servers of the policy, or those of a role."""
+
+    def __init__(self, members: list[Member], folder: Path, status: StatusFile) -> None:
+        """`folder` has their records and logs."""
+        self.members = members
+        self._folder, self._status = folder, status
+        self._watchers: list[asyncio.Task[None]] = []
+        self._change = asyncio.Event()
+
+    @abstractmethod
+    def _lost(self, text: str) -> EngineDead:
+        """Return the error that no server is left."""
+
+    def _watch(self, watchers: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Follow the servers in tasks of the event loop."""
+        self._watchers = [asyncio.create_task(watcher) for watcher in watchers]
+        for task in self._watchers:
+            task.add_done_callback(lambda _: self.changed())
+
+    def changed(self) -> None:
+        """Implement `Members.changed`: wake all that wait for a server."""
+        self._change.set()
+        self._change = asyncio.Event()
+        self._status.write(self.members)
+
+    async def _wait(self) -> None:
+        """Wait for a change of a server's state; raises the error of `_lost` if none is left."""
+        if all(member.state is MemberState.gone for member in self.members):
+            raise self._lost(f"no server is left: {self._ends(MemberState.gone)}")
+        for watcher in self._watchers:
+            if watcher.done():  # only a bug ends it
+                watcher.result()
+        await self._change.wait()
+
+    def _ends(self, state: MemberState) -> str:
+        """Describe how the servers in a state ended, with the last lines of their logs."""
+        texts = []
+        for member in self.members:
+            if member.state is state:
+                text = f"{member.name} {member.reason}"
+                if not member.outside:
+                    lines = last_lines(self._folder, member.number)
+                    log = log_path(self._folder, member.number)
+                    text += f"; the end of {log}:\n{lines}"
+                texts.append(text)
+        return "\n".join(texts)
+
+    async def _close(self, members: Sequence[Member], reason: str) -> None:
+        """Stop watching; requests in flight to these members fail."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._status.write(self.members, ended=True)
+        for member in members:
+            member.close(reason)
+            if member.client is not None:
+                await member.client.aclose()
+        self._change.set()
