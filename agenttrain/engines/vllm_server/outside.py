@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -168,7 +169,14 @@ async def watch_outside(
     member: Member, fleet: Members, run: Outside, servers: ServersConfig
 ) -> None:
     """Examine a server that somebody else started, for ever."""
-    client = ServerClient(member.url, run.token, timeout_s=servers.request_s)
+    # Its own: the member's is closed whenever the server joins anew.
+    async with aclosing(ServerClient(member.url, run.token, timeout_s=servers.request_s)) as client:
+        await _watch_by(client, member, fleet, run, servers)
+
+
+async def _watch_by(
+    client: ServerClient, member: Member, fleet: Members, run: Outside, servers: ServersConfig
+) -> None:
     begun = time.monotonic()
     attempt_s, next_attempt, misses = servers.health_s, begun, 0
     while True:
