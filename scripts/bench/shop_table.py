@@ -19,6 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean
@@ -65,15 +66,26 @@ def main() -> None:
         row = {"algorithm": algorithm, "seed": seed, "warm": WARM[seed]}
         return row | one_run(overrides, algorithm, seed)
 
-    with ThreadPoolExecutor(arguments.at_once) as pool:
-        for finished in as_completed([pool.submit(one, *run) for run in missing]):
-            done.append(finished.result())
-            with arguments.rows.open("a") as file:
-                file.write(json.dumps(done[-1]) + "\n")
-    done.sort(key=lambda row: (row["algorithm"], row["seed"]))
+    add_rows(done, missing, one, arguments.rows, arguments.at_once)
     print(table(done))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures(done), indent=2) + "\n")
+
+
+def add_rows(
+    rows: list[dict[str, Any]],
+    missing: list[tuple[str, int]],
+    one: Callable[[str, int], dict[str, Any]],
+    path: Path,
+    at_once: int,
+) -> None:
+    """Make the row of each missing algorithm and seed by `one`, and write it as it comes; sort."""
+    with ThreadPoolExecutor(at_once) as pool:
+        for finished in as_completed([pool.submit(one, *run) for run in missing]):
+            rows.append(finished.result())
+            with path.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    rows.sort(key=lambda row: (row["algorithm"], row["seed"]))
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -22,12 +22,12 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from shop_table import agenttrain, read, scores
+from shop_table import add_rows, agenttrain, read, scores
 
 from agenttrain.data.bundled.sight import COLOURS, Blank
 
@@ -62,13 +62,8 @@ def main() -> None:
         for algorithm in ("grpo", "rloo")
         if (algorithm, seed) not in made
     ]
-    with ThreadPoolExecutor(arguments.at_once) as pool:
-        runs = [pool.submit(one_run, common, arguments.model, *run) for run in missing]
-        for finished in as_completed(runs):
-            done.append(finished.result())
-            with arguments.rows.open("a") as file:
-                file.write(json.dumps(done[-1]) + "\n")
-    done.sort(key=lambda row: (row["algorithm"], row["seed"]))
+    one = partial(one_run, common, arguments.model)
+    add_rows(done, missing, one, arguments.rows, arguments.at_once)
     print(table(done))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures(done), indent=2) + "\n")
