@@ -156,9 +156,15 @@ def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Co
     it. For another model a run that `starts` has to name one (ConfigError), and a command that
     shows settings shows those of experiment=none.
     """
+    named = source.name != "train" or any(text.startswith("experiment=") for text in overrides)
+    neutral = [*overrides, "experiment=none"]
+    typed = [
+        text.removeprefix("model.path=") for text in overrides if text.startswith("model.path=")
+    ]
+    if not (named or starts) and typed and is_foreign(typed[-1]):
+        return replace(compose_run(neutral, source), neutral=True)  # composed once, not twice
     composed = compose_run(overrides, source)
     model, settings = composed.config.model, composed.config
-    named = source.name != "train" or any(text.startswith("experiment=") for text in overrides)
     if named or not is_foreign(model.path):
         return composed
     if starts:
@@ -168,7 +174,7 @@ def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Co
             f"{settings.steps}, …); add experiment=none, and data, tools and rewards of your own, "
             "or experiment=shop to train it on these"
         )
-    return replace(compose_run([*overrides, "experiment=none"], source), neutral=True)
+    return replace(compose_run(neutral, source), neutral=True)
 
 
 def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:

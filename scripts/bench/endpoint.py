@@ -5,6 +5,9 @@ With a scripted engine:
 endpoint_overhead_ms_64   CPU milliseconds of the endpoint's process per turn, median of the
                           rounds, with 64 agents at once; their clients are another process
 merged_share              share of turns after the first that continue a trajectory
+merged_share_<example>    the same of the agents in examples/, in a step of the bundled model; some
+                          need AGENTS_PYTHON, the Python of the environment with their packages
+                          that `scripts/test-ecosystems examples` makes
 
 The bundled shop agent's training, against the run's own loop; the same ids and weights. Each run of
 an agent has a run of the loop beside it, in turn before and after it; the figures are the medians
@@ -12,7 +15,7 @@ of these pairs. Wall time of a step is that of its rollouts and its update, over
 
 wall_over_loop_coroutine  an async function with `agent.http_client()`
 wall_over_loop_network    the same with an httpx client of its own for each rollout
-wall_over_loop_reuse      a reused process, `agent.per_process=128`
+wall_over_loop_reuse      a reused process with aiohttp's client, `agent.per_process=128`
 cpu_over_loop_…           CPU seconds of the whole command, agents included
 cpu_ms_per_turn_…         CPU milliseconds by which the whole command exceeds the loop's, per turn
 turns                     turns of a run, the same in all
@@ -27,6 +30,7 @@ import asyncio
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -54,6 +58,15 @@ SHOP = {
     "reuse": ["agent=endpoint", PROGRAM, "agent.reuse=true", "agent.per_process=128"],
 }
 """The shop agent in the loop and as programs of others."""
+REJOIN = "engine.rejoin_steps=6"
+"""Decode steps until a rollout is back from its tools, in all runs: an agent takes longer to reply
+than the run's own tools, and the engine samples meanwhile."""
+EXAMPLES = {
+    "shop_openai": None,
+    "shop_anthropic": "AGENTS_PYTHON",
+    "shop_langgraph": "AGENTS_PYTHON",
+}
+"""The example agents, and the variable that names the Python of their packages."""
 TOOL = {
     "type": "function",
     "function": {
@@ -152,7 +165,7 @@ def shop(name: str, steps: int) -> tuple[float, float, int]:
     before = children_cpu()
     with tempfile.TemporaryDirectory() as folder:
         words = [f"steps={steps}", "eval.questions=0", "tracker=none", *SHOP[name]]
-        words.append("rollout.on_malformed_call=stop")  # the programs end there too
+        words += [REJOIN, "rollout.on_malformed_call=stop"]  # the programs end there too
         command = [sys.executable, "-m", "agenttrain.cli", "experiment=shop", *words]
         subprocess.run(
             [*command, f"hydra.run.dir={folder}/run"],
@@ -196,14 +209,39 @@ def bench_shop(rounds: int, steps: int) -> dict[str, float]:
     return {name: round(statistics.median(values), 3) for name, values in figures.items()}
 
 
+def bench_examples() -> dict[str, float]:
+    """Let each example agent's program make 64 rollouts of the bundled model."""
+    figures = {}
+    for name, variable in EXAMPLES.items():
+        python = sys.executable if variable is None else os.environ.get(variable)
+        if python is None:
+            print(f"{name}: not run, {variable} names no Python with its packages", file=sys.stderr)
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch, name)
+            shutil.copytree(TESTS.parent / "examples" / name, folder)
+            words = ["--config-dir", "conf", f"experiment={name}", "steps=1", "tasks_per_step=8"]
+            words += ["eval.questions=0", "tracker=none", f"agent.command=[{python},agent.py]"]
+            subprocess.run(
+                [sys.executable, "-m", "agenttrain.cli", *words, "hydra.run.dir=run"],
+                cwd=folder,
+                check=True,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+            )
+            row = json.loads(Path(folder, "run/metrics.jsonl").read_text().splitlines()[0])
+        figures[f"merged_share_{name.removeprefix('shop_')}"] = row["agent/merged_share"]
+    return figures
+
+
 def main() -> None:
     """Print the figures, and write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one round of each")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
-    figures = bench(1 if arguments.quick else 5)
-    figures |= bench_shop(1 if arguments.quick else 3, steps=4)
+    figures = bench(1 if arguments.quick else 5) | bench_examples()
+    figures |= bench_shop(1 if arguments.quick else 3, steps=8)
     print(json.dumps(figures, indent=2))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures) + "\n")
