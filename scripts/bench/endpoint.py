@@ -221,8 +221,8 @@ def bench_examples() -> dict[str, float]:
             folder = Path(scratch, name)
             shutil.copytree(TESTS.parent / "examples" / name, folder)
             words = ["--config-dir", "conf", f"experiment={name}", "steps=1", "tasks_per_step=8"]
-            words += ["optimizer.warmup_steps=0"]
-            words += ["eval.questions=0", "tracker=none", f"agent.command=[{python},agent.py]"]
+            words += ["optimizer.warmup_steps=0", "eval.questions=0", "tracker=none"]
+            words.append(f"agent.command=[{python},agent.py]")
             subprocess.run(
                 [sys.executable, "-m", "agenttrain.cli", *words, "hydra.run.dir=run"],
                 cwd=folder,
