@@ -222,7 +222,7 @@ class Checkpoints:
         world = policy.world
         with world.together(f"{path.name}: its content", CheckpointError, patient=True):
             try:
-                load_weights(policy.model, path, world.rank)
+                load_weights(policy.model, path, world)
                 policy.load_state_dict(read_state(path, shard_of(policy.model)))
             except WrongWeights as error:
                 raise CheckpointError(str(error)) from error
@@ -363,7 +363,7 @@ def as_not_written(part: Path) -> Iterator[None]:
         raise NotWritten(f"{part}: cannot be written: {reason}") from error
 
 
-def load_weights(model: PreTrainedModel, path: Path, rank: int) -> None:
+def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
     """Load the weights of a checkpoint into `model`, into a sharded one only this process's rows.
 
     Raises WrongWeights and NotRead.
@@ -372,7 +372,7 @@ def load_weights(model: PreTrainedModel, path: Path, rank: int) -> None:
         if is_adapted(model):
             load_adapter(model, path)
         elif is_sharded(model) and why_not_sliced(path) is None:
-            SlicedWeights(model, path, rank).fill(model)
+            SlicedWeights(model, path, world.rank).fill(model, world)
         else:
             saved = type(model).from_pretrained(path, dtype=model.dtype)
             state = saved.state_dict()
