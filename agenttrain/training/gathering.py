@@ -75,9 +75,10 @@ def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     if by_rows:
         own = _buffer(by_rows, places, total)
         group = by_rows[0].device_mesh.get_group(by_rows[0].device_mesh.ndim - 1)
-        full = own.new_empty(dist.get_world_size(group), total)
-        dist.all_gather_into_tensor(full, own, group=group)
-        del own
+        flat = own.new_empty(dist.get_world_size(group) * total)
+        dist.all_gather_into_tensor(flat, own, group=group)
+        full = flat.view(-1, total)
+        del own, flat
     where = iter(places)
     for tensor in tensors:
         if full is None or not _by_rows(tensor):
