@@ -40,26 +40,30 @@ def gather_by_layer(
         yield from weights
         return
     inside = set(map(id, layers(model)))
-    names = {name for name, module in model.named_modules() if id(module) in inside}
+    prefixes = {name for name, module in model.named_modules() if id(module) in inside}
 
     def layer_of(named: tuple[str, Tensor]) -> str:
         parts = named[0].split(".")
-        prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
-        return next((prefix for prefix in prefixes if prefix in names), named[0])
+        owners = (".".join(parts[:count]) for count in range(1, len(parts)))
+        return next((owner for owner in owners if owner in prefixes), named[0])
 
     for _, of_layer in groupby(weights, key=layer_of):
-        batch = list(of_layer)
-        full = gather([tensor for _, tensor in batch])
-        for name, _ in batch:
+        names, tensors = map(list, zip(*of_layer, strict=True))
+        full = gather(tensors)
+        del tensors
+        for name in names:
             yield name, next(full)
 
 
 class Place(NamedTuple):
     """Place of a tensor's part in the buffer of each process."""
 
-    offset: int
+    shape: torch.Size
+    """Of the full tensor."""
+    dtype: torch.dtype
     rows: int
     """Rows of the largest part."""
+    offset: int
     size: int
     """Bytes of the largest part."""
 
@@ -71,23 +75,19 @@ def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """
     by_rows = [tensor for tensor in tensors if _by_rows(tensor)]
     places, total = _places(by_rows)
-    full = None
-    if by_rows:
-        own = _buffer(by_rows, places, total)
-        group = by_rows[0].device_mesh.get_group(by_rows[0].device_mesh.ndim - 1)
-        flat = own.new_empty(dist.get_world_size(group) * total)
-        dist.all_gather_into_tensor(flat, own, group=group)
-        full = flat.view(-1, total)
-        del own, flat
-    where = iter(places)
-    for tensor in tensors:
-        if full is None or not _by_rows(tensor):
-            yield full_tensor(tensor)
+    full = _gathered(by_rows, places, total) if by_rows else None
+    others = [tensor for tensor in tensors if not _by_rows(tensor)]
+    alone = [not _by_rows(tensor) for tensor in tensors]
+    del tensors, by_rows  # parts that were cast, and are in the buffer now
+    of_rows, of_others = iter(places), iter(others)
+    for is_alone in alone:
+        if is_alone or full is None:
+            yield full_tensor(next(of_others))
             continue
-        place = next(where)
-        parts = full[:, place.offset : place.offset + place.size].view(tensor.dtype)
+        place = next(of_rows)
+        parts = full[:, place.offset : place.offset + place.size].view(place.dtype)
         # A copy, unless the tensor is alone in the buffer.
-        yield parts.reshape(len(full) * place.rows, *tensor.shape[1:])[: tensor.shape[0]]
+        yield parts.reshape(len(full) * place.rows, *place.shape[1:])[: place.shape[0]]
 
 
 def _by_rows(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -103,17 +103,21 @@ def _places(tensors: Sequence[DTensor]) -> tuple[list[Place], int]:
     for tensor in tensors:
         rows = ceil(tensor.shape[0] / tensor.device_mesh.size(tensor.device_mesh.ndim - 1))
         size = rows * prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        places.append(Place(offset, rows, size))
+        places.append(Place(tensor.shape, tensor.dtype, rows, offset, size))
         offset += ceil(size / ALIGNMENT) * ALIGNMENT
     return places, offset
 
 
-def _buffer(tensors: Sequence[DTensor], places: Sequence[Place], total: int) -> Tensor:
-    """Return this process's parts in one buffer on the device that computes."""
-    device = tensors[0].device_mesh.device_type
-    own = torch.empty(total, dtype=torch.uint8, device=device)
+def _gathered(tensors: Sequence[DTensor], places: Sequence[Place], total: int) -> Tensor:
+    """Return the buffers of all processes, [processes, bytes], on the device that computes."""
+    mesh = tensors[0].device_mesh
+    group = mesh.get_group(mesh.ndim - 1)
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    full = torch.empty(count * total, dtype=torch.uint8, device=mesh.device_type)
+    own = full[rank * total : (rank + 1) * total]
     for tensor, place in zip(tensors, places, strict=True):
         part: Any = tensor.to_local()
         target = own[place.offset : place.offset + part.nbytes].view(part.dtype)
         target.view(part.shape).copy_(part, non_blocking=True)
-    return own
+    dist.all_gather_into_tensor(full, own, group=group)
+    return full.view(count, total)

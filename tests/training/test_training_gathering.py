@@ -16,9 +16,8 @@ def test_a_sync_gathers_a_layer_at_a_time(processes: int) -> None:
             assert found[case]["names"] and found[case]["wrong"] == [], case
             # the layers, the embeddings, the last norm and the head
             assert found[case]["calls"] == LAYERS + 3, case
-            # the layer, this process's parts of it, perhaps cast, and in a buffer
-            share = 1 / 2 if case == "nodes of two" else 1 / processes
-            assert 1 < found[case]["peak_over_layer"] < 1.1 + 2 * share, case
+            # the layer and two of its weights, or its parts that were cast
+            assert 1 < found[case]["peak_over_layer"] < 1.9, case
         assert found["adapters"]["wrong"] == found["adapters"]["unmerged"] == []
         assert found["adapters"]["calls"] == LAYERS
         assert found["sampler"] == {"wrong": [], "calls": LAYERS + 3}
