@@ -55,8 +55,8 @@ def gather_by_layer(
             yield name, next(full)
 
 
-class Place(NamedTuple):
-    """Place of a tensor's part in the buffer of each process."""
+class PackedPart(NamedTuple):
+    """PackedPart of a tensor's part in the buffer of each process."""
 
     shape: torch.Size
     """Of the full tensor."""
@@ -97,18 +97,18 @@ def _by_rows(tensor: Tensor) -> TypeGuard[DTensor]:
     return last.is_shard(0) and all(placement.is_replicate() for placement in others)
 
 
-def _places(tensors: Sequence[DTensor]) -> tuple[list[Place], int]:
+def _places(tensors: Sequence[DTensor]) -> tuple[list[PackedPart], int]:
     """Return the place of each tensor in the buffer, and the bytes of the buffer."""
     places, offset = [], 0
     for tensor in tensors:
         rows = ceil(tensor.shape[0] / tensor.device_mesh.size(tensor.device_mesh.ndim - 1))
         size = rows * prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        places.append(Place(tensor.shape, tensor.dtype, rows, offset, size))
+        places.append(PackedPart(tensor.shape, tensor.dtype, rows, offset, size))
         offset += ceil(size / ALIGNMENT) * ALIGNMENT
     return places, offset
 
 
-def _gathered(tensors: Sequence[DTensor], places: Sequence[Place], total: int) -> Tensor:
+def _gathered(tensors: Sequence[DTensor], places: Sequence[PackedPart], total: int) -> Tensor:
     """Return the buffers of all processes, [processes, bytes], on the device that computes."""
     mesh = tensors[0].device_mesh
     group = mesh.get_group(mesh.ndim - 1)
