@@ -56,7 +56,7 @@ def gather_by_layer(
 
 
 class PackedPart(NamedTuple):
-    """PackedPart of a tensor's part in the buffer of each process."""
+    """Place of a tensor's part in the buffer of each process."""
 
     shape: torch.Size
     """Of the full tensor."""
