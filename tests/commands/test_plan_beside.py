@@ -1,4 +1,4 @@
-"""`agenttrain plan` of GPUs beside the trainer's: a copy of the policy, and servers of roles."""
+"""`agenttrain plan` of GPUs beside the trainer's, and of parts that are not always there."""
 
 from __future__ import annotations
 
@@ -131,3 +131,54 @@ def test_too_few_gpus(capsys, folder: Path, tmp_path: Path, words: tuple, messag
     model = ("experiment=none", "model=folder", f"model.path={folder}")
     assert cli.main(["plan", *model, *judged(tmp_path, "8B"), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+# MiB of a process with bfloat16 weights W = 356.76: moments and float32 copies 6 W (and 88 bytes of
+# step counts), gradients and those of a microbatch 3 W, of 8 processes on two nodes of four.
+W = 2 * WEIGHTS
+OF_EIGHT = ("--devices", "8", "distributed=fsdp2", "distributed.processes=4", "distributed.nodes=2")
+NODES = (*OF_EIGHT, "distributed.rendezvous=first:29500", "model.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "shared_by"), [((), 8), (("distributed.shard_within=node",), 4)]
+)
+def test_the_processes_of_a_node_share_a_whole_copy(
+    capsys, folder: Path, settings: tuple, shared_by: int
+) -> None:
+    _, record = plan(capsys, folder, *NODES, "engine.max_rows=1", *settings)
+    got = parts(record)
+    assert got["weights"] == W // shared_by
+    assert got["gradients"] == 3 * W // shared_by
+    assert got["optimizer"] // 100 == 6 * W // shared_by // 100
+    # A checkpoint: one copy of everything, which the four processes of a node write.
+    written = {name: got[name] for name in ("written weights", "written state")}
+    assert written["written weights"] == W // shared_by
+    assert written["written state"] // 100 == 6 * W // shared_by // 100
+    # The start: rows of one weight after the other, the largest of them the embeddings.
+    assert got["loading"] == 151936 * 1024 * 2
+
+
+def test_an_optimizer_that_is_in_host_memory_while_rollouts_are_made(capsys, folder: Path) -> None:
+    _, stays = plan(capsys, folder, *NODES, "engine.max_rows=1")
+    moved = "training.offload_during_rollouts=true"
+    _, goes = plan(capsys, folder, *NODES, "engine.max_rows=1", moved)
+    optimizer = parts(stays)["optimizer"]
+    assert stays["rollouts_bytes"] - goes["rollouts_bytes"] == optimizer
+    assert stays["update_bytes"] == goes["update_bytes"]
+    hosts = [one["moments"]["rollouts"]["host_node"] for one in (goes, stays)]
+    assert hosts[0] - hosts[1] == 4 * optimizer
+
+
+def test_a_checkpoint_in_background_keeps_its_copy_while_training_goes_on(
+    capsys, folder: Path
+) -> None:
+    _, at_once = plan(capsys, folder, *NODES, "engine.max_rows=1")
+    beside = "checkpoint.in_background=true"
+    _, later = plan(capsys, folder, *NODES, "engine.max_rows=1", beside)
+    copies = sum(parts(later)[name] for name in ("written weights", "written state"))
+    for when in ("rollouts", "update", "sync"):
+        hosts = [one["moments"][when]["host_node"] for one in (later, at_once)]
+        assert hosts[0] - hosts[1] == 4 * copies, when
+    hosts = [one["moments"]["checkpoint"]["host_node"] for one in (later, at_once)]
+    assert hosts[0] == hosts[1]
