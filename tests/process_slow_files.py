@@ -88,6 +88,7 @@ def main() -> None:
             time.sleep(READ_S)
         elif reads == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
+            os._exit(DONE)  # it was continued: the test is over
 
     SlowFolder.delay = staticmethod(delay)
     found: dict[str, Any] = {}
