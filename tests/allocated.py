@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,11 +26,11 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs or {})):
             if isinstance(tensor, torch.Tensor):
-                self._known.add(tensor.untyped_storage()._cdata)
+                self._known.add(_storage(tensor)._cdata)
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._see(tensor.untyped_storage())
+                self._see(_storage(tensor))
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -44,3 +45,9 @@ class Allocated(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self.live -= size
         self._known.discard(key)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """That of a tensor, or of this process's part of it."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.untyped_storage()

@@ -26,8 +26,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def agenttrain(*arguments: str) -> None:
-    """A run, to its end."""
+def agenttrain(*arguments: str) -> str:
+    """A run, to its end; what it printed."""
     started = start(*arguments)
     try:
         printed, _ = started.communicate(timeout=900)  # only a hang takes so long
@@ -35,6 +35,7 @@ def agenttrain(*arguments: str) -> None:
         with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
     assert started.returncode == 0, printed
+    return printed
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:

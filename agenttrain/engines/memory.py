@@ -71,6 +71,11 @@ class ModelSizes(Protocol):
         ...
 
     @property
+    def gathered(self) -> int:
+        """Bytes of sharded weights that a weight sync gathers at once: a layer, or embeddings."""
+        ...
+
+    @property
     def itemsize(self) -> int:
         """Bytes of a number of the weights."""
         ...

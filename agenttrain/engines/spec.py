@@ -145,7 +145,8 @@ class EngineSpec(Generic[S]):
     memory: Callable[[S, EngineLoad, ModelSizes], EngineMemory] = _no_memory
     """Estimate the memory that the engine takes in each process."""
     server_memory: Callable[[S, EngineLoad, ModelSizes, int], EngineMemory] | None = None
-    """Estimate the memory that a server of so many GPUs takes of each; None: there are none."""
+    """Estimate the memory that a server of so many GPUs takes of each, or the copy of the policy in
+    the rollout process, which has one; None: there are none."""
     package: str | None = None
     """Package of others that samples, beside agenttrain's own; `agenttrain doctor` imports it."""
     own_weights: bool = False

@@ -192,7 +192,7 @@ class Watchdog:
     def _progress(self) -> int:
         collector = self._collector
         rollouts = 0 if collector is None else collector.in_flight.progress
-        waits = 0 if self._world is None else self._world.wait_checks
+        waits = 0 if self._world is None else self._world.progress
         return self._count + rollouts + waits
 
     def _waiting(self) -> list[Waiting]:

@@ -200,13 +200,13 @@ class Run:
         config.yaml is written before anything slow, so that a stopped run can go on.
         """
         if not self.world.is_main:
-            return prepare(self.config, self.verb, self.folder)
+            return prepare(self.config, self.verb, self.folder, world=self.world)
         path = self.folder / "config.yaml"
         new = not path.exists()
         if new:
             write_config(self.folder, self.plain, None)
         try:
-            components = prepare(self.config, self.verb, self.folder)
+            components = prepare(self.config, self.verb, self.folder, world=self.world)
         except Exception:
             if new:  # the run has not started: its folder is free for the next try
                 path.unlink(missing_ok=True)

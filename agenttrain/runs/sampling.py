@@ -23,7 +23,6 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint_files import (
     MANIFEST,
     auto_class,
-    loading_options,
     only_tensors,
     verify,
 )
@@ -40,11 +39,14 @@ SMALL = 10_000_000
 longer than they compute: the bundled agent takes 1.5 times as long with two."""
 
 
-def verify_model(config: RunConfig) -> None:
-    """Raise CheckpointError for a model that is a torn checkpoint of ours."""
+def verify_model(config: RunConfig, index: int = 0, count: int = 1) -> None:
+    """Raise CheckpointError for a model that is a torn checkpoint of ours.
+
+    Of `count` processes that verify it together, each reads a part of the files.
+    """
     folder = model_folder(config.model.path, revision=config.model.revision)
     if (folder / MANIFEST).is_file():
-        verify(folder)
+        verify(folder, index, count)
 
 
 def placeholders_of(config: RunConfig) -> Placeholders | str:
@@ -177,6 +179,8 @@ def _load(config: RunConfig) -> Any:
     from transformers import AutoConfig
     from transformers.utils import logging
 
+    from agenttrain.training.sliced_weights import load_whole
+
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
     path, revision = config.model.path, config.model.revision
     dtype = getattr(torch, config.model.dtype)
@@ -188,11 +192,9 @@ def _load(config: RunConfig) -> Any:
     base = base_folder(path, revision, config.model.base_revision)
     with only_tensors(source):
         if base is None:
-            options = loading_options(source)
-            return auto_class(source).from_pretrained(source, dtype=dtype, **options)
+            return load_whole(source, dtype)
         # By itself transformers would look the base up under its name, in any revision.
-        options = loading_options(base)
-        model = auto_class(base).from_pretrained(base, dtype=dtype, **options)
+        model = load_whole(base, dtype)
         model.load_adapter(str(source))
     _record_revision(model, base)
     return model

@@ -50,6 +50,8 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.timeline import Timeline
+from agenttrain.training.checkpoint_files import CheckpointError
+from agenttrain.training.world import World
 from agenttrain.types import AssistantTurn, Finish, Message, Rollout, Task
 from agenttrain.utils.model_path import base_folder, model_folder
 from agenttrain.utils.names import did_you_mean
@@ -359,16 +361,26 @@ class Components:
             ) from error
 
 
-def prepare(config: RunConfig, verb: str = "train", folder: Path | None = None) -> Components:
+def prepare(
+    config: RunConfig,
+    verb: str = "train",
+    folder: Path | None = None,
+    *,
+    world: World | None = None,
+) -> Components:
     """Build and check the components of a run of `verb`; errors name the key to change.
 
-    `folder` is the run's. A model that is one of our checkpoints is verified: CheckpointError if it
-    is torn.
+    `folder` is the run's. A model that is one of our checkpoints is verified by all processes of
+    `world` together: CheckpointError if it is torn.
     """
     from agenttrain.runs.loading import check_model  # torch comes with it
 
     components = Components(config, verb, folder)
-    verify_model(config)
+    if world is None:
+        verify_model(config)
+    else:
+        with world.together("the files of model.path", CheckpointError, patient=True):
+            verify_model(config, world.rank, world.size)
     if verb == "sft":
         check_model(config, sampled=False)
     components.certificate.raise_if_refused()

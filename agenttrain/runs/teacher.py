@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from agenttrain.chat.chat import Chat
 from agenttrain.data.tasks import TaskSource
@@ -18,12 +18,13 @@ from agenttrain.engines.vllm_server.roles import RoleServers
 from agenttrain.rollout.row_tools import checked_rows
 from agenttrain.runs.loading import sharding_of
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.training.checkpoint_files import MANIFEST, loading_options, only_tensors, verify
+from agenttrain.training.checkpoint_files import MANIFEST, only_tensors, verify
 from agenttrain.training.policy import Policy
 from agenttrain.training.sliced_weights import (
     SlicedWeights,
     WrongWeights,
     empty_model,
+    load_whole,
     why_not_sliced,
 )
 from agenttrain.training.teacher import ModelTeacher, PromptIds, ServedTeacher, Teacher
@@ -166,9 +167,7 @@ def make_teacher(
             weights = SlicedWeights(model, folder, world.rank)
     else:
         with only_tensors(folder):
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, **loading_options(folder)
-            )
+            model = load_whole(folder, dtype)
     return ModelTeacher(
         model,
         temperature=config.rollout.temperature,

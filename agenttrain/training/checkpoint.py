@@ -108,7 +108,10 @@ class Checkpoints:
         `load` restores; None: the current ones. If a process dies meanwhile, earlier checkpoints
         are as they were. Raises OSError or CheckpointError if it cannot be written.
         """
-        self._begin(policy, step, state, rng, copies=False).write()
+        writing = self._begin(policy, step, state, rng, copies=False)
+        writing.start()  # the disk has work while the weights are gathered
+        self._take_weights(writing, policy, copies=False)
+        writing.write()
         path = self.finish(policy.world)
         assert path is not None
         return path
@@ -126,8 +129,18 @@ class Checkpoints:
         The arguments and errors are those of `save`.
         """
         writing = self._begin(policy, step, state, rng, copies=True)
-        writing.thread = threading.Thread(target=writing.write, name="checkpoint", daemon=True)
-        writing.thread.start()
+        self._take_weights(writing, policy, copies=True)
+        writing.start()
+
+    def _take_weights(self, writing: Writing, policy: Policy, *, copies: bool) -> None:
+        """Add the weights to a snapshot, and wait until what it has already is written."""
+        try:
+            writing.snapshot.take_weights(policy, copies=copies)
+        except BaseException:
+            self._writing = None  # `finish` would complete it without its weights
+            raise
+        finally:
+            writing.wait()
 
     @property
     def pending(self) -> int | None:
@@ -180,12 +193,15 @@ class Checkpoints:
         *,
         copies: bool,
     ) -> Writing:
-        """Make the folder with the files that are short; return what is to be written into it."""
+        """Make the folder with the files that are short; return what is to be written into it.
+
+        Without the weights, which `Snapshot.take_weights` adds.
+        """
         world, model = policy.world, policy.model
         self.finish(world)
+        rng = random_states() if rng is None else rng
         path = self.folder / f"{PREFIX}{step:06d}"
         part = self.folder / f".{path.name}.part"
-        snapshot = take_snapshot(policy, random_states() if rng is None else rng, copies=copies)
         try:
             with world.together(f"{path.name}: its folder", *UNWRITABLE, patient=True):
                 if world.is_main:
@@ -203,6 +219,7 @@ class Checkpoints:
         except UNWRITABLE:
             shutil.rmtree(part, ignore_errors=True)
             raise
+        snapshot = take_snapshot(policy, rng, copies=copies)
         self._writing = Writing(path, part, step, {**(state or {}), "step": step}, snapshot)
         return self._writing
 
@@ -222,7 +239,7 @@ class Checkpoints:
         world = policy.world
         with world.together(f"{path.name}: its content", CheckpointError, patient=True):
             try:
-                load_weights(policy.model, path, world.rank)
+                load_weights(policy.model, path, world)
                 policy.load_state_dict(read_state(path, shard_of(policy.model)))
             except WrongWeights as error:
                 raise CheckpointError(str(error)) from error
@@ -326,11 +343,17 @@ class Writing:
     digests: dict[str, str] = field(default_factory=dict)
     failure: Exception | None = None
 
+    def start(self) -> None:
+        """Begin to write in a thread."""
+        self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
+        self.thread.start()
+
     def write(self) -> None:
         """Write the files of this process; an error is kept for `Checkpoints.finish`."""
         try:
             with as_not_written(self.part):
-                self.digests = self.snapshot.write(self.part)
+                if self.failure is None:
+                    self.digests |= self.snapshot.write(self.part)
         except Exception as error:
             self.failure = error
         self.written = True
@@ -363,7 +386,7 @@ def as_not_written(part: Path) -> Iterator[None]:
         raise NotWritten(f"{part}: cannot be written: {reason}") from error
 
 
-def load_weights(model: PreTrainedModel, path: Path, rank: int) -> None:
+def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
     """Load the weights of a checkpoint into `model`, into a sharded one only this process's rows.
 
     Raises WrongWeights and NotRead.
@@ -372,7 +395,7 @@ def load_weights(model: PreTrainedModel, path: Path, rank: int) -> None:
         if is_adapted(model):
             load_adapter(model, path)
         elif is_sharded(model) and why_not_sliced(path) is None:
-            SlicedWeights(model, path, rank).fill(model)
+            SlicedWeights(model, path, world.rank).fill(model, world)
         else:
             saved = type(model).from_pretrained(path, dtype=model.dtype)
             state = saved.state_dict()

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from agenttrain.training.attention import backbone
 from agenttrain.training.checkpoint_files import auto_class, loading_options
 from agenttrain.training.config import LoraSettings
-from agenttrain.training.sharding import assign, full_tensor
+from agenttrain.training.gathering import gather_by_layer
+from agenttrain.training.sharding import assign
 from agenttrain.utils.model_path import base_folder
 from agenttrain.utils.names import did_you_mean
 
@@ -106,7 +107,8 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     # "auto" compares the base with that on the hub, and saves its embeddings if they differ.
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return {
-        f"base_model.model.{name}": full_tensor(t).contiguous().cpu() for name, t in state.items()
+        f"base_model.model.{name}": tensor.contiguous().cpu()
+        for name, tensor in gather_by_layer(model, state.items())
     }
 
 

@@ -34,6 +34,7 @@ from agenttrain.training.batch import (
     stand_in,
 )
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
+from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.heap import map_large_blocks, return_free_memory
 from agenttrain.training.images import freeze_vision
 from agenttrain.training.kernels import check_kernels, kernel_names
@@ -415,14 +416,14 @@ class Policy:
     def refresh_sampler(self) -> None:
         """Copy the weights into `sampler` if it is not the model itself; all processes together.
 
-        Sharded weights are gathered one at a time. Tied weights are one parameter in both models.
+        Sharded weights are gathered layer by layer. Tied weights are one parameter in both models.
         """
         if self.sampler is self.model:
             return
         copied = dict(self.sampler.named_parameters())
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                copied[name].copy_(full_tensor(parameter))
+            for name, weight in gather_by_layer(self.model, self.model.named_parameters()):
+                copied[name].copy_(weight)
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:

@@ -37,6 +37,7 @@ from transformers.core_model_loading import (
 )
 
 from agenttrain.chat.vision import SEEING
+from agenttrain.training.checkpoint_files import auto_class, loading_options
 from agenttrain.training.sharding import RowRange, give_storage, local_part, own_rows
 from agenttrain.training.tensor_files import (
     BadTensorFile,
@@ -131,11 +132,28 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def load_whole(folder: Path, dtype: torch.dtype | str) -> Any:
+    """Load the model in a folder with all of its weights.
+
+    transformers draws weights that the files lack at random: raises WrongWeights for them.
+    """
+    model, info = auto_class(folder).from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, **loading_options(folder)
+    )
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise WrongWeights(
+            f"{folder}: none of its files holds {missing[0]}{more}, of {type(model).__name__}. Is "
+            "config.json that of these files? Copy the whole model again"
+        )
+    return model
+
+
 class SlicedWeights:
     """Where each weight of a model is in the files of a folder.
 
     Example: ``weights = SlicedWeights(model, folder)`` while `model` is on the meta device, and
-    ``weights.fill(model)`` when it is sharded and has storage.
+    ``weights.fill(model, world)`` when it is sharded and has storage.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
@@ -217,14 +235,16 @@ class SlicedWeights:
                 "weights"
             )
 
-    def fill(self, model: nn.Module) -> None:
+    def fill(self, model: nn.Module, world: World) -> None:
         """Read this process's rows of every weight into a model that has storage, and buffers.
 
-        Adapters are left alone. Raises WrongWeights for a file that changed or is cut.
+        Each weight is progress of `world`. Adapters are left alone. Raises WrongWeights for a file
+        that changed or is cut.
         """
         try:
             for _, tensor, place in self._weights_of(model):
                 self._read(place, own_rows(tensor), local_part(tensor))
+                world.progress += 1
         except (BadTensorFile, OSError) as error:
             raise WrongWeights(f"rank {self.rank}: {error}") from error
 
@@ -286,7 +306,7 @@ class SlicedWeights:
         with_main = [rank for rank, one in enumerate(identities) if one == own]
         parts = {} if self.rank in with_main else self._digests(model, None)
         share = (str(self.folder), rows_of(model), parts)
-        shares = world.gather([share], "the checksums of shards")
+        shares = world.exchange([share], "the checksums of shards", patient=True)
         position = with_main.index(self.rank) if self.rank in with_main else None
         checked = others[position :: len(with_main)] if position is not None else []
         with world.together("the comparison of shards", WrongWeights, patient=True):
@@ -339,7 +359,7 @@ def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world
     """
     give_storage(scorer, device)
     with world.together("the weights in every process", WrongWeights, patient=True):
-        weights.fill(scorer.model)
+        weights.fill(scorer.model, world)
     weights.check_copies(scorer.model, world)
 
 

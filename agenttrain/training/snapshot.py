@@ -46,8 +46,25 @@ class Snapshot:
     weights: tuple[str, dict[str, int]] | None = None
     """File and weights with their bytes, if the model's weights are in several files."""
 
+    def take_weights(self, policy: Policy, *, copies: bool) -> None:
+        """Add what this process writes of the weights; all processes together."""
+        world, model = policy.world, policy.model
+        if is_adapted(model):
+            adapters = {n: _on_cpu(t, copies) for n, t in adapter_weights(model).items()}
+            if world.is_main:
+                self.writers[WEIGHTS_FILE] = partial(_save_weights, adapters)
+            return
+        file, tensors = own_weights(model, is_main=world.is_main, copies=copies)
+        if tensors:
+            self.writers[file] = partial(_save_weights, tensors)
+        if shard_of(model) is not None and tensors:
+            self.weights = (file, {name: t.nbytes for name, t in tensors.items()})
+
     def write(self, folder: Path) -> dict[str, str]:
-        """Write the files, and force them to disk; return their sha256 by name."""
+        """Write the files, and force them to disk; return their sha256 by name.
+
+        Files that are added meanwhile are left for the next call.
+        """
         digests = {}
         # A file's tensors are free as soon as it is written.
         for name in list(self.writers):
@@ -58,24 +75,13 @@ class Snapshot:
 
 
 def take_snapshot(policy: Policy, rng: Mapping[str, Any], *, copies: bool) -> Snapshot:
-    """Return what this process writes of the policy; all processes together.
+    """Return what this process writes of the policy, without its weights.
 
     `rng` are its random states. `copies`: in memory of its own, so that the policy can go on.
     """
-    world, model = policy.world, policy.model
-    shard = shard_of(model)
+    world, shard = policy.world, shard_of(policy.model)
     snapshot = Snapshot()
     snapshot.writers[f"rng-{world.rank}.pt"] = partial(save_hashed, rng)
-    if is_adapted(model):
-        adapters = {n: _on_cpu(t, copies) for n, t in adapter_weights(model).items()}
-        if world.is_main:
-            snapshot.writers[WEIGHTS_FILE] = partial(_save_weights, adapters)
-    else:
-        file, tensors = own_weights(model, is_main=world.is_main, copies=copies)
-        if tensors:
-            snapshot.writers[file] = partial(_save_weights, tensors)
-        if shard is not None and tensors:
-            snapshot.weights = (file, {name: t.nbytes for name, t in tensors.items()})
     if shard is None and world.is_main:
         state = policy.state_dict()
         state = own_part(state, copies=True) if copies else state

@@ -84,6 +84,7 @@ class ModelTeacher:
         text = model.config.get_text_config()
         self._longest: float = getattr(text, "max_position_embeddings", None) or torch.inf
         self._sharded = sharding is not None
+        self._world.exchange((), "the teacher in every process", patient=True)  # a slow file system
         model = model.requires_grad_(False)
         self._scorer = Scorer(
             model if sharding else model.to(self._device),

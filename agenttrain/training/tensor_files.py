@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.types import AgenttrainError
+from agenttrain.utils.files import start_writeback
 
 FORMATS = {
     "F64": torch.float64,
@@ -45,7 +46,8 @@ NAMES = {dtype: name for name, dtype in FORMATS.items()}
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 CHUNK = 2**24
-"""Bytes that are read before they are converted or copied to a device."""
+"""Bytes that are read before they are converted or copied to a device, and that are written before
+the system is asked to bring them to disk."""
 ALIGNMENT = 8
 """The data begins at a multiple of this."""
 HASHED_BESIDE = 2**20
@@ -144,7 +146,7 @@ def _read_exactly(file: Any, target: Tensor, stored: StoredTensor) -> None:
 
 
 class HashedFile:
-    """File that is written from its start to its end, and hashed meanwhile.
+    """File that is written from its start to its end, and hashed and brought to disk meanwhile.
 
     Example: ``with hashed(path) as file: torch.save(state, file)``, then ``file.digest``.
     """
@@ -152,6 +154,7 @@ class HashedFile:
     def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
         self._file, self._beside = file, beside
         self._hash = hashlib.sha256()
+        self._size = self._started = 0
 
     @property
     def digest(self) -> str:
@@ -172,8 +175,14 @@ class HashedFile:
         return len(view)
 
     def _write(self, view: memoryview) -> None:
-        while view:
-            view = view[self._file.write(view) :]
+        for start in range(0, len(view), CHUNK):
+            rest = view[start : start + CHUNK]
+            while rest:
+                count = self._file.write(rest)
+                rest, self._size = rest[count:], self._size + count
+            if self._size - self._started >= CHUNK:
+                start_writeback(self._file.fileno(), self._started, self._size - self._started)
+                self._started = self._size
 
     def flush(self) -> None:
         """Do nothing: writes are not buffered."""

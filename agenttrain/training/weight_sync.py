@@ -27,9 +27,10 @@ from agenttrain.engines.base import (
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
+from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.lora import ADAPTER, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharding import full_tensor, is_sharded
+from agenttrain.training.sharding import is_sharded
 from agenttrain.types import AgenttrainError
 
 PROBE_TOKENS = 128
@@ -311,9 +312,17 @@ def named_weights(
 
     Adapters are merged, one weight at a time, or left out if not `merged`: the engine gets a model
     without adapters. Weights in the model's own format are cast to `dtype`, if given; those that
-    the model keeps in float32 are not. Sharded weights are gathered one at a time, after the cast,
+    the model keeps in float32 are not. Sharded weights are gathered layer by layer, after the cast,
     so every process has to consume the iterator.
     """
+    for name, tensor in gather_by_layer(model, _own_parts(model, dtype, merged)):
+        yield name.replace(".base_layer.", "."), tensor
+
+
+def _own_parts(
+    model: PreTrainedModel, dtype: torch.dtype | None, merged: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield this process's part of every weight, by its name in the model, as `named_weights`."""
     in_fp32: set[str] = set()
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         in_fp32.update(getattr(model, attribute, None) or ())
@@ -328,4 +337,4 @@ def named_weights(
             tensor = tensor + adapted.get_delta_weight(ADAPTER).to(tensor.dtype)
         if dtype and tensor.dtype == model.dtype and in_fp32.isdisjoint(name.split(".")):
             tensor = tensor.to(dtype)
-        yield name.replace(".base_layer.", "."), full_tensor(tensor.detach())
+        yield name, tensor.detach()

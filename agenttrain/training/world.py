@@ -76,8 +76,9 @@ class World:
         self.is_main = self.rank == 0
         """True on the process that writes and prints for all."""
         self.timeout_s = timeout_s
-        self.wait_checks = 0
-        """Counter that rises while this process waits in `barrier`; the watchdog reads it."""
+        self.progress = 0
+        """Counter that rises while this process waits in `barrier`, and with each weight that it
+        reads from a file; the watchdog reads it."""
         self._count = 0
         self._group: Any = None
         if several:
@@ -290,7 +291,7 @@ class World:
                 self._store.wait([key], WAKE)
                 return
             except dist.DistStoreError as error:
-                self.wait_checks += 1
+                self.progress += 1
                 now = time.monotonic()
                 waited_s, before = waited_s + min(now - before, LONGEST_CHECK_S), now
                 if waited_s > limit_s:

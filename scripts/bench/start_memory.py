@@ -18,6 +18,11 @@ plain files of the same size, written and synced by the same 4 processes. The fi
                                       over the time to write it
     checkpoint_gb, checkpoint_s       size and seconds
     read_checkpoint_s                 seconds to verify and read it
+    sync_gather_peak_over_layer       peak while weights are gathered for a weight sync, over the
+                                      most that is gathered at once: a layer, or the embeddings
+    sync_gathers                      collective calls of it
+    sync_gather_s                     seconds of it
+    sync_gather_s_over_tensorwise     side by side: the time over that of a call for each weight
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +62,7 @@ def measure(quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder, "model"))
         figures: dict[str, float] = {}
-        for verb in ("start", "reference", "whole", "save"):
+        for verb in ("start", "reference", "whole", "save", "gather"):
             figures |= launched(verb, Path(folder), 1 if quick else 3)
     return figures
 
@@ -134,6 +140,8 @@ def process(verb: str, folder: Path, repetitions: int) -> None:
     elif verb == "whole":
         figures["start_rss_whole_model"] = over(peaks[0])
         figures["load_whole_model_s"] = times[0] - started
+    elif verb == "gather":
+        figures |= gathers(policy, repetitions)
     else:
         figures |= checkpoint(policy, folder / "checkpoints", repetitions)
     if world.is_main:
@@ -170,6 +178,56 @@ def start(verb: str, folder: Path, world: Any) -> Any:
     )
 
 
+def gathers(policy: Any, repetitions: int) -> dict[str, float]:
+    """Time gathers of all weights, by layer and one by one, in turn; measure the peak."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    from agenttrain.training.sharding import full_tensor, layers
+    from agenttrain.training.weight_sync import named_weights
+
+    world, model = policy.world, policy.model
+
+    def by_layer() -> None:
+        for _ in named_weights(model):
+            pass
+
+    def tensorwise() -> None:
+        for tensor in model.state_dict().values():
+            full_tensor(tensor)
+
+    with CommDebugMode() as calls:
+        by_layer()
+    world.barrier("the first gather")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    by_layer()
+    peak = world.max(resident("VmHWM") - before)
+    largest = max(
+        sum(p.numel() * p.element_size() for p in layers(model)[0].parameters()),
+        *(p.numel() * p.element_size() for p in model.parameters()),
+    )
+    seconds: dict[str, list[float]] = {"layer": [], "tensor": []}
+    for _ in range(repetitions * 3):
+        seconds["layer"].append(timed(world, by_layer))
+        seconds["tensor"].append(timed(world, tensorwise))
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "sync_gather_peak_over_layer": peak / largest,
+        "sync_gathers": calls.get_total_counts(),
+        "sync_gather_s": middle["layer"],
+        "sync_gather_s_over_tensorwise": middle["layer"] / middle["tensor"],
+    }
+
+
+def timed(world: Any, work: Callable[[], object]) -> float:
+    """Return the seconds of work that all processes begin and end together."""
+    world.barrier("the start of a timing")
+    started = time.perf_counter()
+    work()
+    world.barrier("the end of a timing")
+    return time.perf_counter() - started
+
+
 def checkpoint(policy: Any, folder: Path, repetitions: int) -> dict[str, float]:
     """Time checkpoints and plain files in turn."""
     from tokenizers import Tokenizer, models
@@ -185,23 +243,20 @@ def checkpoint(policy: Any, folder: Path, repetitions: int) -> dict[str, float]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     saver = Checkpoints(folder, tokenizer=tokenizer, keep=1, main=world.is_main)
 
-    def timed(work: Callable[[], object]) -> float:
-        world.barrier("the start of a timing")
-        started = time.perf_counter()
-        work()
-        world.barrier("the end of a timing")
-        return time.perf_counter() - started
-
     saver.save(policy, step=1)
     size = sum(file.stat().st_size for file in (folder / "latest").iterdir())
-    seconds: dict[str, list[float]] = {"save": [], "plain": [], "pause": [], "rest": []}
+    seconds: dict[str, list[float]] = {"plain": [], "save": [], "pause": [], "rest": []}
+    works: dict[str, Callable[[int], object]] = {
+        "plain": lambda step: plain(folder / f"plain-{world.rank}", size),
+        "save": lambda step: saver.save(policy, step=10 * step),
+        "pause": lambda step: saver.begin(policy, step=10 * step + 1),
+        "rest": lambda step: saver.finish(world),
+    }
     for step in range(2, 2 + repetitions):
-        seconds["plain"].append(timed(lambda: plain(folder / f"plain-{world.rank}", size)))
-        seconds["save"].append(timed(lambda step=step: saver.save(policy, step=10 * step)))
-        seconds["pause"].append(timed(lambda step=step: saver.begin(policy, step=10 * step + 1)))
-        seconds["rest"].append(timed(lambda: saver.finish(world)))
+        for name, work in works.items():
+            seconds[name].append(timed(world, partial(work, step)))
     middle = {name: statistics.median(values) for name, values in seconds.items()}
-    read = timed(lambda: saver.load_latest(policy))
+    read = timed(world, lambda: saver.load_latest(policy))
     if world.is_main:
         shutil.rmtree(folder)
     return {

@@ -1,16 +1,19 @@
-"""Weights in forms of their own: MXFP4, as gpt-oss has them."""
+"""Weights that are loaded whole: MXFP4, as gpt-oss has them, and files that miss some."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
+import tiny
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from agenttrain.runs.sampling import load_model
 from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.training.sliced_weights import WrongWeights
 
 EXPERTS = "model.layers.0.mlp.experts."
 
@@ -63,3 +66,21 @@ def test_mxfp4_weights_are_dequantized_and_trained(tmp_path: Path) -> None:
     assert weight.grad.abs().sum() > 0
     model.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
+
+
+def test_a_model_whose_files_miss_weights_is_not_trained_with_random_ones(tmp_path: Path) -> None:
+    tiny.model().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    for name in ("mlp.up_proj", "self_attn.q_proj"):
+        del state[f"model.layers.1.{name}.weight"]
+    save_file(state, file, metadata={"format": "pt"})
+    with hydra_session(Source()):
+        config = compose_run(["experiment=shop", f"model.path={tmp_path}"], Source()).config
+    with pytest.raises(WrongWeights) as raised:
+        load_model(config)
+    assert str(raised.value) == (
+        f"{tmp_path}: none of its files holds model.layers.1.mlp.up_proj.weight and 1 more, of "
+        "Qwen3ForCausalLM. Is config.json that of these files? Copy the whole model again"
+    )

@@ -11,9 +11,12 @@ import torch
 from process_shards import STARTS
 from safetensors.torch import load_file, save_file
 from torchrun import torchrun
+from training_cases import policy, random_groups
 from transformers import AutoModelForCausalLM
 
-from agenttrain.training.checkpoint_files import CheckpointError
+from agenttrain.trainer import update
+from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.checkpoint_files import CheckpointError, seal
 from agenttrain.training.sharding import RowRange, TensorParts, rows_of_part
 from agenttrain.training.sliced_weights import (
     SlicedWeights,
@@ -228,3 +231,31 @@ def test_what_is_no_safetensors_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t").write_bytes(content)
     with pytest.raises(BadTensorFile, match="is no safetensors file"):
         read_header(tmp_path / "t")
+
+
+def test_a_checkpoint_whose_parts_do_not_hold_all_rows(tmp_path: Path) -> None:
+    """Two of the three parts that three processes wrote, under a manifest that is right."""
+    trained = policy()
+    update(trained, random_groups(0))
+    saver = Checkpoints(tmp_path, tokenizer=tiny.tokenizer(), keep=1)
+    path = saver.save(trained, step=1)
+    state = torch.load(path / "policy.pt")
+    (path / "policy.pt").unlink()
+    moments = state["optimizer"]["state"][0]
+    for index in range(2):
+        for name in ("exp_avg", "exp_avg_sq"):
+            full = moments[name]
+            rows = rows_of_part(len(full), index, 3)
+            part = {"part": full[rows.start : rows.stop].clone(), "shape": list(full.shape)}
+            state["optimizer"]["state"][0] = {**state["optimizer"]["state"][0], name: part}
+        torch.save(state, path / f"policy-{index}.pt")
+    (path / "manifest.json").unlink()
+    seal(path)
+    with pytest.raises(CheckpointError) as raised:
+        saver.load_latest(policy())
+    rows = rows_of_part(len(moments["exp_avg"]), 2, 3)
+    assert str(raised.value) == (
+        f"{path}/policy-0.pt to policy-1.pt: state.optimizer.state.0.exp_avg, of shape "
+        f"{list(moments['exp_avg'].shape)}: no file holds its rows {rows.start} to {rows.stop}. "
+        "The files are not of one checkpoint; resume from another"
+    )

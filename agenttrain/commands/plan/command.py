@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware
+from agenttrain.commands.plan.beside import lines as beside_lines
+from agenttrain.commands.plan.beside import plan_beside
+from agenttrain.commands.plan.beside import record as record_beside
+from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware, copied
 from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.commands.plan.servers import Speeds, lines, plan_servers, trainers_of
 from agenttrain.commands.plan.servers import record as record_servers
@@ -31,6 +34,8 @@ class PlanOptions:
     machine: PlannedHardware
     devices: int | None
     """`--devices`."""
+    all_gpus: int | None
+    """GPUs of the planned machine; None: not known."""
     prompt_tokens: int
     as_json: bool
     speeds: Speeds
@@ -92,6 +97,7 @@ def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     return PlanOptions(
         machine=machine,
         devices=parsed.devices,
+        all_gpus=parsed.devices or (len(gpus) if given is None else 0) or None,
         prompt_tokens=parsed.prompt_tokens,
         as_json=parsed.json,
         speeds=Speeds(server=parsed.server_tokens_per_s, trainer=parsed.trainer_tokens_per_s),
@@ -127,6 +133,8 @@ def show(config: RunConfig, options: PlanOptions) -> int:
             f"--devices {devices}: distributed.processes={section.processes} and "
             f"distributed.nodes={section.nodes} are {count} of them; leave one out"
         )
+    one = config.distributed.name is DistributedName.single and options.all_gpus == 1
+    machine = replace(machine, shared=one and copied(config))
     planner = Planner(config, machine, options.prompt_tokens)
     memory = planner.estimate()
     fleet = plan_servers(config, planner.sizes(config.model), memory, options.speeds)
@@ -135,14 +143,18 @@ def show(config: RunConfig, options: PlanOptions) -> int:
             "--server-tokens-per-s: has no effect without servers that have GPUs; set "
             f"{names_with(fleet=True)}, or leave it out"
         )
+    beside = plan_beside(config, planner, memory)
     fits = None if machine.memory is None else True
     remedies = planner.remedies() if memory.excess else []
-    if memory.excess or (fleet is not None and fleet.chosen.fits is False):
+    not_beside = any(part.fits is False for part in beside)
+    if memory.excess or not_beside or (fleet is not None and fleet.chosen.fits is False):
         fits = False
     if not options.as_json:
         print("\n".join(_lines(config, planner, memory, remedies)))
         if fleet is not None:
             print("\n".join(lines(fleet, options.speeds)))
+        for line in beside_lines(beside):
+            print(line)
         return 1 if fits is False else 0
     load, room = memory.load, memory.engine.room
     record = {
@@ -158,6 +170,7 @@ def show(config: RunConfig, options: PlanOptions) -> int:
         },
         "engine": None if room is None else {**asdict(room), "missing": room.missing},
         "servers": record_servers(fleet),
+        "beside": record_beside(beside),
         "fits": fits,
         "remedies": [
             {"overrides": r.overrides, "peak_bytes": r.peak, "fits": r.fits} for r in remedies

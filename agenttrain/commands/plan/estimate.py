@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of, specs
 from agenttrain.launch.config import DistributedName, ShardWithin
+from agenttrain.settings.engine_checks import has_rollout_process, run_spec
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding
@@ -62,6 +63,8 @@ class PlannedHardware:
     """Bytes of a node's own memory; None: not known, or the same as `memory`."""
     kind: str = "cuda"
     """On `cpu` the tiles of logits are smaller, and everything is in the node's own memory."""
+    shared: bool = False
+    """There is one GPU, and a copy of the policy in the rollout process shares it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,9 @@ class Load:
     limit: int
     """The engine's context, to which rows of its cache may grow."""
     rows: int
-    """Rollouts in flight."""
+    """Rollouts in flight in one engine of the trainer's processes, or of the rollout process."""
+    in_flight: int
+    """Rollouts in flight of the whole run."""
     packed: int
     """Tokens of the largest microbatch."""
 
@@ -165,7 +170,7 @@ def estimate(
         adapters=config.model.lora.rank > 0,
     )
     try:
-        engine = spec_of(config.engine).memory(config.engine, engine_load, sizes)
+        engine = run_spec(config).memory(config.engine, engine_load, sizes)
     except Exception as error:
         if config.engine.name in specs():
             raise
@@ -174,6 +179,8 @@ def estimate(
             f"{error}"
         ) from error
     parts += engine.items
+    if copied(config) and (not on_gpu or machine.shared):
+        parts += _copy(config, sizes, engine_load)
     if on_gpu:
         parts.append(
             MemoryItem(name="reserve", bytes=RESERVE, why="context and workspaces: assumed")
@@ -185,6 +192,27 @@ def estimate(
             MemoryItem(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries")
         )
     return MemoryEstimate(parts=tuple(parts), load=load, machine=machine, engine=engine)
+
+
+def copied(config: RunConfig) -> bool:
+    """Return True if the rollout process has a copy of the policy."""
+    spec = run_spec(config)
+    return spec is not spec_of(config.engine) and spec.server_memory is not None
+
+
+def _copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryItem]:
+    """Yield the parts of that copy, where it has the memory of the trainer."""
+    memory = run_spec(config).server_memory
+    assert memory is not None
+    for item in memory(config.engine, load, sizes, 1).items:
+        yield replace(item, once=True)
+    on_cpu = not load.on_gpu
+    why = "Python and its libraries, of the rollout process"
+    size = PYTHON_ON_CPU if on_cpu else PYTHON_ON_GPU
+    yield MemoryItem(name="its process", bytes=size, why=why, on_host=not on_cpu, once=True)
+    if not on_cpu:
+        why = "context and workspaces of the rollout process: assumed"
+        yield MemoryItem(name="its reserve", bytes=RESERVE, why=why, once=True)
 
 
 def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int) -> Load:
@@ -205,13 +233,16 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
     # An evaluation's greedy rollouts come after its sampled ones.
     samples, greedy = config.eval.samples, config.eval.greedy
     evaluation = sums.rollouts_per_evaluation * samples // (samples + greedy)
-    at_once = max(sums.most_tasks_per_step * sums.group_size, evaluation)
     update = ceil(sums.rollouts_per_update / devices)
     rows = config.engine.max_rows
     ahead = config.async_training.max_staleness
+    in_flight = max(sums.most_tasks_per_step * sums.group_size * (1 + ahead), evaluation)
     in_step = config.rollout.deterministic is not False and not ahead
     if not (spec_of(config.engine).deterministic and in_step):
         rows = min(rows, config.rollout.concurrency)
+        if has_rollout_process(config):
+            in_flight = min(in_flight, config.rollout.concurrency)
+    each = in_flight if copied(config) else ceil(in_flight / devices)
     return Load(
         arithmetic=sums,
         devices=devices,
@@ -220,7 +251,8 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
         context=context,
         sampled=sampled,
         limit=limit,
-        rows=min(rows, ceil(at_once / devices)),
+        rows=min(rows, each),
+        in_flight=in_flight,
         packed=min(max(config.training.token_budget, context), update * context),
     )
 
@@ -274,6 +306,9 @@ def _training(
             theirs = _gathered(_teacher(config)), "the teacher's embeddings, head and two layers"
             gathered, why = max((gathered, why), theirs)
         yield MemoryItem(name="gathered", bytes=gathered, why=why, when=(When.update,))
+        if has_rollout_process(config) and run_spec(config).own_weights:
+            why = "a layer, gathered to be sent"
+            yield MemoryItem(name="layer", bytes=sizes.gathered, why=why, when=(When.sync,))
         why = "one unsharded weight, while it is written"
         yield MemoryItem(
             name="weight", bytes=sizes.largest_weight, why=why, when=(When.checkpoint,)
@@ -407,9 +442,10 @@ class Sizes:
     Raises ConfigError for a model that transformers cannot build from its config.json, or run.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._path = config.path
-        folder = model_folder(config.path, SIZES, revision=config.revision)
+    def __init__(self, config: ModelConfig, key: str = "model.path") -> None:
+        """`key` is the setting that names the model."""
+        self._named = f"{key}={config.path}"
+        folder = model_folder(config.path, SIZES, revision=config.revision, key=key)
         dtype = getattr(torch, config.dtype)
         self.model: PreTrainedModel = self._traced(
             lambda: empty_model(AutoConfig.from_pretrained(folder), dtype, config.lora)
@@ -430,6 +466,14 @@ class Sizes:
     def largest_weight(self) -> int:
         """Bytes of the largest weight: the embedding of a small model."""
         return max(p.numel() * p.element_size() for p in self.model.parameters())
+
+    @cached_property
+    def gathered(self) -> int:
+        """Bytes of sharded weights that a weight sync gathers at once: a layer, or embeddings."""
+        layers = sharding.layers(self.model)
+        inside = {id(p) for layer in layers for p in layer.parameters()}
+        outside = (p.nbytes for p in self.model.parameters() if id(p) not in inside)
+        return max(*map(weight_bytes, layers), *outside, 0)
 
     @property
     def itemsize(self) -> int:
@@ -482,6 +526,6 @@ class Sizes:
         except Exception as error:
             first = str(error).partition("\n")[0]
             raise ConfigError(
-                f"model.path={self._path}: cannot be planned from its config.json: "
+                f"{self._named}: cannot be planned from its config.json: "
                 f"{type(error).__name__}: {first}"
             ) from error

@@ -52,11 +52,11 @@ class Planner:
         self.config, self.machine, self.prompt_tokens = config, machine, prompt_tokens
         self._sizes: dict[str, Sizes] = {}
 
-    def sizes(self, model: ModelConfig) -> Sizes:
-        """Return a model's sizes; each model is traced once."""
-        if (key := repr(model)) not in self._sizes:
-            self._sizes[key] = Sizes(model)
-        return self._sizes[key]
+    def sizes(self, model: ModelConfig, key: str = "model.path") -> Sizes:
+        """Return the sizes of the model that `key` names; each model is traced once."""
+        if (settings := repr(model)) not in self._sizes:
+            self._sizes[settings] = Sizes(model, key)
+        return self._sizes[settings]
 
     def estimate(self, changes: Iterable[Change] = ()) -> MemoryEstimate:
         """Estimate the run with these settings changed."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from agenttrain.commands.plan.estimate import GIB, RESERVE, MemoryEstimate, Sizes
-from agenttrain.engines.memory import EngineLoad, When
+from agenttrain.commands.plan.estimate import GIB, RESERVE, MemoryEstimate, Sizes, copied
+from agenttrain.engines.memory import EngineLoad, EngineMemory, When
 from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.role_checks import fleets
@@ -83,22 +83,33 @@ def trainers_of(config: RunConfig, devices: int | None) -> int | None:
 
     Raises ConfigError if none is left.
     """
-    started = fleets(config, "train")
-    if devices is None or not started:
+    started, copy = fleets(config, "train"), copied(config)
+    if devices is None or not (started or copy):
         return devices
-    taken = sum(servers.gpu_count for servers in started.values())
+    single = config.distributed.name is DistributedName.single
+    if copy and single and devices == 1 and not started:
+        return 1  # which they share
+    taken = sum(servers.gpu_count for servers in started.values()) + copy
     if taken >= devices:
         parts = " + ".join(
-            f"{key}.count={servers.count} x "
-            f"{key}.tensor_parallel_size={servers.tensor_parallel_size}"
-            for key, servers in started.items()
+            [
+                f"{key}.count={servers.count} x "
+                f"{key}.tensor_parallel_size={servers.tensor_parallel_size}"
+                for key, servers in started.items()
+            ]
+            + ["the copy of the policy in the rollout process"] * copy
         )
         raise ConfigError(
             f"--devices {devices}: {parts} take {taken} GPUs and leave none to the trainer; lower "
             "one of them"
         )
-    single = config.distributed.name is DistributedName.single
     return 1 if single else devices - taken
+
+
+def most(memory: EngineMemory) -> int:
+    """Return the bytes of a GPU of its own at the moment that takes most."""
+    own = [one for one in memory.items if not one.on_host]
+    return max(sum(one.bytes for one in own if when in one.when) for when in When) + RESERVE
 
 
 def plan_servers(
@@ -106,10 +117,10 @@ def plan_servers(
 ) -> FleetPlan | None:
     """Return the plan of the servers' GPUs; None: the run has no servers with GPUs."""
     spec, servers, load = spec_of(config.engine), config.servers, memory.load
-    if spec.server_memory is None or memory.machine.kind == "cpu":
+    if not spec.fleet or memory.machine.kind == "cpu":
         return None
     engine_load = EngineLoad(
-        rows=min(config.engine.max_rows, ceil(load.rows * load.devices / servers.count)),
+        rows=min(config.engine.max_rows, ceil(load.in_flight / servers.count)),
         prompt=load.prompt,
         sampled=load.sampled,
         limit=load.limit,
@@ -124,7 +135,7 @@ def plan_servers(
         assert spec.server_memory is not None
         found = spec.server_memory(config.engine, engine_load, sizes, gpus)
         parts = found.items
-        size = max(sum(one.bytes for one in parts if when in one.when) for when in When) + RESERVE
+        size = most(found)
         cache = next((one.bytes for one in parts if one.name == "keys and values"), 0)
         limit = memory.machine.memory
         short = found.room is not None and found.room.missing > 0

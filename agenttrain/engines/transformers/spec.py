@@ -45,32 +45,46 @@ def check_model(settings: TransformersSettings, model: Any) -> None:
 
 def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
     """Estimate the keys and values, and the copy of weights that are divided among processes."""
-    from agenttrain.engines.transformers.cache import final_capacity
-
     items = []
     if load.sharded:
-        why = "one weight whole, for the engine's copy"
-        items.append(
-            MemoryItem(name="weight", bytes=sizes.largest_weight, why=why, when=(When.sync,))
-        )
+        why = "a layer whole, for the engine's copy"
+        bytes_ = sizes.gathered
+        items.append(MemoryItem(name="layer", bytes=bytes_, why=why, when=(When.sync,)))
         why = "engine=transformers samples from weights that are whole"
         items.append(MemoryItem(name="engine's weights", bytes=sizes.weights, why=why))
-    tokens = final_capacity(load.prompt, load.sampled, load.limit)
-    grown = f", in rows that grew to {tokens:,}" if tokens > load.sampled else ""
-    items.append(
-        MemoryItem(
-            name="keys and values",
-            bytes=(load.rows * tokens + 1) * sizes.token_cache,  # one slot takes the padding
-            why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{grown}, "
-            f"{sizes.token_cache:,} bytes each",
-        )
-    )
+    items.append(_keys_and_values(load, sizes))
     rows, fewer = min(settings.max_rows, load.rows), []
     while rows // 2 >= FEWEST_ROWS:
         rows //= 2
         fewer.append(rows)
     savings = (*shorter_context(settings.max_context, load), ("max_rows", fewer))
     return EngineMemory(items=tuple(items), savings=savings)
+
+
+def copy_memory(
+    settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes, gpus: int
+) -> EngineMemory:
+    """Estimate the copy of the policy in the rollout process, which one GPU holds."""
+    why = "the rollout process has a copy of the policy"
+    own = MemoryItem(name="engine's weights", bytes=sizes.weights, why=why)
+    why = "new weights, read whole from their files before they are loaded"
+    new = MemoryItem(
+        name="new weights", bytes=sizes.weights, why=why, when=(When.sync,), on_host=load.on_gpu
+    )
+    return EngineMemory(items=(own, _keys_and_values(load, sizes), new))
+
+
+def _keys_and_values(load: EngineLoad, sizes: ModelSizes) -> MemoryItem:
+    from agenttrain.engines.transformers.cache import final_capacity
+
+    tokens = final_capacity(load.prompt, load.sampled, load.limit)
+    grown = f", in rows that grew to {tokens:,}" if tokens > load.sampled else ""
+    return MemoryItem(
+        name="keys and values",
+        bytes=(load.rows * tokens + 1) * sizes.token_cache,  # one slot takes the padding
+        why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{grown}, "
+        f"{sizes.token_cache:,} bytes each",
+    )
 
 
 SPEC = EngineSpec(
@@ -84,6 +98,7 @@ SPEC = EngineSpec(
         settings=TransformersSettings,
         build=build_apart,
         check_model=check_model,
+        server_memory=copy_memory,
         own_weights=True,
         standalone=True,
         deterministic=True,

@@ -96,9 +96,13 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
         items.append(MemoryItem(name="engine's graphs", bytes=kept, why=why))
     # Under adapters a sleeping engine forgets its weights, which are sent again when it wakes.
     if not load.adapters or settings.merge_adapters or settings.sleep:
-        largest = sizes.largest_weight * itemsize // sizes.itemsize
-        why = "the largest weight: gathered, cast, and as vLLM lays it out"
-        items.append(MemoryItem(name="sync", bytes=SYNCED * largest, why=why, when=(When.sync,)))
+        synced, why = SYNCED * sizes.largest_weight, "the largest weight: gathered, cast"
+        if load.sharded:
+            synced += sizes.gathered - sizes.largest_weight
+            why = "a layer, gathered, and its largest weight, cast"
+        synced = synced * itemsize // sizes.itemsize
+        why += ", and as vLLM lays it out"
+        items.append(MemoryItem(name="sync", bytes=synced, why=why, when=(When.sync,)))
     if by > 1:
         why = "a copy, and one in /dev/shm for the engine's workers"
         items.append(

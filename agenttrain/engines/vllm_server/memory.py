@@ -5,12 +5,12 @@ A server is vLLM with the GPU to itself; its parts are those of vLLM in the trai
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from agenttrain.engines.memory import EngineLoad, EngineMemory, MemoryItem, ModelSizes, When
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.memory import memory as vllm_memory
-from agenttrain.engines.vllm_server.config import VllmServerSettings
+from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.local import VERSIONS
 
 
@@ -47,3 +47,11 @@ def server_memory(
     found = vllm_memory(vllm, load, sizes)
     # Weights reach a server's workers through the files, which are counted with the trainer.
     return replace(found, items=tuple(one for one in found.items if not one.on_host), savings=())
+
+
+def role_memory(role: RoleConfig, load: EngineLoad, sizes: ModelSizes, gpus: int) -> EngineMemory:
+    """Estimate what a server of a role takes of each of its `gpus`; its weights do not change."""
+    own = {one.name: getattr(role, one.name) for one in fields(OneServer)}
+    settings = VllmServerSettings(max_context=role.max_context, **own)
+    found = server_memory(settings, load, sizes, gpus)
+    return replace(found, items=tuple(one for one in found.items if one.when != (When.sync,)))

@@ -1,0 +1,123 @@
+"""Gathering of sharded weights: those of a decoder layer by one collective call.
+
+A weight is a matrix of rows, of which each process has some. The parts of a layer's weights lie one
+after the other in a buffer, and the buffers of all processes are gathered on the device that
+computes, also if the parts are kept in host memory. So a gather holds one layer, and there are as
+many as layers; weights outside of the layers, such as the embeddings, are gathered alone.
+
+    process 0   | rows 0-1 of q_proj | rows 0-1 of k_proj | …
+    process 1   | rows 2-3 of q_proj | rows 2-3 of k_proj | …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from math import ceil, prod
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from agenttrain.training.sharding import full_tensor, is_sharded, layers
+
+ALIGNMENT = 16
+"""Each part begins at a multiple of these bytes, so that any number format can be viewed there."""
+
+
+def gather_by_layer(
+    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full weights with their names in `model`; all processes iterate together.
+
+    `weights` are in the model's order, one layer after the other. A weight that is not sharded is
+    yielded as it is.
+    """
+    if not is_sharded(model):
+        yield from weights
+        return
+    inside = set(map(id, layers(model)))
+    prefixes = {name for name, module in model.named_modules() if id(module) in inside}
+
+    def layer_of(named: tuple[str, Tensor]) -> str:
+        parts = named[0].split(".")
+        owners = (".".join(parts[:count]) for count in range(1, len(parts)))
+        return next((owner for owner in owners if owner in prefixes), named[0])
+
+    for _, of_layer in groupby(weights, key=layer_of):
+        names, tensors = map(list, zip(*of_layer, strict=True))
+        full = gather(tensors)
+        del tensors
+        for name in names:
+            yield name, next(full)
+
+
+class PackedPart(NamedTuple):
+    """Place of a tensor's part in the buffer of each process."""
+
+    shape: torch.Size
+    """Of the full tensor."""
+    dtype: torch.dtype
+    rows: int
+    """Rows of the largest part."""
+    offset: int
+    size: int
+    """Bytes of the largest part."""
+
+
+def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the full tensors, gathered by one collective call of all processes.
+
+    Tensors that are not sharded by rows need none, or one of their own.
+    """
+    by_rows = [tensor for tensor in tensors if _by_rows(tensor)]
+    places, total = _places(by_rows)
+    full = _gathered(by_rows, places, total) if by_rows else None
+    others = [tensor for tensor in tensors if not _by_rows(tensor)]
+    alone = [not _by_rows(tensor) for tensor in tensors]
+    del tensors, by_rows  # parts that were cast, and are in the buffer now
+    of_rows, of_others = iter(places), iter(others)
+    for is_alone in alone:
+        if is_alone or full is None:
+            yield full_tensor(next(of_others))
+            continue
+        place = next(of_rows)
+        parts = full[:, place.offset : place.offset + place.size].view(place.dtype)
+        # A copy, unless the tensor is alone in the buffer.
+        yield parts.reshape(len(full) * place.rows, *place.shape[1:])[: place.shape[0]]
+
+
+def _by_rows(tensor: Tensor) -> TypeGuard[DTensor]:
+    if not isinstance(tensor, DTensor):
+        return False
+    *others, last = tensor.placements
+    return last.is_shard(0) and all(placement.is_replicate() for placement in others)
+
+
+def _places(tensors: Sequence[DTensor]) -> tuple[list[PackedPart], int]:
+    """Return the place of each tensor in the buffer, and the bytes of the buffer."""
+    places, offset = [], 0
+    for tensor in tensors:
+        rows = ceil(tensor.shape[0] / tensor.device_mesh.size(tensor.device_mesh.ndim - 1))
+        size = rows * prod(tensor.shape[1:]) * tensor.dtype.itemsize
+        places.append(PackedPart(tensor.shape, tensor.dtype, rows, offset, size))
+        offset += ceil(size / ALIGNMENT) * ALIGNMENT
+    return places, offset
+
+
+def _gathered(tensors: Sequence[DTensor], places: Sequence[PackedPart], total: int) -> Tensor:
+    """Return the buffers of all processes, [processes, bytes], on the device that computes."""
+    mesh = tensors[0].device_mesh
+    group = mesh.get_group(mesh.ndim - 1)
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    full = torch.empty(count * total, dtype=torch.uint8, device=mesh.device_type)
+    own = full[rank * total : (rank + 1) * total]
+    for tensor, place in zip(tensors, places, strict=True):
+        part: Any = tensor.to_local()
+        target = own[place.offset : place.offset + part.nbytes].view(part.dtype)
+        target.view(part.shape).copy_(part, non_blocking=True)
+    dist.all_gather_into_tensor(full, own, group=group)
+    return full.view(count, total)
