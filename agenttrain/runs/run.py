@@ -46,7 +46,7 @@ from agenttrain.runs.sources import recorded_source, sampled_source
 from agenttrain.runs.teacher import make_teacher, teacher_prompt
 from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.command_line import resuming
-from agenttrain.settings.engine_checks import has_rollout_process
+from agenttrain.settings.engine_checks import has_rollout_process, run_spec
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
 from agenttrain.tools.config import without_password
@@ -486,7 +486,8 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     )
     engine: Engine | None = None
     if rollouts is not None:
-        engine = await remote_engine(rollouts, config.model.dtype)
+        sender = run_spec(config).sender
+        engine = await remote_engine(rollouts, config.model.dtype, sender)
     elif not supervised:
         engine = make_engine(config, policy, run.folder)
         stack.push_async_callback(engine.aclose)

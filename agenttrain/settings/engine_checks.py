@@ -96,6 +96,7 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         lora_rank=config.model.lora.rank,
         transport=config.weight_sync.transport,
         mode=config.weight_sync.mode,
+        sync_folder=config.weight_sync.folder,
         distributed=str(config.distributed.name),
         several=several_processes(config.distributed) if several is None else several,
         servers=config.servers,

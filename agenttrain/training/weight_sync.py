@@ -6,7 +6,7 @@ The check is a probe: a text whose log-probabilities the policy and the engine m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -24,6 +24,7 @@ from agenttrain.engines.base import (
     Replicated,
     Separate,
 )
+from agenttrain.engines.broadcast import WeightForm
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
@@ -218,8 +219,9 @@ async def sync(
     adapted = is_adapted(policy.model)
     as_adapters = engine.takes_adapters and adapted
     dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else policy.model.dtype
+    weights: Iterable[tuple[str, Tensor]]
     if not as_adapters:
-        weights = named_weights(policy.model, dtype)
+        weights = PolicyWeights(policy.model, dtype)
     elif isinstance(engine, Forgetful) and engine.lacks_base:
         base = named_weights(policy.model, dtype, merged=False)
         weights = chain(base, adapter_weights(policy.model).items())
@@ -304,6 +306,25 @@ def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[fl
     return logits_TV.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0].tolist()
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyWeights:
+    """The policy's `named_weights`, which every iteration gathers anew: implements `Regathered`."""
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather all weights; all processes do so together."""
+        return named_weights(self.model, self.dtype)
+
+    def forms(self) -> list[WeightForm]:
+        """Return the form of each weight, and gather none."""
+        return [
+            WeightForm(_saved_name(name), tensor.dtype, tuple(tensor.shape))
+            for name, tensor in _own_parts(self.model, self.dtype, merged=False)
+        ]
+
+
 def named_weights(
     model: PreTrainedModel, dtype: torch.dtype | None = None, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
@@ -314,6 +335,19 @@ def named_weights(
     the model keeps in float32 are not. Sharded weights are gathered one at a time, after the cast,
     so every process has to consume the iterator.
     """
+    for name, tensor in _own_parts(model, dtype, merged):
+        yield _saved_name(name), full_tensor(tensor)
+
+
+def _saved_name(name: str) -> str:
+    """Return the name under which transformers saves a weight of a model that has adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def _own_parts(
+    model: PreTrainedModel, dtype: torch.dtype | None, merged: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield this process's part of every weight, by its name in the model, as `named_weights`."""
     in_fp32: set[str] = set()
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         in_fp32.update(getattr(model, attribute, None) or ())
@@ -328,4 +362,4 @@ def named_weights(
             tensor = tensor + adapted.get_delta_weight(ADAPTER).to(tensor.dtype)
         if dtype and tensor.dtype == model.dtype and in_fp32.isdisjoint(name.split(".")):
             tensor = tensor.to(dtype)
-        yield name.replace(".base_layer.", "."), full_tensor(tensor.detach())
+        yield name, tensor.detach()

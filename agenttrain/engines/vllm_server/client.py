@@ -80,6 +80,7 @@ class ServerClient:
         """Tokens of the prompts so far, and those that the server had in its prefix cache."""
         self.paused_s = 0.0
         """Seconds for which the last update paused the server."""
+        self._paused_at = 0.0
         self.url = url
         self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         """Headers of every request."""
@@ -230,19 +231,47 @@ class ServerClient:
         mixture, or be paused: it has to be killed.
         """
         await self._verified(folder, digest)
-        pause, clear = PAUSES[mode]
-        begun = time.monotonic()
-        await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
+        await self.pause(mode)
         if first:
-            await self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
+            await self.open_transfer({})
+        await self.start_update()
+        await self.update_weights({"folder": folder, "digest": digest})
+        await self.finish_update(version)
+
+    async def pause(self, mode: WeightSyncMode) -> None:
+        """Have the requests in flight end or wait, and new ones wait."""
+        pause, clear = PAUSES[mode]
+        self._paused_at = time.monotonic()
+        await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
+
+    async def open_transfer(self, info: Mapping[str, Any]) -> None:
+        """Open the workers' end of the weight transfer."""
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
+
+    async def close_transfer(self) -> None:
+        """Close it; one that is not open stays as it is."""
+        await self._call("POST", "/shutdown_weight_transfer_engine")
+
+    async def start_update(self) -> None:
+        """Open the model for new weights."""
         await self._call("POST", "/start_weight_update")
-        update = {"folder": folder, "digest": digest}
-        await self._call("POST", "/update_weights", {"update_info": update})
-        await self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """Have the workers take the weights that `info` describes."""
+        await self._call("POST", "/update_weights", {"update_info": info})
+
+    async def end_update(self, version: int | None = None) -> None:
+        """Close the model, whose weights get the label of a version if there is one."""
+        label = None if version is None else str(version)
+        await self._call("POST", "/finish_weight_update", {"weight_version": label})
+
+    async def finish_update(self, version: int) -> None:
+        """Close the model with new weights, check their label, and sample with them."""
+        await self.end_update(version)
         if (label := await self.weight_version()) != str(version):
             raise ServerFailed(f"its weights are labelled {label!r} after an update to {version}")
         await self._call("POST", "/resume")
-        self.paused_s = time.monotonic() - begun
+        self.paused_s = time.monotonic() - self._paused_at
 
     async def _verified(self, folder: str, digest: str) -> None:
         """Have every worker verify files; raises ServerFailed for damaged ones."""
