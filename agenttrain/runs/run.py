@@ -46,7 +46,7 @@ from agenttrain.runs.sources import recorded_source, sampled_source
 from agenttrain.runs.teacher import make_teacher, teacher_prompt
 from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.command_line import resuming
-from agenttrain.settings.engine_checks import has_rollout_process, run_spec
+from agenttrain.settings.engine_checks import broadcast_note, has_rollout_process, run_spec
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
 from agenttrain.tools.config import without_password
@@ -229,8 +229,9 @@ class Run:
         for note in components.tasks.notes:
             print(note, flush=True)
         if self.verb == "train":
-            for text in filter(None, (sampling_note(self.config), async_note(self.config))):
-                print(text, flush=True)
+            for note_of in (sampling_note, async_note, broadcast_note):
+                if text := note_of(self.config):
+                    print(text, flush=True)
         return components
 
     async def _train(self, components: Components) -> None:

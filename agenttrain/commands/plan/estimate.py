@@ -24,7 +24,7 @@ from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding
-from agenttrain.training.config import Init, LoraSettings, ModelConfig
+from agenttrain.training.config import Init, LoraSettings, ModelConfig, Transport
 from agenttrain.training.footprint import (
     LAYER_GRADIENTS,
     Saved,
@@ -163,6 +163,7 @@ def estimate(
         taken=0 if on_gpu else sizes.weights + PYTHON_ON_CPU,
         sharded=config.distributed.name is DistributedName.fsdp2,
         adapters=config.model.lora.rank > 0,
+        broadcast=config.weight_sync.transport is Transport.nccl,
     )
     try:
         engine = spec_of(config.engine).memory(config.engine, engine_load, sizes)

@@ -12,12 +12,15 @@ from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.memory import memory as vllm_memory
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.local import VERSIONS
+from agenttrain.engines.vllm_server.nccl_transport import BUFFER_BYTES
 
 
 def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
-    """Estimate what the servers take of the trainer's process: the files of the weights."""
+    """Estimate what the servers take of the trainer's process: the weights on their way."""
     if load.adapters:
         return EngineMemory()
+    if load.broadcast:
+        return EngineMemory(items=(_buffers(sizes, copies=3),))
     why = f"files of {VERSIONS - 1} versions and one being written, for the servers (/dev/shm)"
     files = MemoryItem(
         name="weight files",
@@ -46,4 +49,17 @@ def server_memory(
     )
     found = vllm_memory(vllm, load, sizes)
     # Weights reach a server's workers through the files, which are counted with the trainer.
-    return replace(found, items=tuple(one for one in found.items if not one.on_host), savings=())
+    items = tuple(one for one in found.items if not one.on_host)
+    if load.broadcast:
+        items += (_buffers(sizes, copies=2),)
+    return replace(found, items=items, savings=())
+
+
+def _buffers(sizes: ModelSizes, copies: int) -> MemoryItem:
+    """Return the packed weights that a broadcast holds: two, and in the trainer their parts."""
+    return MemoryItem(
+        name="broadcast buffers",
+        bytes=copies * max(BUFFER_BYTES, sizes.largest_weight),
+        why="packed weights on their way: by vLLM's source, never measured",
+        when=(When.sync,),
+    )

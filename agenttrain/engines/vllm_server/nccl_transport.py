@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 BACKEND = "nccl"
 BROADCAST_S = 300.0
 """Longest time for a broadcast: processes that gather along give up after 600 s."""
+BUFFER_BYTES = 1 << 28
+"""Bytes of weights from which on they are sent: servers have little memory beside their caches."""
 GRACE_S = 10.0
 """Seconds that a server has to answer after a broadcast has failed."""
 
@@ -63,7 +65,13 @@ def join_group(address: str, port: int, ranks: int, client: FanOut, source: OneP
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=ranks, rank=0)
+    info = NCCLTrainerInitInfo(
+        master_address=address,
+        master_port=port,
+        world_size=ranks,
+        packed_buffer_size_bytes=BUFFER_BYTES,
+        rank=0,
+    )
     transfer: Transfer = WeightTransferTrainerFactory.trainer_init(
         info, client=client, source=source
     )
