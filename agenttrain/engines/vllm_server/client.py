@@ -75,7 +75,9 @@ class ServerFacts:
 class ServerClient:
     """Calls one server; each method raises ServerFailed if the server is at fault."""
 
-    def __init__(self, url: str, token: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, token: str, *, timeout_s: float, keep: bool = True) -> None:
+        """`keep`: keep connections between calls; after an answer 500 vLLM's server may close one
+        that the next call is sent over."""
         self.prompt_tokens = self.cached_tokens = 0
         """Tokens of the prompts so far, and those that the server had in its prefix cache."""
         self.paused_s = 0.0
@@ -84,6 +86,7 @@ class ServerClient:
         self.url = url
         self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         """Headers of every request."""
+        self._keep = keep
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         # aiohttp, as its work for a request does not grow with the connections: httpx takes 2.5 ms
         # of CPU for one among 64 at once. A session belongs to an event loop.
@@ -313,7 +316,11 @@ class ServerClient:
             raise ServerFailed(f"{route}: the client was closed")
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+                connector=aiohttp.TCPConnector(
+                    limit=0,
+                    keepalive_timeout=KEPT_S if self._keep else None,
+                    force_close=not self._keep,
+                ),
                 headers=self.headers,
                 timeout=self._timeout,
             )

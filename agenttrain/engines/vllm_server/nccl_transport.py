@@ -133,7 +133,7 @@ class FanOut:
         self._audience = audience
         self._loop = asyncio.get_running_loop()
         self._clients = {
-            one: ServerClient(one.url, one.token, timeout_s=audience.pause_s)
+            one: ServerClient(one.url, one.token, timeout_s=audience.pause_s, keep=False)
             for one in audience.receivers
         }
         self._calls: dict[asyncio.Task[None], Receiver] = {}
