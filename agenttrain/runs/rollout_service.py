@@ -227,7 +227,8 @@ class RolloutService:
             case SyncEnd():
                 return await self._sync(request.version, request.files)
             case Assemble():
-                return await self._broadcasts.assemble(request.version)
+                assert isinstance(self._engine, Broadcasts), "Ready says so"
+                return await self._engine.assemble(request.version)
             case Settle():
                 return await self._settle(request.result)
             case Verify():
@@ -296,14 +297,10 @@ class RolloutService:
         if self._queue is not None and self._queue.begun:
             self._queue.admit(version)
 
-    @property
-    def _broadcasts(self) -> Broadcasts:
-        assert isinstance(self._engine, Broadcasts), "the trainer was told so"
-        return self._engine
-
     async def _settle(self, result: BroadcastResult) -> bool:
         """End a broadcast; with weights that have arrived, more groups may be sampled."""
-        arrived = await self._broadcasts.settle(result)
+        assert isinstance(self._engine, Broadcasts), "Ready says so"
+        arrived = await self._engine.settle(result)
         if arrived and self._queue is not None and self._queue.begun:
             self._queue.admit(result.version)
         return arrived

@@ -320,7 +320,7 @@ class PolicyWeights:
     def forms(self) -> list[WeightForm]:
         """Return the form of each weight, and gather none."""
         return [
-            WeightForm(_saved_name(name), tensor.dtype, tuple(tensor.shape))
+            WeightForm(name.replace(".base_layer.", "."), tensor.dtype, tuple(tensor.shape))
             for name, tensor in _own_parts(self.model, self.dtype, merged=False)
         ]
 
@@ -336,12 +336,7 @@ def named_weights(
     so every process has to consume the iterator.
     """
     for name, tensor in _own_parts(model, dtype, merged):
-        yield _saved_name(name), full_tensor(tensor)
-
-
-def _saved_name(name: str) -> str:
-    """Return the name under which transformers saves a weight of a model that has adapters."""
-    return name.replace(".base_layer.", ".")
+        yield name.replace(".base_layer.", "."), full_tensor(tensor)
 
 
 def _own_parts(

@@ -211,6 +211,9 @@ def test_a_server_whose_update_has_failed_can_be_closed(server: Any) -> None:
         client = fan._clients[receiver]
         expected = policy_logprobs(policy, TEXT)
 
+        async def leave() -> None:
+            await client._call("POST", "/shutdown_weight_transfer_engine")
+
         async def gap() -> float:
             await client._call("POST", "/resume")
             scores = await client.score(TEXT, salt="a")
@@ -219,17 +222,17 @@ def test_a_server_whose_update_has_failed_can_be_closed(server: Any) -> None:
         # Nobody has begun: its model is closed, and there is nothing to leave.
         await fan.pause({receiver})
         assert fan.receivers == (receiver,)
-        await client.close_transfer()
+        await leave()
         assert await gap() < 1e-4
         # An update has begun; a second one and leaving the group are refused.
         await fan.pause(set())
         await client.start_update()
-        for refused in (client.start_update, client.close_transfer):
+        for refused in (client.start_update, leave):
             with pytest.raises(ServerFailed) as caught:
                 await refused()
             assert caught.value.status == 500
         await fan.pause({receiver})
-        await client.close_transfer()
+        await leave()
         assert await gap() < 1e-4
         # An update has failed.
         await fan.pause(set())
@@ -240,12 +243,12 @@ def test_a_server_whose_update_has_failed_can_be_closed(server: Any) -> None:
         assert caught.value.status == 500
         await fan.pause({receiver})
         assert fan.receivers == (receiver,) and not fan.failures
-        await client.close_transfer()
+        await leave()
         assert await gap() < 1e-4
         # Without a GPU no group comes about; the server answers.
         group = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
         with pytest.raises(ServerFailed) as caught:
-            await client.open_transfer({**group, "rank_offset": 1, "packed": True})
+            await client.join({**group, "rank_offset": 1, "packed": True})
         assert caught.value.status == 500
         await fan.pause({receiver})
         assert await gap() < 1e-4

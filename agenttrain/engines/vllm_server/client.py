@@ -236,24 +236,30 @@ class ServerClient:
         await self._verified(folder, digest)
         await self.pause(mode)
         if first:
-            await self.open_transfer({})
+            await self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
         await self.start_update()
         await self.update_weights({"folder": folder, "digest": digest})
         await self.finish_update(version)
 
-    async def pause(self, mode: WeightSyncMode) -> None:
-        """Have the requests in flight end or wait, and new ones wait."""
+    async def pause(self, mode: WeightSyncMode, *, close: bool = False) -> None:
+        """Have the requests in flight end or wait, and new ones wait.
+
+        `close`: close a model that an update has left open.
+        """
         pause, clear = PAUSES[mode]
         self._paused_at = time.monotonic()
         await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
+        if close:
+            try:
+                await self.end_update()
+            except ServerFailed:  # an update that failed has ended, with the model half open
+                await self.start_update()
+                await self.end_update()
 
-    async def open_transfer(self, info: Mapping[str, Any]) -> None:
-        """Open the workers' end of the weight transfer."""
-        await self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
-
-    async def close_transfer(self) -> None:
-        """Close it; one that is not open stays as it is."""
+    async def join(self, info: Mapping[str, Any]) -> None:
+        """Have the workers leave their group, if they are in one, and join another."""
         await self._call("POST", "/shutdown_weight_transfer_engine")
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     async def start_update(self) -> None:
         """Open the model for new weights."""

@@ -7,7 +7,6 @@ server along. `VllmServerEngine` sends weights by files, `BroadcastEngine` from 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -41,7 +40,7 @@ class ServedForm:
     """They have a tokenizer, which grammars need."""
 
 
-class ServerEngine(ABC, Generic[F]):
+class ServerEngine(Generic[F]):
     """The part of an `Engine` over a `Fleet` that does not depend on the way of the weights."""
 
     def __init__(self, fleet: F, servers: Servers, form: ServedForm) -> None:
@@ -89,10 +88,6 @@ class ServerEngine(ABC, Generic[F]):
         A server's prefix cache evicts what was not used for the longest.
         """
         self.fleet.release(session)
-
-    @abstractmethod
-    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Implement `Engine.update`; nothing is sampled until `verify` has passed."""
 
     async def verify(
         self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]

@@ -58,6 +58,8 @@ class Transfer(Protocol):
 
 Join = Callable[[str, int, int, "FanOut", "OnePass"], Transfer]
 """Makes a group, by address and port of this process and the number of ranks."""
+Call = Callable[[Receiver, ServerClient], Coroutine[Any, Any, None]]
+"""A call of one server."""
 
 
 def join_group(address: str, port: int, ranks: int, client: FanOut, source: OnePass) -> Transfer:
@@ -141,25 +143,13 @@ class FanOut:
         self._received: set[Receiver] = set()
         self._loaded: set[Receiver] = set()
 
-    @property
-    def ranks(self) -> int:
-        """Ranks of the group: the trainer, and every worker."""
-        return 1 + sum(one.workers for one in self.receivers)
-
     async def pause(self, unfinished: set[Receiver]) -> None:
         """Pause the servers, and close the models of `unfinished` ones; those that fail are out."""
-
-        async def pause(receiver: Receiver, client: ServerClient) -> None:
-            await client.pause(self._audience.mode)
-            if receiver in unfinished:
-                try:
-                    await client.end_update()
-                except ServerFailed:  # an update that failed has ended, with the model half open
-                    await client.start_update()
-                    await client.end_update()
-
+        mode = self._audience.mode
         with suppress(ServerFailed):
-            await self._each(pause, wait=True)
+            await self._each(
+                lambda one, client: client.pause(mode, close=one in unfinished), wait=True
+            )
         self.receivers = self._paused = tuple(
             one for one in self.receivers if one not in self.failures
         )
@@ -168,49 +158,31 @@ class FanOut:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have all workers join the group, each server's from its own rank on."""
         offsets = accumulate((one.workers for one in self.receivers), initial=1)
-        offset_of = dict(zip(self.receivers, offsets, strict=False))
-
-        async def join(receiver: Receiver, client: ServerClient) -> None:
-            await client.close_transfer()
-            await client.open_transfer({**init_info, "rank_offset": offset_of[receiver]})
-
-        self._run(join)
+        rank_of = dict(zip(self.receivers, offsets, strict=False))
+        self._run(lambda one, client: client.join({**init_info, "rank_offset": rank_of[one]}))
 
     def start_weight_update(self) -> None:
         """Open the models of all servers."""
-
-        async def start(receiver: Receiver, client: ServerClient) -> None:
-            await client.start_update()
-
-        self._run(start)
+        self._run(lambda one, client: client.start_update())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Have all workers receive the broadcast."""
-
-        async def update(receiver: Receiver, client: ServerClient) -> None:
-            await client.update_weights(update_info)
-            self._received.add(receiver)
-
-        self._run(update)
+        self._run(lambda one, client: client.update_weights(update_info), self._received)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Close the models, label them with the version, and let them sample."""
-        self._run(self._finish)
+        self._run(lambda one, client: client.finish_update(self.version), self._loaded)
 
-    async def _finish(self, receiver: Receiver, client: ServerClient) -> None:
-        await client.finish_update(self.version)
-        self._loaded.add(receiver)
-
-    def _run(self, call: Callable[[Receiver, ServerClient], Coroutine[Any, Any, None]]) -> None:
-        asyncio.run_coroutine_threadsafe(self._each(call), self._loop).result()
+    def _run(self, call: Call, done: set[Receiver] | None = None) -> None:
+        asyncio.run_coroutine_threadsafe(self._each(call, done), self._loop).result()
 
     async def _each(
-        self,
-        call: Callable[[Receiver, ServerClient], Coroutine[Any, Any, None]],
-        *,
-        wait: bool = False,
+        self, call: Call, done: set[Receiver] | None = None, *, wait: bool = False
     ) -> None:
-        """Call all servers; raise the first failure, and `wait` before that for the others."""
+        """Call all servers, and add those that have answered well to `done`.
+
+        Raise the first failure at once, or `wait` before that for the others.
+        """
 
         async def one(receiver: Receiver) -> None:
             try:
@@ -219,6 +191,8 @@ class FanOut:
                 self.failures[receiver] = error
                 self.failed.set()
                 raise
+            if done is not None:
+                done.add(receiver)
 
         calls = {asyncio.create_task(one(receiver)): receiver for receiver in self.receivers}
         self._calls |= calls
@@ -245,7 +219,9 @@ class FanOut:
         self.receivers = tuple(one for one in ready if one not in self.failures)
         with suppress(ServerFailed, TimeoutError):
             async with asyncio.timeout(GRACE_S):
-                await self._each(self._finish, wait=True)
+                await self._each(
+                    lambda one, client: client.finish_update(self.version), self._loaded, wait=True
+                )
 
     def result(self, unfinished: set[Receiver]) -> tuple[BroadcastResult, set[Receiver]]:
         """Return the result, and the servers that can be met again with an update unfinished.
@@ -345,7 +321,8 @@ class NcclSender:
             address = address_towards([one.url for one in fan.receivers])
             with socket.create_server((address, 0)) as free:
                 port: int = free.getsockname()[1]
-            transfer = self._join(address, port, fan.ranks, fan, source)
+            ranks = 1 + sum(one.workers for one in fan.receivers)
+            transfer = self._join(address, port, ranks, fan, source)
             with self._lock:
                 if not source.given_up:
                     self._transfer, self._members = transfer, fan.receivers

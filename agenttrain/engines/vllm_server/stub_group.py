@@ -125,10 +125,14 @@ class StubWorkers:
 
     async def join(self, info: Mapping[str, Any], count: int) -> None:
         """Enter a group with so many ranks, from `rank_offset` on."""
+        place = info["master_address"], info["master_port"]
         for number in range(count):
-            stream = await _connect(info["master_address"], info["master_port"])
-            stream[1].write((info["rank_offset"] + number).to_bytes(NUMBER))
-            self._streams.append(stream)
+            async with asyncio.timeout(JOIN_S):
+                while len(self._streams) == number:
+                    with suppress(ConnectionRefusedError):  # rank 0 may come later
+                        self._streams.append(await asyncio.open_connection(*place))
+                    await asyncio.sleep(LOOK_S)
+            self._streams[number][1].write((info["rank_offset"] + number).to_bytes(NUMBER))
 
     async def receive(self, info: Mapping[str, Any]) -> dict[str, bytes]:
         """Return the bytes of each tensor. Raises EOFError if the group is destroyed."""
@@ -145,15 +149,6 @@ class StubWorkers:
         for _, writer in self._streams:
             writer.close()
         self._streams.clear()
-
-
-async def _connect(address: str, port: int) -> Stream:
-    """Connect to rank 0, which may come later."""
-    async with asyncio.timeout(JOIN_S):
-        while True:
-            with suppress(ConnectionRefusedError):
-                return await asyncio.open_connection(address, port)
-            await asyncio.sleep(LOOK_S)
 
 
 async def _receive(stream: Stream, size: int) -> bytes:
