@@ -196,6 +196,7 @@ def test_a_server_hangs_in_the_broadcast(tmp_path: Path, monkeypatch: pytest.Mon
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_servers_that_answer_and_have_not_loaded(tmp_path: Path) -> None:
     """One such answer is forgiven, as others break a broadcast too; two are not."""
 
