@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from agenttrain.engines.base import EngineError
-from agenttrain.engines.broadcast import Regathered, WeightForm
+from agenttrain.engines.broadcast import BroadcastResult, Receipt, Regathered, WeightForm
 from agenttrain.engines.vllm_server import nccl_transport
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.engine import BroadcastEngine
@@ -244,6 +244,23 @@ def test_no_server_has_the_weights(tmp_path: Path) -> None:
             # The next sync would have found them.
             await send(engine, 2.0, 1)
             await sample(engine, 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_group_that_never_comes_about(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fleet(tmp_path, count=1, restarts=9) as engine:
+            with pytest.raises(FleetLost) as caught:
+                for _ in range(20):
+                    (receiver,) = (await engine.assemble(0)).receivers
+                    problem = "its workers cannot reach the group"
+                    receipt = Receipt(number=0, boot=receiver.boot, problem=problem)
+                    assert not await engine.settle(BroadcastResult(version=0, receipts=(receipt,)))
+            text = str(caught.value)
+            assert "8 broadcasts of weight update 0 have reached no server" in text
+            assert "server 0: was killed: weight update 0: its workers cannot reach" in text
 
     asyncio.run(main())
 

@@ -13,10 +13,14 @@ from agenttrain.engines.broadcast import Audience, BroadcastResult, Receiver
 from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.vllm_server.fleet import Fleet, FleetLost
 from agenttrain.engines.vllm_server.health import ANSWERING, EXAMINED, Member, MemberState
+from agenttrain.engines.vllm_server.nccl_transport import BROADCAST_S
 from agenttrain.engines.vllm_server.outside import Outside
 from agenttrain.engines.vllm_server.records import ServerRecord
 from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import WeightSyncMode
+
+ATTEMPTS = 8
+"""Broadcasts of one version that may reach nobody."""
 
 
 class BroadcastFleet(Fleet):
@@ -35,10 +39,14 @@ class BroadcastFleet(Fleet):
         where no server has weights."""
         super().__init__(folder, servers, mode, outside)
         self._patience_s = servers.request_s if ahead else 0.0
+        # Without rollouts ahead no request is in flight that a pause would wait for.
+        self._pause_s = servers.request_s if ahead else min(servers.request_s, BROADCAST_S)
         self._stranded: float | None = None
         """Time since which no server has the current weights."""
         self._assembled = False
         """A broadcast goes on."""
+        self._attempts = 0
+        """Broadcasts of this version that have reached nobody."""
 
     async def assemble(self, version: int) -> Audience:
         """Implement `Broadcasts.assemble`; raises FleetLost."""
@@ -65,11 +73,14 @@ class BroadcastFleet(Fleet):
                 for one in receivers
             ),
             mode=self._mode,
-            pause_s=self._servers.request_s,
+            pause_s=self._pause_s,
         )
 
     async def settle(self, result: BroadcastResult) -> bool:
-        """Implement `Broadcasts.settle`; raises FleetLost if outside servers are too few."""
+        """Implement `Broadcasts.settle`.
+
+        Raises FleetLost if outside servers are too few, and after too many attempts.
+        """
         for receipt in result.receipts:
             member = self.members[receipt.number]
             if member.boot != receipt.boot or member.state is not MemberState.syncing:
@@ -80,6 +91,15 @@ class BroadcastFleet(Fleet):
                 member.state, member.version = MemberState.loaded, result.version
                 member.client.paused_s = receipt.paused_s
         arrived = any(one.state is MemberState.loaded for one in self.members)
+        self._attempts = 0 if arrived else self._attempts + 1
+        if self._attempts == ATTEMPTS:
+            texts = [f"{one.name}: {one.reason or one.state}" for one in self.members]
+            raise FleetLost(
+                f"weight_sync.transport=nccl: {ATTEMPTS} broadcasts of weight update "
+                f"{result.version} have reached no server; can the GPUs of the trainer and of the "
+                "servers reach each other? weight_sync.transport=files goes another way\n"
+                + "\n".join(texts)
+            )
         self._stranded, self._assembled = None, not arrived
         self.changed()
         if arrived and self._outside is not None and not self._verified:
