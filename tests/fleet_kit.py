@@ -35,7 +35,9 @@ PATIENCE_S = 300
 """Only a hang takes so long."""
 
 
-def inputs(run: Path, model: Path, **servers: Any) -> EngineInputs:
+def inputs(
+    run: Path, model: Path, transport: Transport = Transport.auto, **servers: Any
+) -> EngineInputs:
     """The parts of a run that a fleet is built from."""
     return EngineInputs(
         policy=None,
@@ -45,7 +47,7 @@ def inputs(run: Path, model: Path, **servers: Any) -> EngineInputs:
         tokenizer=None,
         sync_mode=WeightSyncMode.drain,
         sync_folder=None,
-        transport=Transport.auto,
+        transport=transport,
         servers=ServersConfig(**{"count": 2, "health_s": 0.1, **servers}),
         seed=0,
         on_gpu=False,

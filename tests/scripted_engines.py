@@ -3,6 +3,7 @@
 engine._target_=scripted_engines.SCRIPTED    no weights; answers follow from the request alone
 engine._target_=scripted_engines.SLOW        the same, but each answer takes its own time
 engine._target_=scripted_engines.COPY        samples from weights that each step sends to it
+engine._target_=scripted_engines.BROADCAST   the same, and the trainer sends them as a broadcast
 """
 
 from __future__ import annotations
@@ -12,8 +13,16 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from agenttrain import EngineInputs, EngineSpec
+from agenttrain.engines.broadcast import (
+    Audience,
+    BroadcastResult,
+    Receipt,
+    Receiver,
+    Regathered,
+)
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.engines.transformers.config import TransformersSettings
 
@@ -95,6 +104,57 @@ COPY = EngineSpec(
     standalone=True,
     deterministic=True,
 )
+
+
+class FileSender:
+    """Sends weights by a file; every second version arrives at the second attempt."""
+
+    def __init__(self) -> None:
+        self.failed = -1
+
+    async def pause(self, audience: Audience) -> None:
+        self.audience = audience
+
+    async def send(self, weights: Regathered) -> BroadcastResult:
+        from safetensors.torch import save_file
+
+        version, (receiver,) = self.audience.version, self.audience.receivers
+        tensors = {name: tensor.contiguous().clone() for name, tensor in weights}
+        assert [(one.name, one.dtype) for one in weights.forms()] == [
+            (name, tensor.dtype) for name, tensor in tensors.items()
+        ]
+        if version % 2 and self.failed != version:
+            self.failed = version
+            return BroadcastResult(version=version, receipts=())
+        save_file(tensors, receiver.url)
+        receipt = Receipt(number=receiver.number, boot=receiver.boot)
+        return BroadcastResult(version=version, receipts=(receipt,))
+
+    async def aclose(self) -> None:
+        pass
+
+
+def broadcast_copy(settings: TransformersSettings, inputs: EngineInputs):
+    """A `copy` that takes its weights from a `FileSender`."""
+    from safetensors.torch import load_file
+
+    engine = copy(settings, inputs)
+    file = str(inputs.run_folder / "weights.safetensors")
+
+    async def assemble(version: int) -> Audience:
+        receiver = Receiver(number=0, boot=1, url=file, token="x", workers=1)
+        return Audience(version=version, receivers=(receiver,), mode=inputs.sync_mode, pause_s=60.0)
+
+    async def settle(result: BroadcastResult) -> bool:
+        if result.receipts:
+            await engine.update(load_file(file).items(), result.version)
+        return bool(result.receipts)
+
+    engine.assemble, engine.settle = assemble, settle
+    return engine
+
+
+BROADCAST = replace(COPY, build=broadcast_copy, sender=FileSender)
 
 
 def broken_reward(rollout) -> float:

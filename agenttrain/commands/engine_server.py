@@ -12,6 +12,7 @@ from agenttrain.engines.registry import names_with, spec_of, specs
 from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_new, hydra_session, open_keys
+from agenttrain.settings.machine import Machine, broadcast_problems
 from agenttrain.settings.pinning import fetch
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
@@ -107,11 +108,13 @@ def _alone(typed: FolderCommand) -> int:
         raise ConfigError(
             "servers.count, servers.nodes, servers.admin_urls: this is one server; leave them out"
         )
-    if problems := list(spec.check_machine(config.engine, count_gpus)):
+    machine = Machine(count_gpus)
+    problems = [*spec.check_machine(config.engine, lambda: machine.gpus)]
+    if problems := [*broadcast_problems(config, machine), *problems]:
         raise ConfigError("\n".join(problems))
     fetch(config, "eval")
     folder.mkdir(parents=True, exist_ok=True)
-    inputs = server_inputs(config, folder.resolve(), on_gpu=count_gpus() > 0)
+    inputs = server_inputs(config, folder.resolve(), on_gpu=machine.gpus > 0)
     return spec.serve_alone(config.engine, inputs, host, int(port))
 
 

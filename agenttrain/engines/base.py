@@ -31,7 +31,7 @@ class ImagesRefused(EngineError):
     """Images were sent to an engine that reads token ids alone."""
 
 
-def refuse_images(engine: Engine, images: Sequence[object], session: str) -> None:
+def refuse_images(engine: object, images: Sequence[object], session: str) -> None:
     """Raise ImagesRefused if there are any images, for an engine that cannot read them."""
     if images:
         raise ImagesRefused(

@@ -122,6 +122,8 @@ class EngineLoad:
     """The policy's weights are divided among the processes."""
     adapters: bool
     """The policy has adapters."""
+    broadcast: bool = False
+    """Weights reach servers by weight_sync.transport=nccl."""
 
 
 Saving = tuple[str, Sequence[Any]]

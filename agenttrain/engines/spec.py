@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from agenttrain.engines.base import Engine
+from agenttrain.engines.broadcast import WeightSender
 from agenttrain.engines.config import LEAST_TEMPERATURE, EngineSettings, ServersConfig
 from agenttrain.engines.memory import EngineLoad, EngineMemory, ModelSizes
 from agenttrain.training.config import LoraSettings, Transport, WeightSyncMode
@@ -97,6 +98,8 @@ class RunFacts:
     """weight_sync.transport."""
     mode: WeightSyncMode
     """weight_sync.mode."""
+    sync_folder: str | None
+    """weight_sync.folder."""
     distributed: str
     """distributed.name."""
     several: bool
@@ -168,6 +171,9 @@ class EngineSpec(Generic[S]):
     serve_alone: Callable[[S, EngineInputs, str, int], int] | None = None
     """Run a server for runs of others at a host and a port, until it is stopped; return the exit
     code. Raises ConfigError. None: the engine has no servers."""
+    sender: Callable[[], WeightSender] | None = None
+    """Return the trainer's end of weight_sync.transport=nccl; None: the engine takes weights in no
+    such way."""
     server: Callable[[S, ServedModel], list[str]] | None = None
     """Return the command of the engine's own server of OpenAI's API, which answers `/health` once
     it is ready and completes its answers after a SIGTERM; None: it has none."""

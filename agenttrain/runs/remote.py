@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.engines.base import Engine, EngineError
+from agenttrain.engines.broadcast import Regathered, WeightSender
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
 from agenttrain.evaluation import Evaluation, Evaluator, HeldOutLoss, to_json
@@ -24,12 +25,14 @@ from agenttrain.rollout.collector import Collected
 from agenttrain.rollout.sharing import Costs, assign_tasks
 from agenttrain.rollout.source import STATE, SampledBatch, StepBatch, merge_batches
 from agenttrain.runs.rollout_messages import (
+    Assemble,
     Begin,
     Complete,
     EngineMetrics,
     Evaluate,
     Groups,
     Ready,
+    Settle,
     SyncBegin,
     SyncEnd,
     Verify,
@@ -62,11 +65,13 @@ async def start_rollouts(
     return Rollouts(process=process, world=world, stop=stop)
 
 
-async def remote_engine(rollouts: Rollouts, dtype: str) -> Engine:
+async def remote_engine(
+    rollouts: Rollouts, dtype: str, make_sender: Callable[[], WeightSender] | None = None
+) -> Engine:
     """Wait until the rollout process has built its engine; return that engine.
 
-    `dtype` is the number format of the policy's weights. Raises the error that the other process
-    had in building its components.
+    `dtype` is the number format of the policy's weights, `make_sender` the engine's own. Raises the
+    error that the other process had in building its components.
     """
     ready, failure = None, None
     if rollouts.process is not None:
@@ -79,7 +84,11 @@ async def remote_engine(rollouts: Rollouts, dtype: str) -> Engine:
     assert isinstance(ready, Ready)
     if not ready.own_weights:
         return RemoteEngine(rollouts, ready)
-    return RemoteCopy(rollouts, ready, getattr(torch, ready.dtype or dtype))
+    number_format = getattr(torch, ready.dtype or dtype)
+    if ready.broadcasts:
+        assert make_sender is not None, "the EngineSpec has one"
+        return RemoteBroadcast(rollouts, ready, number_format, make_sender())
+    return RemoteCopy(rollouts, ready, number_format)
 
 
 class RemoteEngine:
@@ -132,14 +141,71 @@ class RemoteEngine:
             await self._rollouts.process.aclose()
 
 
-class RemoteCopy(RemoteEngine):
-    """An engine of the rollout process with weights of its own, which are sent by files."""
+class RemoteReplica(RemoteEngine):
+    """An engine of the rollout process with weights of its own, whichever way they are sent."""
 
     def __init__(self, rollouts: Rollouts, ready: Ready, dtype: torch.dtype) -> None:
         super().__init__(rollouts, ready)
         self.takes_adapters = ready.takes_adapters
         self.quantized = ready.quantized
         self.dtype = dtype
+
+    async def verify(
+        self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
+    ) -> list[float]:
+        """Implement `Replicated.verify`; `problem` is a ProbeCheck."""
+        assert isinstance(problem, ProbeCheck), "a function cannot be sent"
+        scores: list[float] = await self._rollouts.call(Verify(check=problem), "the probe")
+        await self._end_sync()
+        return scores
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Not used: `verify` scores."""
+        raise EngineError("the engine of the rollout process is scored by verify")
+
+    async def sleep(self) -> None:
+        """Do nothing: the engine is on no device of the trainer."""
+
+
+class RemoteBroadcast(RemoteReplica):
+    """Takes weights by a broadcast of the first training process, which speaks with the servers."""
+
+    def __init__(
+        self, rollouts: Rollouts, ready: Ready, dtype: torch.dtype, sender: WeightSender
+    ) -> None:
+        super().__init__(rollouts, ready, dtype)
+        self._sender = sender
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Broadcast the weights, again as long as no server has got them; `verify` comes next."""
+        assert isinstance(weights, Regathered), "a failed broadcast has to begin anew"
+        process, arrived = self._rollouts.process, False
+        while not arrived:
+            failure: Exception | None = None
+            if process is not None:
+                try:
+                    await self._sender.pause(await process.ask(Assemble(version=version)))
+                except Exception as error:
+                    failure = error
+            # Requests in flight may take minutes to end, and gathers have a time limit.
+            self._rollouts.world.exchange((), "the servers' pause", failure, patient=True)
+            settle: Settle | None = None
+            if process is None:
+                for _ in weights:  # gathered by all processes together
+                    pass
+            else:
+                try:
+                    settle = Settle(result=await self._sender.send(weights))
+                except Exception as error:
+                    failure = error
+            arrived = await self._rollouts.call(settle, "the weight sync", failure=failure)
+
+
+class RemoteCopy(RemoteReplica):
+    """Takes weights by files."""
+
+    def __init__(self, rollouts: Rollouts, ready: Ready, dtype: torch.dtype) -> None:
+        super().__init__(rollouts, ready, dtype)
         self._writer: WeightWriter | None = None
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -177,22 +243,6 @@ class RemoteCopy(RemoteEngine):
                 f"weight update {version}: {error}; the files of the weights are in "
                 f"{writer.folder} (weight_sync.folder)"
             ) from error
-
-    async def verify(
-        self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
-    ) -> list[float]:
-        """Implement `Replicated.verify`; `problem` is a ProbeCheck."""
-        assert isinstance(problem, ProbeCheck), "a function cannot be sent"
-        scores: list[float] = await self._rollouts.call(Verify(check=problem), "the probe")
-        await self._end_sync()
-        return scores
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Not used: `verify` scores."""
-        raise EngineError("the engine of the rollout process is scored by verify")
-
-    async def sleep(self) -> None:
-        """Do nothing: the engine is on no device of the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

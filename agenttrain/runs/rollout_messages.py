@@ -13,6 +13,14 @@ While it works on a request it also sends RolloutStatus. One step of synchronous
                            <--   Answered(None)
     Verify(check)          -->   every copy of the weights is scored
                            <--   Answered(log-probabilities)
+
+With weight_sync.transport=nccl weights do not cross as files, but to the servers at once::
+
+    Assemble(version=3)        -->
+                           <--   Answered(Audience)
+    (broadcast)
+    Settle(result)       -->   servers that have the weights are scored next, others die
+                           <--   Answered(True), or False: nobody has them, meet again
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agenttrain.engines.broadcast import Audience, BroadcastResult, Receipt, Receiver
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.weight_files import WeightFiles, WeightWriter
 from agenttrain.evaluation import Evaluation
@@ -29,6 +38,7 @@ from agenttrain.rollout.collector import Collected
 from agenttrain.rollout.monitoring import Waiting
 from agenttrain.rollout.source import SampledBatch
 from agenttrain.tracking.metrics import Estimate
+from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import Gap, ProbeCheck
 from agenttrain.types import (
     AgenttrainError,
@@ -72,6 +82,7 @@ class Ready:
     """It is a `Separate` engine; the others are the fields of the further protocols."""
     takes_adapters: bool = False
     quantized: bool = False
+    broadcasts: bool = False
     dtype: str | None = None
     """Number format of its weights; None: the policy's."""
 
@@ -130,6 +141,20 @@ class SyncEnd:
     version: int
     files: WeightFiles | None
     """None: the engine samples from no weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assemble:
+    """Request for the servers that a broadcast goes to. Its answer is a Audience."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """The end of a broadcast. Its answer is False if the weights have to be sent again."""
+
+    result: BroadcastResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +250,8 @@ CODEC = Codec(
         *(Evaluate, Stop, RolloutStatus, Answered, Failed, Waiting, WeightFiles, WeightWriter),
         *(ProbeCheck, Gap, Sampling, Completion, Finish, Collected, Evaluation, Estimate, Rollout),
         *(Trajectory, Span, Origin, StopReason, Task, RowTool, ToolCall, ToolError, ToolResult),
-        *(Delegation, Image, PlacedImage),
+        *(Delegation, Image, PlacedImage, Assemble, Audience, Receiver, WeightSyncMode),
+        *(Settle, BroadcastResult, Receipt),
     ),
     other=str,  # values of a row's columns, as in rollout files
 )

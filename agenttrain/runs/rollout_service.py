@@ -28,6 +28,7 @@ from agenttrain.engines.base import (
     Replicated,
     Separate,
 )
+from agenttrain.engines.broadcast import BroadcastResult, Broadcasts
 from agenttrain.engines.weight_files import WeightFiles, WeightWriter, read_verified
 from agenttrain.evaluation import Evaluation, evaluate
 from agenttrain.rollout.asynchronous.journal import Journal, settings_digest
@@ -39,6 +40,7 @@ from agenttrain.runs.loading import make_standalone_engine
 from agenttrain.runs.rollout_messages import (
     CODEC,
     Answered,
+    Assemble,
     Begin,
     Complete,
     EngineMetrics,
@@ -47,6 +49,7 @@ from agenttrain.runs.rollout_messages import (
     Groups,
     Ready,
     RolloutStatus,
+    Settle,
     Stop,
     SyncBegin,
     SyncEnd,
@@ -196,6 +199,7 @@ class RolloutService:
             own_weights=True,
             takes_adapters=engine.takes_adapters,
             quantized=isinstance(engine, Quantized) and engine.quantized,
+            broadcasts=isinstance(engine, Broadcasts),
             dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         )
 
@@ -222,6 +226,11 @@ class RolloutService:
                 return self._weight_writer()
             case SyncEnd():
                 return await self._sync(request.version, request.files)
+            case Assemble():
+                assert isinstance(self._engine, Broadcasts), "Ready says so"
+                return await self._engine.assemble(request.version)
+            case Settle():
+                return await self._settle(request.result)
             case Verify():
                 return await self._verify(request)
             case Complete():
@@ -287,6 +296,14 @@ class RolloutService:
             await self._engine.update(weights, version)
         if self._queue is not None and self._queue.begun:
             self._queue.admit(version)
+
+    async def _settle(self, result: BroadcastResult) -> bool:
+        """End a broadcast; with weights that have arrived, more groups may be sampled."""
+        assert isinstance(self._engine, Broadcasts), "Ready says so"
+        arrived = await self._engine.settle(result)
+        if arrived and self._queue is not None and self._queue.begun:
+            self._queue.admit(result.version)
+        return arrived
 
     async def _verify(self, request: Verify) -> list[float]:
         """Score the probe by every copy of the weights; the good ones serve from now on."""

@@ -46,7 +46,7 @@ from agenttrain.runs.sources import recorded_source, sampled_source
 from agenttrain.runs.teacher import make_teacher, teacher_prompt
 from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.command_line import resuming
-from agenttrain.settings.engine_checks import has_rollout_process
+from agenttrain.settings.engine_checks import broadcast_note, has_rollout_process, run_spec
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
 from agenttrain.tools.config import without_password
@@ -229,8 +229,9 @@ class Run:
         for note in components.tasks.notes:
             print(note, flush=True)
         if self.verb == "train":
-            for text in filter(None, (sampling_note(self.config), async_note(self.config))):
-                print(text, flush=True)
+            for note_of in (sampling_note, async_note, broadcast_note):
+                if text := note_of(self.config):
+                    print(text, flush=True)
         return components
 
     async def _train(self, components: Components) -> None:
@@ -486,7 +487,8 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     )
     engine: Engine | None = None
     if rollouts is not None:
-        engine = await remote_engine(rollouts, config.model.dtype)
+        sender = run_spec(config).sender
+        engine = await remote_engine(rollouts, config.model.dtype, sender)
     elif not supervised:
         engine = make_engine(config, policy, run.folder)
         stack.push_async_callback(engine.aclose)

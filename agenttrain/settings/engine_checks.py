@@ -12,7 +12,7 @@ from agenttrain.launch.config import several_processes
 from agenttrain.rollout.config import RolloutPlace
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.training.config import WeightSyncConfig
+from agenttrain.training.config import Transport, WeightSyncConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.sections import plain as plain_settings
 from agenttrain.utils.sections import shown
@@ -96,12 +96,23 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         lora_rank=config.model.lora.rank,
         transport=config.weight_sync.transport,
         mode=config.weight_sync.mode,
+        sync_folder=config.weight_sync.folder,
         distributed=str(config.distributed.name),
         several=several_processes(config.distributed) if several is None else several,
         servers=config.servers,
         rollout_process=apart,
     )
     yield from spec.check(engine, facts)
+
+
+def broadcast_note(config: RunConfig) -> str | None:
+    """Return a note on a way of weights that nobody has tried."""
+    if config.weight_sync.transport is not Transport.nccl:
+        return None
+    return (
+        "note: weight_sync.transport=nccl has never been run on GPUs: its parts were tested with "
+        "doubles of servers and group; weight_sync.transport=files goes another way"
+    )
 
 
 def _servers_unused(config: RunConfig) -> Iterator[str]:

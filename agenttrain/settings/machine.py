@@ -17,7 +17,7 @@ from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.settings.engine_checks import policy_gpus
 from agenttrain.settings.role_checks import fleets, used_roles
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.training.config import Dtype, MixedPrecision
+from agenttrain.training.config import Dtype, MixedPrecision, Transport
 
 CHECK = "check"
 """The verb that checks for the others; it counts as `train`."""
@@ -56,6 +56,7 @@ def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) 
             )
         if verb not in SAMPLING_VERBS:
             continue
+        problems += broadcast_problems(config, machine)
         if not config.servers.outside:
             spec = spec_of(config.engine)
             problems += spec.check_machine(config.engine, lambda: machine.gpus)
@@ -69,6 +70,19 @@ def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) 
             own = policy_gpus(config, trainers)
             problems += placement_problems(started, machine.gpus, own)
     return list(dict.fromkeys(problems))
+
+
+def broadcast_problems(config: RunConfig, machine: Machine) -> list[str]:
+    """Return the problem of weights that go from GPU to GPU, if there is one."""
+    key = "weight_sync.transport=nccl"
+    if config.weight_sync.transport is not Transport.nccl:
+        return []
+    if not machine.gpus:
+        return [
+            f"{key}: goes from the trainer's GPU to those of the servers, and there is no GPU "
+            "here; set weight_sync.transport=files, or leave it out"
+        ]
+    return [*installed_problems(key)]
 
 
 def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:

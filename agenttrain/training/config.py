@@ -360,6 +360,9 @@ class Transport(StrEnum):
     """All weights, with adapters merged into them, while a server is paused."""
     lora = "lora"
     """The adapters alone, each version under a name of its own; nothing is paused."""
+    nccl = "nccl"
+    """All weights, by a broadcast from the trainer's GPU to those of the servers. It has never been
+    run on GPUs."""
 
 
 @dataclass(config=SETTINGS)

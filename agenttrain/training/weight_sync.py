@@ -6,7 +6,7 @@ The check is a probe: a text whose log-probabilities the policy and the engine m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -24,6 +24,7 @@ from agenttrain.engines.base import (
     Replicated,
     Separate,
 )
+from agenttrain.engines.broadcast import WeightForm
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
@@ -219,8 +220,9 @@ async def sync(
     adapted = is_adapted(policy.model)
     as_adapters = engine.takes_adapters and adapted
     dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else policy.model.dtype
+    weights: Iterable[tuple[str, Tensor]]
     if not as_adapters:
-        weights = named_weights(policy.model, dtype)
+        weights = PolicyWeights(policy.model, dtype)
     elif isinstance(engine, Forgetful) and engine.lacks_base:
         base = named_weights(policy.model, dtype, merged=False)
         weights = chain(base, adapter_weights(policy.model).items())
@@ -303,6 +305,25 @@ def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[fl
     finally:
         model.train(training)
     return logits_TV.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0].tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyWeights:
+    """The policy's `named_weights`, which every iteration gathers anew: implements `Regathered`."""
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather all weights; all processes do so together."""
+        return named_weights(self.model, self.dtype)
+
+    def forms(self) -> list[WeightForm]:
+        """Return the form of each weight, and gather none."""
+        return [
+            WeightForm(name.replace(".base_layer.", "."), tensor.dtype, tuple(tensor.shape))
+            for name, tensor in _own_parts(self.model, self.dtype, merged=False)
+        ]
 
 
 def named_weights(

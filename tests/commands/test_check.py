@@ -241,6 +241,21 @@ def test_vllm_has_as_many_gpus_as_it_shares(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine_problems("check", [shared], machine(4)) == []
 
 
+def test_a_broadcast_of_weights_goes_from_gpu_to_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "weight_sync.transport=nccl"
+    monkeypatch.setattr("agenttrain.engines.vllm_server.spec.find_spec", lambda name: object())
+    outside = run_with("engine=vllm_server", key, "servers.admin_urls=[http://a:1]")
+    (line,) = machine_problems("train", [outside], machine(0))
+    assert line == (
+        f"{key}: goes from the trainer's GPU to those of the servers, and there is no GPU here; "
+        "set weight_sync.transport=files, or leave it out"
+    )
+    assert machine_problems("train", [outside], machine(1)) == []
+    monkeypatch.setattr("agenttrain.engines.vllm_server.spec.find_spec", lambda name: None)
+    (line,) = machine_problems("train", [outside], machine(1))
+    assert line.startswith(f"{key}: vLLM is not installed here")
+
+
 def test_a_folder_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["check", "chat_template=file", f"chat_template.path={tmp_path}"]) == 2
     assert "is a folder; name the file in it" in capsys.readouterr().err

@@ -439,6 +439,13 @@ def test_servers_on_gpus_of_their_own(capsys, folder: Path) -> None:
     # The trainer has no engine on its GPU; three versions of the weights are in its memory.
     assert "keys and values" not in parts
     assert parts["weight files"]["bytes"] == 3 * WEIGHTS * 4 and parts["weight files"]["on_host"]
+    # A broadcast holds the embedding in packed weights instead: two, and their parts.
+    _, record = plan(capsys, folder, *fleet, "weight_sync.transport=nccl")
+    parts = {part["name"]: part for part in record["parts"]}
+    assert parts["broadcast buffers"]["bytes"] == 3 * 151936 * 1024 * 4
+    assert "weight files" not in parts
+    more = record["servers"]["by_gpus"][0]["gpu_bytes"] - one["gpu_bytes"]
+    assert more == 2 * 151936 * 1024 * 4
 
 
 def test_a_model_that_needs_several_gpus_per_server(capsys, folder: Path) -> None:

@@ -228,6 +228,7 @@ RUN = Outside(
     dtype="float32",
     max_context=256,
     quantization=None,
+    backend="files",
     rank=0,
     grammars=False,
     text="",

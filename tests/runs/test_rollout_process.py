@@ -20,6 +20,7 @@ from agenttrain.cli import main
 from agenttrain.tracking.timeline_page import read_processes
 
 COPY = "engine._target_=scripted_engines.COPY"
+BROADCAST = "engine._target_=scripted_engines.BROADCAST"
 SCRIPTED = "engine._target_=scripted_engines.SCRIPTED"
 OWN = "rollout.process=own"
 TINY = (
@@ -89,6 +90,17 @@ def test_a_process_more_changes_no_byte(tmp_path: Path) -> None:
     assert {r["rollout"] for r in other.rollouts} == {r["rollout"] for r in alone.rollouts}
 
 
+def test_weights_that_are_broadcast(tmp_path: Path) -> None:
+    """Step after step, also where nobody got them at first; they are those of files."""
+    run = (*TINY, OWN, "eval.questions=0", "steps=3")
+    for engine, name in ((COPY, "files"), (BROADCAST, "broadcast")):
+        assert main([*run, engine, f"hydra.run.dir={tmp_path / name}"]) == 0
+    assert_same(tmp_path / "files", tmp_path / "broadcast")
+    requests = (tmp_path / "broadcast/logs/requests.jsonl").read_text().splitlines()
+    asked = [json.loads(line)["request"] for line in requests]
+    assert (asked.count("Assemble"), asked.count("Settle"), asked.count("Verify")) == (6, 6, 4)
+
+
 def test_a_killed_rollout_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,9 +162,9 @@ def test_what_it_prints_goes_to_the_terminal_and_a_file(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
-def test_two_training_processes_sample_as_one(way: str, tmp_path: Path) -> None:
-    run = (*TINY, COPY, "steps=5", OWN)
+@pytest.mark.parametrize(("way", "engine"), [("ddp", COPY), ("fsdp2", COPY), ("fsdp2", BROADCAST)])
+def test_two_training_processes_sample_as_one(way: str, engine: str, tmp_path: Path) -> None:
+    run = (*TINY, engine, "steps=5", OWN)
     agenttrain(*run, f"hydra.run.dir={tmp_path / 'one'}")
     two = (f"distributed={way}", "distributed.processes=2")
     agenttrain(*run, *two, f"hydra.run.dir={tmp_path / 'two'}")

@@ -212,6 +212,7 @@ UNUSABLE = {
     "servers.url=http://a:1": "name its servers: servers.admin_urls=[http://a:1] if it is a server",
     "servers.admin_urls=[a:1]": "servers.admin_urls=a:1: expected an address, e.g. http://10.0.0.5",
     "servers.admin_urls=[http://a,http://a]": "names a server twice",
+    "weight_sync.transport=nccl": "engine=transformers has no servers; set engine=vllm_server",
     "weight_sync.transport=lora": "engine=transformers has no servers; set engine=vllm_server",
     "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
@@ -371,6 +372,21 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         (
             ("engine=vllm_server", "weight_sync.transport=lora"),
             "weight_sync.transport=lora: has no effect without model.lora.rank",
+        ),
+        (
+            ("engine=vllm_server", "weight_sync.transport=nccl", "model.lora.rank=4"),
+            "weight_sync.transport=nccl: model.lora.rank=4 trains adapters, which are small",
+        ),
+        (
+            ("engine=vllm_server", "weight_sync.transport=nccl", "weight_sync.folder=/tmp/x"),
+            "weight_sync.folder=/tmp/x: has no effect with weight_sync.transport=nccl",
+        ),
+        (
+            (
+                *("engine=vllm_server", "weight_sync.transport=nccl", "servers.url=http://a:1"),
+                "servers.admin_urls=[http://a:2]",
+            ),
+            "servers.url=http://a:1: with weight_sync.transport=nccl the router might ask a server",
         ),
         (
             ("engine=vllm_server", "servers.admin_urls=[http://a:1]", "servers.count=2"),

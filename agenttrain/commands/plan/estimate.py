@@ -25,7 +25,7 @@ from agenttrain.settings.engine_checks import has_rollout_process, run_spec
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding
-from agenttrain.training.config import Init, LoraSettings, ModelConfig
+from agenttrain.training.config import Init, LoraSettings, ModelConfig, Transport
 from agenttrain.training.footprint import (
     LAYER_GRADIENTS,
     Saved,
@@ -168,6 +168,7 @@ def estimate(
         taken=0 if on_gpu else sizes.weights + PYTHON_ON_CPU,
         sharded=config.distributed.name is DistributedName.fsdp2,
         adapters=config.model.lora.rank > 0,
+        broadcast=config.weight_sync.transport is Transport.nccl,
     )
     try:
         engine = run_spec(config).memory(config.engine, engine_load, sizes)

@@ -16,6 +16,7 @@ from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.role_checks import fleets
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.config import Transport
 from agenttrain.types import ConfigError
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -129,6 +130,7 @@ def plan_servers(
         taken=0,
         sharded=False,
         adapters=config.model.lora.rank > 0,
+        broadcast=config.weight_sync.transport is Transport.nccl,
     )
 
     def tried(gpus: int) -> ServerMemory:

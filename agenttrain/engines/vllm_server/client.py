@@ -75,14 +75,18 @@ class ServerFacts:
 class ServerClient:
     """Calls one server; each method raises ServerFailed if the server is at fault."""
 
-    def __init__(self, url: str, token: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, token: str, *, timeout_s: float, keep: bool = True) -> None:
+        """`keep`: keep connections between calls; after an answer 500 vLLM's server may close one
+        that the next call is sent over."""
         self.prompt_tokens = self.cached_tokens = 0
         """Tokens of the prompts so far, and those that the server had in its prefix cache."""
         self.paused_s = 0.0
         """Seconds for which the last update paused the server."""
+        self._paused_at = 0.0
         self.url = url
         self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         """Headers of every request."""
+        self._keep = keep
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         # aiohttp, as its work for a request does not grow with the connections: httpx takes 2.5 ms
         # of CPU for one among 64 at once. A session belongs to an event loop.
@@ -230,19 +234,53 @@ class ServerClient:
         mixture, or be paused: it has to be killed.
         """
         await self._verified(folder, digest)
-        pause, clear = PAUSES[mode]
-        begun = time.monotonic()
-        await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
+        await self.pause(mode)
         if first:
             await self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
+        await self.start_update()
+        await self.update_weights({"folder": folder, "digest": digest})
+        await self.finish_update(version)
+
+    async def pause(self, mode: WeightSyncMode, *, close: bool = False) -> None:
+        """Have the requests in flight end or wait, and new ones wait.
+
+        `close`: close a model that an update has left open.
+        """
+        pause, clear = PAUSES[mode]
+        self._paused_at = time.monotonic()
+        await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
+        if close:
+            try:
+                await self.end_update()
+            except ServerFailed:  # an update that failed has ended, with the model half open
+                await self.start_update()
+                await self.end_update()
+
+    async def join(self, info: Mapping[str, Any]) -> None:
+        """Have the workers leave their group, if they are in one, and join another."""
+        await self._call("POST", "/shutdown_weight_transfer_engine")
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
+
+    async def start_update(self) -> None:
+        """Open the model for new weights."""
         await self._call("POST", "/start_weight_update")
-        update = {"folder": folder, "digest": digest}
-        await self._call("POST", "/update_weights", {"update_info": update})
-        await self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """Have the workers take the weights that `info` describes."""
+        await self._call("POST", "/update_weights", {"update_info": info})
+
+    async def end_update(self, version: int | None = None) -> None:
+        """Close the model, whose weights get the label of a version if there is one."""
+        label = None if version is None else str(version)
+        await self._call("POST", "/finish_weight_update", {"weight_version": label})
+
+    async def finish_update(self, version: int) -> None:
+        """Close the model with new weights, check their label, and sample with them."""
+        await self.end_update(version)
         if (label := await self.weight_version()) != str(version):
             raise ServerFailed(f"its weights are labelled {label!r} after an update to {version}")
         await self._call("POST", "/resume")
-        self.paused_s = time.monotonic() - begun
+        self.paused_s = time.monotonic() - self._paused_at
 
     async def _verified(self, folder: str, digest: str) -> None:
         """Have every worker verify files; raises ServerFailed for damaged ones."""
@@ -284,7 +322,11 @@ class ServerClient:
             raise ServerFailed(f"{route}: the client was closed")
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+                connector=aiohttp.TCPConnector(
+                    limit=0,
+                    keepalive_timeout=KEPT_S if self._keep else None,
+                    force_close=not self._keep,
+                ),
                 headers=self.headers,
                 timeout=self._timeout,
             )

@@ -1,18 +1,20 @@
-"""`VllmServerEngine`: vLLM servers in processes of their own, driven over HTTP.
+"""`ServerEngine`: vLLM servers in processes of their own, driven over HTTP.
 
-The trainer's process has no vLLM in it: a server that dies takes neither the run nor another
-server along.
+They sample in no process of the trainer: a server that dies takes neither the run nor another
+server along. `VllmServerEngine` sends weights by files, `BroadcastEngine` from GPU to GPU.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from agenttrain.engines.base import EngineError, refuse_images
+from agenttrain.engines.broadcast import Audience, BroadcastResult, Regathered, WeightSender
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.vllm_server.broadcast_fleet import BroadcastFleet
 from agenttrain.engines.vllm_server.fleet import Fleet
 from agenttrain.engines.vllm_server.local import LocalServers, NodeServers, OutsideServers
 from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
@@ -23,28 +25,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class VllmServerEngine:
-    """An `Engine` over a `Fleet`, with weights of its own that `update` replaces on all servers."""
+Servers = LocalServers | NodeServers | OutsideServers
+F = TypeVar("F", bound=Fleet)
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        servers: LocalServers | NodeServers | OutsideServers,
-        writer: WeightWriter,
-        *,
-        max_context: int,
-        dtype: torch.dtype,
-        quantized: bool = False,
-        grammars: bool = False,
-    ) -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedForm:
+    """Form of the model that servers have."""
+
+    max_context: int
+    dtype: torch.dtype
+    quantized: bool = False
+    grammars: bool = False
+    """They have a tokenizer, which grammars need."""
+
+
+class ServerEngine(Generic[F]):
+    """The part of an `Engine` over a `Fleet` that does not depend on the way of the weights."""
+
+    def __init__(self, fleet: F, servers: Servers, form: ServedForm) -> None:
         self.fleet = fleet
-        self.max_context = max_context
-        self.dtype = dtype
-        self.quantized = quantized
-        self.takes_adapters = writer.alpha is not None
-        self._grammars = grammars
-        self._servers: LocalServers | NodeServers | OutsideServers | None = servers
-        self._writer = writer
+        self.max_context = form.max_context
+        self.dtype = form.dtype
+        self.quantized = form.quantized
+        self._grammars = form.grammars
+        self._servers: Servers | None = servers
 
     async def generate(
         self,
@@ -84,31 +89,6 @@ class VllmServerEngine:
         """
         self.fleet.release(session)
 
-    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write the weights to files and have every server load them.
-
-        A server that fails is killed and gets them once it has started again. Nothing is sampled
-        until `verify` has passed. Raises EngineError for weights that differ in name or form from
-        those before, or that cannot be written, and FleetLost.
-        """
-        try:
-            files = await asyncio.to_thread(self._writer.write, weights, version)
-        except (BadWeights, OSError) as error:
-            raise EngineError(
-                f"weight update {version}: {error}; the files of the weights are in "
-                f"{self._writer.folder} (weight_sync.folder)"
-            ) from error
-        await self.load(files)
-
-    @property
-    def writer(self) -> WeightWriter:
-        """Implement `ReadsFiles.writer`."""
-        return self._writer
-
-    async def load(self, files: WeightFiles) -> None:
-        """Implement `ReadsFiles.load`."""
-        await self.fleet.load(files)
-
     async def verify(
         self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
@@ -138,3 +118,79 @@ class VllmServerEngine:
                 await self.fleet.aclose()
             finally:
                 await asyncio.to_thread(servers.end)
+
+
+class VllmServerEngine(ServerEngine[Fleet]):
+    """Servers with weights of their own, which they read from files."""
+
+    def __init__(
+        self, fleet: Fleet, servers: Servers, form: ServedForm, writer: WeightWriter
+    ) -> None:
+        super().__init__(fleet, servers, form)
+        self.takes_adapters = writer.alpha is not None
+        self._writer = writer
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Write the weights to files and have every server load them.
+
+        A server that fails is killed and gets them once it has started again. Nothing is sampled
+        until `verify` has passed. Raises EngineError for weights that differ in name or form from
+        those before, or that cannot be written, and FleetLost.
+        """
+        try:
+            files = await asyncio.to_thread(self._writer.write, weights, version)
+        except (BadWeights, OSError) as error:
+            raise EngineError(
+                f"weight update {version}: {error}; the files of the weights are in "
+                f"{self._writer.folder} (weight_sync.folder)"
+            ) from error
+        await self.load(files)
+
+    @property
+    def writer(self) -> WeightWriter:
+        """Implement `ReadsFiles.writer`."""
+        return self._writer
+
+    async def load(self, files: WeightFiles) -> None:
+        """Implement `ReadsFiles.load`."""
+        await self.fleet.load(files)
+
+
+class BroadcastEngine(ServerEngine[BroadcastFleet]):
+    """Servers whose weights the trainer broadcasts: implements `Broadcasts`."""
+
+    takes_adapters = False
+
+    def __init__(
+        self, fleet: BroadcastFleet, servers: Servers, form: ServedForm, sender: WeightSender
+    ) -> None:
+        """`sender` is this process's, and not used where the weights are in another process."""
+        super().__init__(fleet, servers, form)
+        self._sender = sender
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Broadcast the weights, again as long as no server has got them; `verify` comes next.
+
+        A server that fails is killed, and gets the weights of the next update once it has started
+        again. Raises EngineError for a failure of this process, and FleetLost.
+        """
+        assert isinstance(weights, Regathered), "a failed broadcast has to begin anew"
+        arrived = False
+        while not arrived:
+            await self._sender.pause(await self.assemble(version))
+            arrived = await self.settle(await self._sender.send(weights))
+
+    async def assemble(self, version: int) -> Audience:
+        """Implement `Broadcasts.assemble`."""
+        return await self.fleet.assemble(version)
+
+    async def settle(self, result: BroadcastResult) -> bool:
+        """Implement `Broadcasts.settle`."""
+        return await self.fleet.settle(result)
+
+    async def aclose(self) -> None:
+        """End the servers, and leave the group."""
+        try:
+            await self._sender.aclose()
+        finally:
+            await super().aclose()

@@ -79,6 +79,8 @@ class Member:
     boot: int = 0
     """The start that the fleet knows; answers of an earlier one are dropped."""
     pid: int = 0
+    record: ServerRecord | None = None
+    """That of this start."""
     client: ServerClient | None = None
     initialised: bool = False
     """Its weight transfer was opened."""
@@ -101,7 +103,7 @@ class Member:
     def join(self, record: ServerRecord, timeout_s: float) -> None:
         """Take a server that has started."""
         self.state, self.boot, self.pid = MemberState.syncing, record.boot, record.pid
-        self.url, self.version = record.url, None
+        self.url, self.version, self.record = record.url, None, record
         self.client = ServerClient(record.url, record.token, timeout_s=timeout_s)
         self.initialised, self.failures, self.lost = False, 0, asyncio.Event()
 

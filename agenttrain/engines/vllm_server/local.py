@@ -86,14 +86,15 @@ def remove_record(folder: Path, number: int) -> None:
 
 
 class OutsideServers:
-    """Servers that somebody else started: at the end only the weight files go."""
+    """Servers that somebody else started: at the end only the weight files go, if any."""
 
-    def __init__(self, weights: Path, run: Path) -> None:
+    def __init__(self, weights: Path | None, run: Path) -> None:
         self._weights, self._run = weights, run
 
     def end(self) -> None:
         """Remove the weight files."""
-        remove_weights(self._weights, self._run)
+        if self._weights is not None:
+            remove_weights(self._weights, self._run)
 
 
 class NodeServers:
@@ -110,8 +111,8 @@ class NodeServers:
 
     def end(self) -> None:
         """Remove the weight files and the plan: the servers end when it is gone."""
-        assert self._plan.weights is not None, "servers of nodes get the policy's weights"
-        remove_weights(Path(self._plan.weights), self._folder)
+        if self._plan.weights is not None:
+            remove_weights(Path(self._plan.weights), self._folder)
         (self._folder / FOLDER / PLAN).unlink(missing_ok=True)
 
 

@@ -12,12 +12,15 @@ from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.memory import memory as vllm_memory
 from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.local import VERSIONS
+from agenttrain.engines.vllm_server.nccl_transport import BUFFER_BYTES
 
 
 def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
-    """Estimate what the servers take of the trainer's process: the files of the weights."""
+    """Estimate what the servers take of the trainer's process: the weights on their way."""
     if load.adapters:
         return EngineMemory()
+    if load.broadcast:
+        return EngineMemory(items=(_buffers(sizes, copies=3),))
     why = f"files of {VERSIONS - 1} versions and one being written, for the servers (/dev/shm)"
     files = MemoryItem(
         name="weight files",
@@ -46,7 +49,10 @@ def server_memory(
     )
     found = vllm_memory(vllm, load, sizes)
     # Weights reach a server's workers through the files, which are counted with the trainer.
-    return replace(found, items=tuple(one for one in found.items if not one.on_host), savings=())
+    items = tuple(one for one in found.items if not one.on_host)
+    if load.broadcast:
+        items += (_buffers(sizes, copies=2),)
+    return replace(found, items=items, savings=())
 
 
 def role_memory(role: RoleConfig, load: EngineLoad, sizes: ModelSizes, gpus: int) -> EngineMemory:
@@ -55,3 +61,13 @@ def role_memory(role: RoleConfig, load: EngineLoad, sizes: ModelSizes, gpus: int
     settings = VllmServerSettings(max_context=role.max_context, **own)
     found = server_memory(settings, load, sizes, gpus)
     return replace(found, items=tuple(one for one in found.items if one.when != (When.sync,)))
+
+
+def _buffers(sizes: ModelSizes, copies: int) -> MemoryItem:
+    """Return the packed weights that a broadcast holds: two, and in the trainer their parts."""
+    return MemoryItem(
+        name="broadcast buffers",
+        bytes=copies * max(BUFFER_BYTES, sizes.largest_weight),
+        why="packed weights on their way: by vLLM's source, never measured",
+        when=(When.sync,),
+    )

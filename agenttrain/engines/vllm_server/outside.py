@@ -51,6 +51,8 @@ class Outside:
     dtype: str
     max_context: int
     quantization: str | None
+    backend: str
+    """vLLM's name of the way of weights."""
     rank: int
     """Rank of the adapters that they are sent; 0: they are sent all weights."""
     adapters: int
@@ -124,13 +126,13 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
             "without --skip-tokenizer-init and --tokens-only"
         )
     backend = (facts.config["weight_transfer_config"] or {}).get("backend")
-    if not run.rank and backend != BACKEND:
+    if not run.rank and backend != run.backend:
         yield (
             f"{key}: it takes weights by {backend}; start it with "
-            f'--weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
+            f'--weight-transfer-config \'{{"backend":"{run.backend}"}}\''
         )
     methods = facts.config["parallel_config"]["worker_extension_cls"]
-    if not run.rank and methods != METHODS:
+    if not run.rank and run.backend == BACKEND and methods != METHODS:
         yield f"{key}: its workers verify no files; start it with --worker-extension-cls {METHODS}"
     largest = (facts.config["lora_config"] or {}).get("max_lora_rank", 0)
     if run.rank > largest:

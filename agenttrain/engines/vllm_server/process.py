@@ -98,10 +98,9 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         "disable_uvicorn_access_log": True,
     }
     if plan.role is None:
-        arguments |= {
-            "weight_transfer_config": {"backend": BACKEND},
-            "worker_extension_cls": METHODS,
-        }
+        arguments["weight_transfer_config"] = {"backend": plan.backend}
+        if plan.backend == BACKEND:
+            arguments["worker_extension_cls"] = METHODS
     else:
         arguments["generation_config"] = "auto"  # the model's own ends of a turn, and sampling
     arguments |= {name.replace("-", "_"): value for name, value in plan.servers["args"].items()}

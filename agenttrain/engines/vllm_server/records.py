@@ -14,6 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from agenttrain.engines.vllm_server.files_transport import BACKEND
+
 FOLDER = "servers"
 PLAN = "plan.json"
 LOG_LINES = 12
@@ -57,6 +59,8 @@ class ServerPlan:
     """Versions of adapters that a server has at once."""
     weights: str | None
     """Folder of the weight files, which goes with the run; None: there are none."""
+    backend: str = BACKEND
+    """vLLM's name of the way of weights to the policy's servers."""
     gpus: tuple[tuple[int | str, ...], ...] | None = None
     """GPUs of each server, as CUDA_VISIBLE_DEVICES names them; None: there are none."""
     role: str | None = None

@@ -16,9 +16,12 @@ from agenttrain.engines.config import LEAST_TEMPERATURE, EngineDtype, flash_atte
 from agenttrain.engines.placement import place
 from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts
 from agenttrain.engines.vllm_server.config import VllmServerSettings
+from agenttrain.engines.vllm_server.files_transport import BACKEND as FILES
 from agenttrain.engines.vllm_server.files_transport import PLUGIN
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.memory import memory, server_memory
+from agenttrain.engines.vllm_server.nccl_transport import BACKEND as NCCL
+from agenttrain.engines.vllm_server.nccl_transport import NcclSender
 from agenttrain.engines.vllm_server.outside import Outside
 from agenttrain.engines.vllm_server.records import FOLDER, ServerPlan, log_path
 from agenttrain.engines.vllm_server.status import read_status
@@ -53,7 +56,13 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     """Start the servers, or look for those of others; the first update waits until they answer."""
     import torch
 
-    from agenttrain.engines.vllm_server.engine import VllmServerEngine
+    from agenttrain.engines.vllm_server.broadcast_fleet import BroadcastFleet
+    from agenttrain.engines.vllm_server.engine import (
+        BroadcastEngine,
+        ServedForm,
+        Servers,
+        VllmServerEngine,
+    )
     from agenttrain.engines.vllm_server.fleet import Fleet
     from agenttrain.engines.vllm_server.local import (
         LocalServers,
@@ -66,11 +75,13 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     folder, servers = inputs.run_folder, inputs.servers
     assert folder is not None, "servers meet the run in its folder"
     plan = server_plan(settings, inputs, module)
-    size = sum(file.stat().st_size for file in inputs.model.glob("*.safetensors"))
-    weights = weights_folder(folder, inputs.sync_folder, size, servers)
-    plan = replace(plan, weights=str(weights))
+    weights: Path | None = None
+    if plan.backend == FILES:
+        size = sum(file.stat().st_size for file in inputs.model.glob("*.safetensors"))
+        weights = weights_folder(folder, inputs.sync_folder, size, servers)
+        plan = replace(plan, weights=str(weights))
     alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
-    ending: LocalServers | NodeServers | OutsideServers
+    ending: Servers
     outside: Outside | None = None
     if servers.outside:
         outside = outside_of(plan, inputs)
@@ -88,15 +99,19 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         starting = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
         print(f"engine: {starting} (logs: {folder / FOLDER})", flush=True)
         ending = LocalServers(folder.resolve(), plan, servers.count)
-    return VllmServerEngine(
-        Fleet(folder.resolve(), servers, inputs.sync_mode, outside, plan.adapters),
-        ending,
-        WeightWriter(weights, alpha=alpha),
+    form = ServedForm(
         max_context=plan.max_context,
         dtype=getattr(torch, plan.dtype),
         quantized=settings.quantization is not None,
         grammars=inputs.tokenizer is not None,
     )
+    mode = inputs.sync_mode
+    if weights is None:
+        ahead = inputs.max_staleness > 0
+        together = BroadcastFleet(folder.resolve(), servers, mode, outside, ahead=ahead)
+        return BroadcastEngine(together, ending, form, NcclSender())
+    fleet = Fleet(folder.resolve(), servers, mode, outside, plan.adapters)
+    return VllmServerEngine(fleet, ending, form, WeightWriter(weights, alpha=alpha))
 
 
 def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str) -> ServerPlan:
@@ -121,6 +136,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
         rank=inputs.adapters.rank if lora and inputs.adapters is not None else 0,
         adapters=ADAPTERS + inputs.max_staleness,
         weights=None,
+        backend=NCCL if inputs.transport is Transport.nccl else FILES,
         gpus=place(inputs.servers, inputs.trainers, inputs.taken)
         if inputs.on_gpu and not inputs.servers.outside
         else None,
@@ -150,6 +166,7 @@ def outside_of(plan: ServerPlan, inputs: EngineInputs) -> Outside:
         dtype=plan.dtype,
         max_context=plan.max_context,
         quantization=plan.engine["quantization"],
+        backend=plan.backend,
         rank=plan.rank,
         adapters=plan.adapters,
         grammars=inputs.tokenizer is not None,
@@ -224,6 +241,8 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
             f"weight_sync.mode={run.mode}: has no effect with adapters, each version of which has "
             "a name of its own; leave it out, or set weight_sync.transport=files"
         )
+    if run.transport is Transport.nccl:
+        yield from _broadcast_problems(run)
     if run.servers.outside:
         started = VllmServerSettings()
         for key in ("max_rows", "memory_share", "kv_cache_mb", "enforce_eager"):
@@ -236,6 +255,27 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
         if (owner := OWNED.get(name.strip("-").replace("-", "_"))) is not None:
             instead = owner and f", set {owner}"
             yield f"servers.args.{name}: is set by agenttrain; leave it out{instead}"
+
+
+def _broadcast_problems(run: RunFacts) -> Iterator[str]:
+    """Yield settings that do not go with a broadcast of the weights."""
+    key = "weight_sync.transport=nccl"
+    if run.lora_rank:
+        yield (
+            f"{key}: model.lora.rank={run.lora_rank} trains adapters, which are small, and which "
+            "servers get without a pause; leave it out, or set weight_sync.transport=files"
+        )
+    if run.sync_folder is not None:
+        yield (
+            f"weight_sync.folder={run.sync_folder}: has no effect with {key}, which writes no "
+            "files; leave it out"
+        )
+    if run.servers.url is not None:
+        yield (
+            f"servers.url={run.servers.url}: with {key} the router might ask a server that was "
+            "started again and waits for the next weight sync; leave it out, or set "
+            "weight_sync.transport=files"
+        )
 
 
 def check_machine(settings: VllmServerSettings, count_gpus: Callable[[], int]) -> Iterator[str]:
@@ -272,5 +312,6 @@ SPEC = EngineSpec(
     run_server=run_server,
     read_servers=read_status,
     serve_alone=serve_alone,
+    sender=NcclSender,
     too_cold=f"vLLM would sample at {LEAST_TEMPERATURE:g} instead",
 )

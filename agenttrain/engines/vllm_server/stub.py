@@ -8,6 +8,10 @@ in a second. Its model is one number, the weight `w` [1]: every token has the lo
     POST /stub/fault {"kind": "abort", "times": 1}      … end with finish_reason "abort"
     POST /stub/fault {"kind": "hang"}                   the engine's process answers nothing
     POST /stub/fault {"kind": "deaf", "times": 1}       an update answers 200 and loads nothing
+    POST /stub/fault {"kind": "crash", "times": 1}      it dies as it receives a broadcast
+    POST /stub/fault {"kind": "stuck", "times": 1}      it never ends to receive one
+    POST /stub/fault {"kind": "refuse", "times": 1}     it receives one, and answers 500
+    POST /stub/fault {"kind": "absent", "times": 1}     it does not join a group
     POST /stub/share                                    maps shared memory
     GET  /stub/log                                      completions so far: version and ids
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import struct
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
@@ -32,6 +37,7 @@ from starlette.routing import Route
 
 from agenttrain.engines.vllm_server.files_transport import METHODS
 from agenttrain.engines.vllm_server.guard import HOST, TokenGuard
+from agenttrain.engines.vllm_server.stub_group import StubWorkers
 from agenttrain.engines.weight_files import BadWeights, read_verified, verify
 from agenttrain.utils.child_process import end_with_parent
 
@@ -43,6 +49,7 @@ FAULTS = "AGENTTRAIN_STUB_FAULTS"
 CONFIG = "AGENTTRAIN_STUB_CONFIG"
 """Environment variable: what differs from the server that a run expects, e.g. ``{"version":
 "0.31.0", "model_config": {"dtype": "torch.bfloat16"}, "backend": null, "without": ["/pause"]}``;
+its workers, ``{"workers": 2}``;
 the weight that it starts with, ``{"w": 0.5}``; the part of a score that grows with the id,
 ``{"slope": 0.001}``; its answer in a chat, ``{"reply": "Yes."}``."""
 TOKEN_S = "AGENTTRAIN_STUB_TOKEN_S"
@@ -65,6 +72,7 @@ class StubServer:
         self.adapters: dict[str, float] = {}
         """Adapters by name: each of them is the weight `w`."""
         self.updating = False
+        self.group = StubWorkers()
         self.faults: dict[str, int] = json.loads(os.environ.get(FAULTS, "{}"))
         """Kind of fault, mapped to the times that it will still happen."""
         self.served: list[dict[str, Any]] = []
@@ -143,6 +151,27 @@ class StubServer:
         """Sample again."""
         self.running.set()
 
+    async def join(self, body: Any) -> Any:
+        """Enter a group of the backend "nccl"; that of files has none."""
+        if self.takes_fault("absent"):
+            return Response("its workers cannot reach the group", status_code=500)
+        if body["init_info"]:
+            try:
+                await self.group.join(body["init_info"], self.workers)
+            except TimeoutError:
+                return Response("there is no group", status_code=500)
+
+    async def leave(self, body: Any) -> Any:
+        """Leave a group, but for one that an update goes on in."""
+        if self.updating:
+            return Response("an update is going on", status_code=500)
+        self.group.leave()
+
+    @property
+    def workers(self) -> int:
+        """Its workers."""
+        return int(self.config.get("workers", 1))
+
     async def start(self, body: Any) -> Any:
         """Begin an update; a second one before the first has ended is refused."""
         if self.updating or self.running.is_set():
@@ -150,14 +179,32 @@ class StubServer:
         self.updating = True
 
     async def update(self, body: Any) -> Any:
-        """Load verified files."""
+        """Load verified files, or what comes by a broadcast."""
         info = body["update_info"]
+        if "names" in info:
+            return await self.receive(info)
         try:
             weights = dict(read_verified(Path(info["folder"]), info["digest"]))
         except (BadWeights, OSError) as error:
             return Response(str(error), status_code=500)
         if not self.takes_fault("deaf"):
             self.w = float(weights["w"])
+
+    async def receive(self, info: Any) -> Any:
+        """Load weights that the group sends; after an error the update has ended, as in vLLM."""
+        if self.takes_fault("crash"):
+            os._exit(1)
+        if self.takes_fault("stuck"):
+            await asyncio.Event().wait()
+        try:
+            weights = await self.group.receive(info)
+            if self.takes_fault("refuse"):
+                raise EOFError("a weight that does not fit")
+        except EOFError as error:
+            self.updating = False
+            return Response(str(error), status_code=500)
+        if not self.takes_fault("deaf"):
+            (self.w,) = struct.unpack("<f", weights["w"])
 
     async def call_workers(self, body: Any) -> Any:
         """Verify files, as each worker does."""
@@ -169,8 +216,10 @@ class StubServer:
         return {"results": [{"done": True, "error": ""}]}
 
     async def finish(self, body: Any) -> Any:
-        """End an update."""
-        self.updating, self.version = False, body["weight_version"]
+        """End an update; without one it is refused."""
+        if not self.updating:
+            return Response("no update is going on", status_code=500)
+        self.updating, self.version = False, body["weight_version"] or self.version
 
     async def weight_info(self, body: Any) -> Any:
         """Return the label of the weights."""
@@ -197,7 +246,7 @@ class StubServer:
 
     async def about(self, body: Any) -> Any:
         """Return version and workers."""
-        return {"version": self.config.get("version", "0.32.0"), "world_size": 1}
+        return {"version": self.config.get("version", "0.32.0"), "world_size": self.workers}
 
     async def load_adapter(self, body: Any) -> Any:
         """Add adapters; their file has the weight as their only tensor."""
@@ -250,7 +299,8 @@ class StubServer:
             "POST /v1/chat/completions": self.chat,
             "POST /pause": self.pause,
             "POST /resume": self.resume,
-            "POST /init_weight_transfer_engine": self.health,
+            "POST /init_weight_transfer_engine": self.join,
+            "POST /shutdown_weight_transfer_engine": self.leave,
             "POST /start_weight_update": self.start,
             "POST /collective_rpc": self.call_workers,
             "POST /update_weights": self.update,

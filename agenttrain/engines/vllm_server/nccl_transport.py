@@ -1,0 +1,359 @@
+"""vLLM's weight transfer backend "nccl" for several servers: the trainer's end. Never run on GPUs.
+
+vLLM's own trainer engine makes the group and broadcasts packed tensors; it knows one server. Here
+are the parts for a fleet: `FanOut`, which is that one server for it and all of them in truth, and
+`NcclSender`, which gives up a group that hangs. Ranks, with servers of 2, 1 and 4 GPUs::
+
+    rank      0         1  2       3         4  5  6  7        world_size = 1 + 2 + 1 + 4
+              trainer   server 0   server 1  server 2          rank_offset = 1, 3, 4
+
+A worker of vLLM 0.32 cannot leave a broadcast whose peer has died. So a server that does not answer
+soon after a broadcast has failed is started again; one that does is sent all weights once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from agenttrain.engines.base import EngineError
+from agenttrain.engines.broadcast import Audience, BroadcastResult, Receipt, Receiver, Regathered
+from agenttrain.engines.vllm_server.client import ServerClient, ServerFailed
+from agenttrain.utils.threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BACKEND = "nccl"
+BROADCAST_S = 300.0
+"""Longest time for a broadcast: processes that gather along give up after 600 s."""
+BUFFER_BYTES = 1 << 28
+"""Bytes of weights from which on they are sent: servers have little memory beside their caches."""
+GRACE_S = 10.0
+"""Seconds that a server has to answer after a broadcast has failed."""
+
+
+class Transfer(Protocol):
+    """vLLM's `TrainerWeightTransferEngine`, as far as it is used."""
+
+    client: Any
+    """A `VLLMWeightSyncClient`."""
+    source: Any
+    """A `WeightSource`."""
+
+    def send_weights(self) -> None:
+        """Do a whole update: start, update beside the broadcast, finish."""
+        ...
+
+    def shutdown(self) -> None:
+        """Abort what is going on in the group, and leave it."""
+        ...
+
+
+Join = Callable[[str, int, int, "FanOut", "OnePass"], Transfer]
+"""Makes a group, by address and port of this process and the number of ranks."""
+Call = Callable[[Receiver, ServerClient], Coroutine[Any, Any, None]]
+"""A call of one server."""
+
+
+def join_group(address: str, port: int, ranks: int, client: FanOut, source: OnePass) -> Transfer:
+    """Make a group of this process and the servers' workers."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    info = NCCLTrainerInitInfo(
+        master_address=address,
+        master_port=port,
+        world_size=ranks,
+        packed_buffer_size_bytes=BUFFER_BYTES,
+        rank=0,
+    )
+    transfer: Transfer = WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=source
+    )
+    return transfer
+
+
+class GaveUp(Exception):
+    """The weights are no longer this thread's to gather."""
+
+
+class OnePass:
+    """One pass over the weights: a `WeightSource`, whose rest another thread can take over."""
+
+    def __init__(self, weights: Regathered) -> None:
+        self._forms = weights.forms()
+        self._iterator = iter(weights)
+        self._lock = Lock()
+        self.given_up = False
+
+    def metadata(self) -> list[Any]:
+        """Return the forms, which have the fields of vLLM's `ParamMeta`."""
+        return [*self._forms]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather the weights one by one, on the device of the group."""
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        while True:
+            with self._lock:
+                if self.given_up:
+                    raise GaveUp
+                try:
+                    name, tensor = next(self._iterator)
+                except StopIteration:
+                    return
+            yield name, tensor.to(device)
+
+    def finish(self) -> None:
+        """Gather the rest, as other processes do."""
+        self.given_up = True
+        with self._lock:
+            for _ in self._iterator:
+                pass
+
+
+class FanOut:
+    """The servers of an audience as one: vLLM's `VLLMWeightSyncClient`.
+
+    vLLM calls its four methods from threads; the calls to the servers run in the event loop. A
+    method raises ServerFailed as soon as one server fails.
+    """
+
+    def __init__(self, audience: Audience) -> None:
+        self.version = audience.version
+        self.receivers = audience.receivers
+        self.failures: dict[Receiver, ServerFailed] = {}
+        self.failed = asyncio.Event()
+        self._audience = audience
+        self._loop = asyncio.get_running_loop()
+        self._clients = {
+            one: ServerClient(one.url, one.token, timeout_s=audience.pause_s, keep=False)
+            for one in audience.receivers
+        }
+        self._calls: dict[asyncio.Task[None], Receiver] = {}
+        self._paused: tuple[Receiver, ...] = ()
+        self._received: set[Receiver] = set()
+        self._loaded: set[Receiver] = set()
+
+    async def pause(self, unfinished: set[Receiver]) -> None:
+        """Pause the servers, and close the models of `unfinished` ones; those that fail are out."""
+        mode = self._audience.mode
+        with suppress(ServerFailed):
+            await self._each(
+                lambda one, client: client.pause(mode, close=one in unfinished), wait=True
+            )
+        self.receivers = self._paused = tuple(
+            one for one in self.receivers if one not in self.failures
+        )
+        self.failed.clear()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have all workers join the group, each server's from its own rank on."""
+        offsets = accumulate((one.workers for one in self.receivers), initial=1)
+        rank_of = dict(zip(self.receivers, offsets, strict=False))
+        self._run(lambda one, client: client.join({**init_info, "rank_offset": rank_of[one]}))
+
+    def start_weight_update(self) -> None:
+        """Open the models of all servers."""
+        self._run(lambda one, client: client.start_update())
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Have all workers receive the broadcast."""
+        self._run(lambda one, client: client.update_weights(update_info), self._received)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Close the models, label them with the version, and let them sample."""
+        self._run(lambda one, client: client.finish_update(self.version), self._loaded)
+
+    def _run(self, call: Call, done: set[Receiver] | None = None) -> None:
+        asyncio.run_coroutine_threadsafe(self._each(call, done), self._loop).result()
+
+    async def _each(
+        self, call: Call, done: set[Receiver] | None = None, *, wait: bool = False
+    ) -> None:
+        """Call all servers, and add those that have answered well to `done`.
+
+        Raise the first failure at once, or `wait` before that for the others.
+        """
+
+        async def one(receiver: Receiver) -> None:
+            try:
+                await call(receiver, self._clients[receiver])
+            except ServerFailed as error:
+                self.failures[receiver] = error
+                self.failed.set()
+                raise
+            if done is not None:
+                done.add(receiver)
+
+        calls = {asyncio.create_task(one(receiver)): receiver for receiver in self.receivers}
+        self._calls |= calls
+        when = asyncio.ALL_COMPLETED if wait else asyncio.FIRST_EXCEPTION
+        if calls:
+            await asyncio.wait(calls, return_when=when)
+        for task in calls:
+            if task.done():
+                task.result()
+
+    async def settle(self) -> None:
+        """Wait a little for the calls of a broadcast that has failed; whoever is silent is lost.
+
+        Servers that have received everything are finished.
+        """
+        if calls := [task for task in self._calls if not task.done()]:
+            await asyncio.wait(calls, timeout=GRACE_S)
+        for task in calls:
+            if not task.done():
+                task.cancel()
+                text = f"it did not leave a broadcast that had failed within {GRACE_S:g} s"
+                self.failures[self._calls[task]] = ServerFailed(text)
+        ready = self._received - self._loaded
+        self.receivers = tuple(one for one in ready if one not in self.failures)
+        with suppress(ServerFailed, TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await self._each(
+                    lambda one, client: client.finish_update(self.version), self._loaded, wait=True
+                )
+
+    def result(self, unfinished: set[Receiver]) -> tuple[BroadcastResult, set[Receiver]]:
+        """Return the result, and the servers that can be met again with an update unfinished.
+
+        A server that has failed in the broadcast is met again if it answers, and was not
+        `unfinished` before.
+        """
+        receipts, again = [], set()
+        for one in self._audience.receivers:
+            failure = self.failures.get(one)
+            answers = failure is None or (failure.status is not None and one not in unfinished)
+            if one not in self._loaded and one in self._paused and answers:
+                again.add(one)
+                continue
+            problem = None if failure is None else str(failure)
+            paused_s = self._clients[one].paused_s
+            receipts.append(
+                Receipt(number=one.number, boot=one.boot, problem=problem, paused_s=paused_s)
+            )
+        return BroadcastResult(version=self.version, receipts=tuple(receipts)), again
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        for task in self._calls:
+            task.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        for client in self._clients.values():
+            await client.aclose()
+
+
+class NcclSender:
+    """Implements `WeightSender`: a group that lasts while the servers are the same.
+
+    The group is made and used in a helper thread, on the caller's GPU, which is left alone if it
+    hangs.
+    """
+
+    def __init__(self, join: Join = join_group) -> None:
+        self._join = join
+        self._threads = DaemonThreads()
+        self._lock = Lock()
+        self._transfer: Transfer | None = None
+        self._members: Sequence[Receiver] = ()
+        """Servers of the group."""
+        self._unfinished: set[Receiver] = set()
+        """Servers whose last update has failed, and that answer."""
+        self._fan: FanOut | None = None
+
+    async def pause(self, audience: Audience) -> None:
+        """Implement `WeightSender.pause`."""
+        self._fan = FanOut(audience)
+        await self._fan.pause(self._unfinished)
+
+    async def send(self, weights: Regathered) -> BroadcastResult:
+        """Implement `WeightSender.send`. Raises EngineError for a failure that is no server's."""
+        fan, self._fan = self._fan, None
+        assert fan is not None, "pause comes first"
+        source = OnePass(weights)
+        try:
+            if fan.receivers:
+                await self._broadcast(fan, source)
+        finally:
+            gathered = await self._threads.run(source.finish)
+            await fan.aclose()
+        if gathered.error is not None:
+            raise gathered.error
+        result, self._unfinished = fan.result(self._unfinished)
+        return result
+
+    async def _broadcast(self, fan: FanOut, source: OnePass) -> None:
+        """Do one broadcast; after a failure leave the group, and see who still answers."""
+        work = asyncio.create_task(self._threads.run(lambda: self._round(fan, source)))
+        failed = asyncio.create_task(fan.failed.wait())
+        try:
+            await asyncio.wait(
+                (work, failed), timeout=BROADCAST_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            error = work.result().error if work.done() else None
+            if work.done() and error is None:
+                return
+            if work.done():  # by a server that has failed, as a call to it says soon
+                await asyncio.wait((failed,), timeout=GRACE_S)
+            source.given_up = True
+            await self._threads.run(self._leave)
+            if error is not None and not fan.failed.is_set():
+                raise EngineError(f"weight update {fan.version}: {error}") from error
+            await fan.settle()
+        finally:
+            work.cancel()
+            failed.cancel()
+
+    def _round(self, fan: FanOut, source: OnePass) -> None:
+        """Send the weights, by the group there is if its servers are these."""
+        transfer = self._transfer
+        if transfer is None or self._members != fan.receivers:
+            self._leave()
+            address = address_towards([one.url for one in fan.receivers])
+            with socket.create_server((address, 0)) as free:
+                port: int = free.getsockname()[1]
+            ranks = 1 + sum(one.workers for one in fan.receivers)
+            transfer = self._join(address, port, ranks, fan, source)
+            with self._lock:
+                if not source.given_up:
+                    self._transfer, self._members = transfer, fan.receivers
+            if source.given_up:
+                transfer.shutdown()
+                raise GaveUp
+        transfer.client, transfer.source = fan, source
+        transfer.send_weights()
+
+    def _leave(self) -> None:
+        with self._lock:
+            transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.shutdown()
+
+    async def aclose(self) -> None:
+        """Leave the group."""
+        await self._threads.run(self._leave)
+        self._threads.close()
+
+
+def address_towards(urls: Sequence[str]) -> str:
+    """Return this machine's address for the servers at `urls`: 127.0.0.1 if all of them are on it.
+
+    Example: for one at 127.0.0.1 and one at 10.0.0.5, the address towards the second.
+    """
+    addresses = []
+    for url in urls:
+        host, kind = urlsplit(url).hostname, socket.SOCK_DGRAM
+        family, *_, target = socket.getaddrinfo(host, 9, type=kind)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            addresses.append(str(probe.getsockname()[0]))
+    return next((one for one in addresses if not one.startswith("127.")), addresses[0])
