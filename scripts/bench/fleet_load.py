@@ -1,4 +1,4 @@
-"""Figures of scripts/bench/fleet.py under load: beside a raw loop, with long prompts, in minutes."""
+"""Figures of scripts/bench/fleet.py: beside a raw loop, with long prompts, minutes of full load."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ BURN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 def round_prompts(length: int) -> list[list[int]]:
     """Return the prompts of a round."""
     shared = [7 + n % 90 for n in range(length - TAIL)]
-    return [
-        [*shared, *(7 + (number + n) % 90 for n in range(TAIL))] for number in range(AT_ONCE)
-    ]
+    return [[*shared, *(7 + (number + n) % 90 for n in range(TAIL))] for number in range(AT_ONCE)]
 
 
 async def raw_round(fleet: Fleet, prompts: Sequence[list[int]], tokens: int) -> float:

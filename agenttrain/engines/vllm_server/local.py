@@ -18,12 +18,13 @@ from agenttrain.engines.vllm_server.records import (
     FOLDER,
     PLAN,
     ServerPlan,
+    is_running,
     log_path,
     order_path,
     read_record,
     record_path,
 )
-from agenttrain.engines.vllm_server.wrapper import END_S, is_running
+from agenttrain.engines.vllm_server.wrapper import END_S
 from agenttrain.utils.child_process import ChildProcess
 
 MEMORY = Path("/dev/shm")

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from agenttrain.utils.processes import process_exists
 
 FOLDER = "servers"
 PLAN = "plan.json"
@@ -85,6 +88,8 @@ class ServerRecord:
     condition: Condition
     wrapper: int
     """Process number of the wrapper."""
+    wrapper_started: int = 0
+    """Start of that process, as the number may be another's by now: see `started_at`."""
     host: str = ""
     """Machine of the wrapper."""
     beat: int = 0
@@ -104,6 +109,11 @@ class ServerRecord:
     scratch: tuple[str, ...] = ()
     """Files outside the run's folder that its processes leave behind if they are killed."""
 
+    @property
+    def wrapper_exists(self) -> bool:
+        """True if its wrapper runs, which is on this machine."""
+        return process_exists(self.wrapper, self.wrapper_started)
+
     def write(self, folder: Path) -> None:
         """Write the record of a server of the run in `folder`."""
         write_private(record_path(folder, self.number), asdict(self))
@@ -117,6 +127,14 @@ def read_record(folder: Path, number: int) -> ServerRecord | None:
         return None
     scratch = tuple(record.pop("scratch", ()))
     return ServerRecord(**{**record, "condition": Condition(record["condition"])}, scratch=scratch)
+
+
+def is_running(folder: Path, number: int) -> bool:
+    """Return True if a server of this number has a wrapper that lives, on this machine."""
+    record = read_record(folder, number)
+    if record is None or record.condition is Condition.gone or record.host != socket.gethostname():
+        return False
+    return record.wrapper_exists
 
 
 def record_path(folder: Path, number: int) -> Path:
@@ -136,13 +154,18 @@ def log_path(folder: Path, number: int) -> Path:
 
 def last_lines(folder: Path, number: int, count: int = LOG_LINES) -> str:
     """Return the end of a server's log; empty if it has none."""
+    lines = text_since(log_path(folder, number), 0).splitlines()
+    return "\n".join(line for line in lines[-count:] if line.strip())
+
+
+def text_since(log: Path, size: int) -> str:
+    """Return the end of what was written to a log since it had a size."""
     try:
-        with log_path(folder, number).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
+        with log.open("rb") as file:
+            file.seek(max(size, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            return file.read().decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
-    return "\n".join(line for line in lines[-count:] if line.strip())
 
 
 def write_private(path: Path, value: Any) -> None:

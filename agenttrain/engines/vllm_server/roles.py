@@ -24,7 +24,6 @@ from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient
 from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.frozen import FrozenFleet
-from agenttrain.engines.vllm_server.health import process_exists
 from agenttrain.engines.vllm_server.local import LocalServers
 from agenttrain.engines.vllm_server.records import (
     FOLDER,
@@ -103,7 +102,7 @@ async def all_started(folder: Path, role: str, count: int) -> None:
     for number in range(count):
         while True:
             record = read_record(folder, number)
-            killed = record is not None and not process_exists(record.wrapper)
+            killed = record is not None and not record.wrapper_exists
             if killed:  # its last words may have come since
                 record = read_record(folder, number)
             if record is not None and record.condition is Condition.ready:
