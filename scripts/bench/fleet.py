@@ -49,14 +49,19 @@ false_suspects               servers examined after a failed call, and requests 
 full_load_s, _rollouts,      its seconds, rollouts of two turns and syncs
 _syncs
 start_s                      seconds from the start of two servers to their first token
+run_start_s                  seconds from the command line of a run of two servers, rollout process
+                             and two training processes to the first token
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -232,6 +237,19 @@ async def highest() -> int:
         return peak
 
 
+def run_start(folder: Path) -> float:
+    """Return the seconds that a run takes to its first token, which is the probe's."""
+    command = [sys.executable, "-m", "agenttrain.cli", "engine=vllm_server", "servers.count=2"]
+    command += ["distributed=ddp", "distributed.processes=2", "debug=tiny", "steps=1"]
+    command += ["engine.kv_cache_mb=64", f"engine.max_context={CONTEXT}", "servers.dead_s=120"]
+    command += ["eval.questions=0", "tracker=none", f"hydra.run.dir={folder}"]
+    begun = time.time()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    lines = (folder / "logs" / "requests.jsonl").read_text().splitlines()
+    answers = [one for one in map(json.loads, lines) if one["request"] == "Complete"]
+    return answers[0]["ended"] - begun
+
+
 async def figures(quick: bool, folder: Path) -> dict[str, float]:
     """Return all figures."""
     source = model_folder("bundled:shop")
@@ -256,6 +274,7 @@ async def figures(quick: bool, folder: Path) -> dict[str, float]:
             found |= await pauses(fleet, 3)
     finally:
         await fleet.engine.aclose()
+    found["run_start_s"] = run_start(folder / "whole-run")
     found |= await long_prompts(folder, 2 if quick else 5, 2 if quick else 8)
     found |= await full_load(folder, model, source, 20.0 if quick else FULL_LOAD_S)
     if not quick:
