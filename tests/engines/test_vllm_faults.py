@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -161,6 +161,30 @@ def test_a_server_that_is_stopped_in_a_step(
 
     servers.run(main())
     assert f"its engine did not answer for servers.dead_s={DEAD_S:g} s" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [lambda group: group, engine_core], ids=["api", "core"])
+def test_a_server_that_is_asked_to_end_in_a_step(
+    servers: Servers, victim: Callable[[int], int]
+) -> None:
+    """vLLM then answers some requests as if they were complete, with finish_reason "abort"."""
+
+    async def main() -> None:
+        await until(servers.all_live)
+        member, boot = servers.engine.fleet.members[0], servers.record(0).boot
+        expected = await servers.sample(16, tokens=400)
+        work = asyncio.create_task(servers.sample(16, tokens=400))
+        await until(lambda: member.requests >= 3)
+        group = member.pid
+        os.kill(victim(group), signal.SIGTERM)
+        assert [one.token_ids for one in await work] == [one.token_ids for one in expected]
+        await until(lambda: servers.record(0).boot == boot + 1 and servers.all_live())
+        assert await asyncio.to_thread(gone, [group])
+        sampled = await servers.sample(12, tokens=20)
+        assert {one.versions for one in sampled} == {((servers.version, 20),)}
+
+    servers.run(main())
 
 
 @pytest.mark.slow
