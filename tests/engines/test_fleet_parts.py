@@ -242,10 +242,11 @@ def test_weight_files_of_a_killed_run_go_at_its_next_start(tmp_path: Path) -> No
     second = weights_folder(run, None, 10, outside)
     assert second.parent == run / "servers" and second.is_dir() and not first.exists()
     # Whatever else a copied folder names stays.
-    (run / "servers/weights.txt").write_text(str(chosen))
+    (run / "weights.txt").write_text(str(chosen))
     third = weights_folder(run, None, 10, outside)
     assert chosen.is_dir()
-    OutsideServers(third, run).end()
+    OutsideServers(run).end()
+    assert not (run / "weights.txt").exists()
     assert not third.exists() and sorted(path.name for path in (run / "servers").iterdir()) == [
         second.name
     ]

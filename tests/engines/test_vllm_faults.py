@@ -203,7 +203,7 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
         record = read_record(folder, 0)
         assert record is not None
         group = in_groups([record.pid])
-        weights = Path((folder / "servers" / "weights.txt").read_text())
+        weights = Path((folder / "weights.txt").read_text())
         assert weights.is_dir() and len(group) >= 2
         os.kill(run.pid, signal.SIGKILL)
         run.wait()

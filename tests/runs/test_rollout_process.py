@@ -112,13 +112,23 @@ def test_a_killed_rollout_process(
 
 
 def test_weights_of_a_start_that_was_killed_go_with_the_next(tmp_path: Path) -> None:
+    """Also if the next one needs none."""
+    folder, chosen = tmp_path / "run", tmp_path / "chosen"
     run = (*TINY, COPY, OWN, "checkpoint.every=1", "eval.questions=0")
-    assert main([*run, "steps=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
-    left = tmp_path / "run" / "agenttrain-weights-x1"
-    left.mkdir()
-    (left / "model.safetensors").touch()
-    assert main([f"resume={tmp_path / 'run'}", "steps=2"]) == 0
-    assert not left.exists()
+    place = (f"weight_sync.folder={chosen}", f"hydra.run.dir={folder}")
+    with started(*run, *place, "steps=400") as killed:
+        await_steps(killed, folder, 1)
+        (process,) = of_rollouts(killed.pid)
+        for one in (killed, process):
+            one.send_signal(signal.SIGSTOP)
+        for one in (process, killed):
+            one.kill()
+        process.wait(90)
+    assert len(list(chosen.iterdir())) == 1
+    steps = len(metrics(folder))
+    same_process = ("rollout.process=same", "engine=transformers")
+    assert main([f"resume={folder}", f"steps={steps + 1}", *same_process]) == 0
+    assert list(chosen.iterdir()) == [] and not (folder / "weights.txt").exists()
 
 
 def test_an_error_of_a_reward_leaves_a_crash_bundle(

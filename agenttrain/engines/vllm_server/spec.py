@@ -88,7 +88,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     if servers.outside:
         outside = outside_of(plan, inputs)
         print(f"engine: {len(outside.urls)} servers of servers.admin_urls", flush=True)
-        ending = OutsideServers(weights, folder)
+        ending = OutsideServers(folder)
     elif servers.nodes:
         where = f"servers.nodes={servers.nodes} other machines (logs: {folder / FOLDER})"
         print(
