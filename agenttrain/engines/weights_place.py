@@ -11,15 +11,22 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from agenttrain.engines.base import EngineError
+
 PREFIX = "agenttrain-weights-"
 NOTE = "weights.txt"
 
 
 def new_weights_folder(run: Path, parent: Path) -> Path:
-    """Return a new folder in `parent` for the weight files of a run."""
+    """Return a new folder in `parent` for the weight files of a run; raises EngineError."""
     remove_weights_folder(run)
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    except OSError as error:
+        raise EngineError(
+            f"weight_sync.folder: {parent}: {error.strerror}; name a folder that can be written"
+        ) from error
     run.mkdir(parents=True, exist_ok=True)
     (run / NOTE).write_text(str(folder), encoding="utf-8")
     return folder
