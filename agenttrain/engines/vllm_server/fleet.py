@@ -336,7 +336,7 @@ class Fleet(WatchedServers):
         progress = StartProgress(self._folder, "engine", len(self.members))
         while waiting := [one for one in self.members if one.state is MemberState.starting]:
             await self._wait()
-            progress.report([one.number for one in waiting])
+            progress.report({one.number: one.name for one in waiting})
             if outside is None and any(one.state is MemberState.gone for one in self.members):
                 raise FleetLost(f"a server did not start: {self._ends(MemberState.gone)}")
             if unfit := [member.reason for member in self.members if member.unfit]:

@@ -116,7 +116,7 @@ async def all_started(folder: Path, role: str, count: int) -> None:
                     f"roles.{role}: {role} server {number} did not start: it {end}; the end "
                     f"of its log:\n{last_lines(folder, number)}"
                 )
-        progress.report(waiting)
+        progress.report({number: f"server {number}" for number in waiting})
         await asyncio.sleep(LOOK_S)
 
 

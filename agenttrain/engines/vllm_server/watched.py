@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ SENDS = 5
 """Servers that a request may kill, or see die, before it counts as the cause."""
 PROGRESS_S = 5.0
 """Seconds between two reports on servers that start."""
-LINE_CHARS = 120
+LINE_CHARS = 100
 """Characters of a log's line in a report."""
 
 
@@ -96,15 +96,15 @@ class StartProgress:
         self._folder, self._name, self._count = folder, name, count
         self._begun = self._printed = time.monotonic()
 
-    def report(self, waiting: Sequence[int]) -> None:
-        """Take the numbers of the servers that have not answered."""
+    def report(self, waiting: Mapping[int, str]) -> None:
+        """Take the names of the servers that have not answered, by their numbers."""
         now = time.monotonic()
         if now < self._printed + PROGRESS_S:
             return
         self._printed = now
         texts = [f"{self._count - len(waiting)} of {self._count} servers answer"]
         texts[0] += f" after {now - self._begun:.0f} s"
-        for number in waiting:
-            if line := last_lines(self._folder, number, 1):
-                texts.append(f"server {number}: {line[:LINE_CHARS]}")
+        for number, name in waiting.items():
+            line = last_lines(self._folder, number, 1)[:LINE_CHARS]
+            texts.append(f"{name}: {line}" if line else f"{name} does not answer yet")
         print(f"{self._name}: {'; '.join(texts)}", flush=True)
