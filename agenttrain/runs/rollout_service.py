@@ -297,9 +297,7 @@ class RolloutService:
         if isinstance(self._engine, ReadsFiles):
             return self._engine.writer
         if self._written is None:
-            chosen = self._config.weight_sync.folder
-            parent = self._folder if chosen is None else Path(chosen).expanduser()
-            self._written = new_weights_folder(self._folder, parent)
+            self._written = new_weights_folder(self._folder, self._folder)
         return WeightWriter(self._written)
 
     def _remove_written(self) -> None:

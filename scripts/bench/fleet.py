@@ -64,7 +64,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -250,52 +250,59 @@ def run_start(folder: Path) -> float:
     return answers[0]["ended"] - begun
 
 
-async def figures(quick: bool, folder: Path) -> dict[str, float]:
-    """Return all figures."""
+async def figures(quick: bool, folder: Path) -> AsyncIterator[dict[str, float]]:
+    """Yield all figures as they are measured."""
     source = model_folder("bundled:shop")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    found: dict[str, float] = {}
     begun = time.monotonic()
     fleet = Fleet(folder / "run", model, source, 2)
     try:
         await fleet.sync()
         await fleet_round(fleet, round_prompts(61)[:1], 1)
-        found["start_s"] = time.monotonic() - begun
+        yield {"start_s": time.monotonic() - begun}
         count = 20 if quick else 200
         served = await step(fleet.engine, count, turns=3, tokens=32, temperature=0.0)
-        found |= exactness(model, served, await in_process(source, count))
-        found["prefix_hit_share"] = await prefix_hits(fleet)
-        found |= await overhead(fleet, 3 if quick else 9)
-        found |= await failover(fleet, 24 if quick else 64)
+        yield exactness(model, served, await in_process(source, count))
+        yield {"prefix_hit_share": await prefix_hits(fleet)}
+        yield await overhead(fleet, 3 if quick else 9)
+        yield await failover(fleet, 24 if quick else 64)
         await fleet.all_live()
-        shares = await weights(fleet, 3 if quick else 20)
-        found["weights_checksums_equal"], found["restarted_checksums_equal"] = shares
+        synced, restarted = await weights(fleet, 3 if quick else 20)
+        yield {"weights_checksums_equal": synced, "restarted_checksums_equal": restarted}
         if quick:
-            found |= await pauses(fleet, 3)
+            yield await pauses(fleet, 3)
     finally:
         await fleet.engine.aclose()
-    found["run_start_s"] = run_start(folder / "whole-run")
-    found |= await long_prompts(folder, 2 if quick else 5, 2 if quick else 8)
-    found |= await full_load(folder, model, source, 20.0 if quick else FULL_LOAD_S)
+    yield {"run_start_s": run_start(folder / "whole-run")}
+    yield await long_prompts(folder, 2 if quick else 5, 2 if quick else 8)
+    yield await full_load(folder, model, source, 20.0 if quick else FULL_LOAD_S)
     if not quick:
         fleet = Fleet(folder / "tp2-run", model, source, 2, by=2)
         try:
-            found["tp2_checksums_equal"], found["tp2_restarted_equal"] = await weights(fleet, 20)
+            synced, restarted = await weights(fleet, 20)
+            yield {"tp2_checksums_equal": synced, "tp2_restarted_equal": restarted}
         finally:
             await fleet.engine.aclose()
         big = big_model(folder / "big")
         fleet = Fleet(folder / "big-run", big, folder / "big", 1)
         try:
-            found |= await pauses(fleet, 5)
+            yield await pauses(fleet, 5)
         finally:
             await fleet.engine.aclose()
-    return found
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """Return all figures, from files in a temporary folder."""
+    """Return all figures, from files in a temporary folder; print them as they come."""
+    found: dict[str, float] = {}
+
+    async def collect(folder: Path) -> None:
+        async for new in figures(quick, folder):
+            found.update(new)
+            print(json.dumps(new), flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(figures(quick, Path(folder)))
+        asyncio.run(collect(Path(folder)))
+    return found
 
 
 if __name__ == "__main__":

@@ -113,10 +113,9 @@ def test_a_killed_rollout_process(
 
 def test_weights_of_a_start_that_was_killed_go_with_the_next(tmp_path: Path) -> None:
     """Also if the next one needs none."""
-    folder, chosen = tmp_path / "run", tmp_path / "chosen"
-    run = (*TINY, COPY, OWN, "checkpoint.every=1", "eval.questions=0")
-    place = (f"weight_sync.folder={chosen}", f"hydra.run.dir={folder}")
-    with started(*run, *place, "steps=400") as killed:
+    folder = tmp_path / "run"
+    run = (*TINY, COPY, OWN, "checkpoint.every=1", "eval.questions=0", "steps=400")
+    with started(*run, f"hydra.run.dir={folder}") as killed:
         await_steps(killed, folder, 1)
         (process,) = of_rollouts(killed.pid)
         for one in (killed, process):
@@ -124,11 +123,11 @@ def test_weights_of_a_start_that_was_killed_go_with_the_next(tmp_path: Path) -> 
         for one in (process, killed):
             one.kill()
         process.wait(90)
-    assert len(list(chosen.iterdir())) == 1
+    assert len(list(folder.glob("agenttrain-weights-*"))) == 1
     steps = len(metrics(folder))
     same_process = ("rollout.process=same", "engine=transformers")
     assert main([f"resume={folder}", f"steps={steps + 1}", *same_process]) == 0
-    assert list(chosen.iterdir()) == [] and not (folder / "weights.txt").exists()
+    assert not list(folder.glob("agenttrain-weights-*")) and not (folder / "weights.txt").exists()
 
 
 def test_an_error_of_a_reward_leaves_a_crash_bundle(
