@@ -273,7 +273,6 @@ async def figures(quick: bool, folder: Path) -> AsyncIterator[dict[str, float]]:
             yield await pauses(fleet, 3)
     finally:
         await fleet.engine.aclose()
-    yield {"run_start_s": run_start(folder / "whole-run")}
     yield await long_prompts(folder, 2 if quick else 5, 2 if quick else 8)
     yield await full_load(folder, model, source, 20.0 if quick else FULL_LOAD_S)
     if not quick:
@@ -289,6 +288,7 @@ async def figures(quick: bool, folder: Path) -> AsyncIterator[dict[str, float]]:
             yield await pauses(fleet, 5)
         finally:
             await fleet.engine.aclose()
+    yield {"run_start_s": run_start(folder / "whole-run")}
 
 
 def measure(quick: bool) -> dict[str, float]:
