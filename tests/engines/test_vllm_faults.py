@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny
 import torch
@@ -188,12 +189,14 @@ def test_a_server_that_is_asked_to_end_in_a_step(
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["launcher", "rank", "rollouts", "wrapper"])
+def test_nothing_is_left_of_a_run_of_which_a_process_was_killed(kind: str, tmp_path: Path) -> None:
+    """Two training processes, their launcher, the rollout process and a server with its wrapper."""
     folder = tmp_path / "run"
     run = start(
         *("debug=tiny", "engine=vllm_server", "engine.kv_cache_mb=64", "engine.max_context=1024"),
-        *("steps=500", "tracker=none", "eval.questions=0", "servers.dead_s=60"),
-        f"hydra.run.dir={folder}",
+        *("distributed=ddp", "distributed.processes=2", "steps=500", "tracker=none"),
+        *("eval.questions=0", "servers.dead_s=60", f"hydra.run.dir={folder}"),
     )
     try:
         deadline = time.monotonic() + 300
@@ -202,12 +205,21 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
             time.sleep(0.2)
         record = read_record(folder, 0)
         assert record is not None
+        below = psutil.Process(run.pid).children(recursive=True)
+        pids = [run.pid, *(process.pid for process in below)]
         group = in_groups([record.pid])
+        assert len(group) >= 2 and {record.wrapper, *group} <= {*pids}
         weights = Path((folder / "weights.txt").read_text())
-        assert weights.is_dir() and len(group) >= 2
-        os.kill(run.pid, signal.SIGKILL)
-        run.wait()
-        assert gone([record.pid, record.wrapper, *group])
+        assert weights.is_dir()
+        victims = {"launcher": run.pid, "wrapper": record.wrapper}
+        for process in below:
+            if process.ppid() == run.pid and process.environ().get("RANK") == "1":
+                victims["rank"] = process.pid
+            if "agenttrain.runs.rollout_process" in process.cmdline():
+                victims["rollouts"] = process.pid
+        os.kill(victims[kind], signal.SIGKILL)
+        assert run.wait(180) != 0
+        assert gone(pids)
         deadline = time.monotonic() + 90
         while weights.exists():
             assert time.monotonic() < deadline
