@@ -15,6 +15,7 @@ import httpx
 import pytest
 import torch
 from fleet_kit import (
+    PATIENCE_S,
     TEXT,
     call,
     expected,
@@ -31,6 +32,7 @@ from fleet_kit import (
 from agenttrain import cli
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.vllm_server import local
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.scratch import remove
@@ -316,7 +318,7 @@ def test_a_killed_wrapper_takes_its_server_along(tmp_path: Path) -> None:
             os.kill(wrapper, signal.SIGKILL)
             assert gone([pid])
             await until(lambda: states(engine)[0] is MemberState.gone)
-            assert engine.fleet.members[0].reason == "its wrapper was killed"
+            assert engine.fleet.members[0].reason == "lost its wrapper"
             await asyncio.gather(*(sample(engine, n) for n in range(10)))
 
     asyncio.run(main())
@@ -405,6 +407,24 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
         finally:
             await engine.aclose()
         assert "a server did not start: server 0 ended with exit code 1" in str(caught.value)
+        assert "No module named agenttrain.engines.vllm_server.absent" in str(caught.value)
+
+    asyncio.run(main())
+
+
+def test_a_wrapper_that_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written nothing: the run does not wait for it, and shows its last words."""
+    monkeypatch.setattr(local, "WRAPPER", "agenttrain.engines.vllm_server.absent")
+
+    async def main() -> None:
+        engine = stubs(tmp_path, count=1)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(FleetLost) as caught:
+                    await send(engine, 1.0, 0)
+        finally:
+            await engine.aclose()
+        assert "a server did not start: server 0 lost its wrapper" in str(caught.value)
         assert "No module named agenttrain.engines.vllm_server.absent" in str(caught.value)
 
     asyncio.run(main())

@@ -7,6 +7,8 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from agenttrain.engines.base import EngineError
@@ -16,6 +18,7 @@ from agenttrain.engines.vllm_server.records import (
     FOLDER,
     PLAN,
     ServerPlan,
+    ServerRecord,
     is_running,
     log_path,
     order_path,
@@ -59,6 +62,12 @@ def remove_record(folder: Path, number: int) -> None:
     if (record := read_record(folder, number)) is not None:
         scratch.remove(record.scratch)
     record_path(folder, number).unlink(missing_ok=True)
+
+
+def _append(log: Path, line: str) -> None:
+    """Add a wrapper's line, e.g. of its traceback, to the log of its server."""
+    with suppress(OSError), log.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
 
 
 class OutsideServers:
@@ -109,9 +118,15 @@ class LocalServers:
             remove_record(folder, number)
             log_path(folder, number).unlink(missing_ok=True)
         command = [sys.executable, "-m", WRAPPER, str(folder)]
-        self._wrappers = [
-            ChildProcess([*command, str(number), str(os.getpid())]) for number in range(count)
-        ]
+        self._wrappers = []
+        for number in range(count):
+            wrapper = ChildProcess(
+                [*command, str(number), str(os.getpid())],
+                print_line=partial(_append, log_path(folder, number)),
+            )
+            self._wrappers.append(wrapper)
+            # It may end before it has written one.
+            ServerRecord.of(number, wrapper.pid).write_first(folder)
 
     def _await_end_of_earlier(self) -> None:
         deadline = time.monotonic() + 2 * END_S

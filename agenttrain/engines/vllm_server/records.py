@@ -10,12 +10,13 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from agenttrain.utils.processes import process_exists
+from agenttrain.utils.processes import process_exists, started_at
 
 FOLDER = "servers"
 PLAN = "plan.json"
@@ -109,6 +110,17 @@ class ServerRecord:
     scratch: tuple[str, ...] = ()
     """Files outside the run's folder that its processes leave behind if they are killed."""
 
+    @classmethod
+    def of(cls, number: int, wrapper: int) -> ServerRecord:
+        """Return the record of a server whose wrapper, on this machine, has just started."""
+        return cls(
+            number=number,
+            condition=Condition.starting,
+            wrapper=wrapper,
+            wrapper_started=started_at(wrapper) or 0,
+            host=socket.gethostname(),
+        )
+
     @property
     def wrapper_exists(self) -> bool:
         """True if its wrapper runs, which is on this machine."""
@@ -117,6 +129,10 @@ class ServerRecord:
     def write(self, folder: Path) -> None:
         """Write the record of a server of the run in `folder`."""
         write_private(record_path(folder, self.number), asdict(self))
+
+    def write_first(self, folder: Path) -> None:
+        """Write the record unless the server has one."""
+        write_private(record_path(folder, self.number), asdict(self), replace=False)
 
 
 def read_record(folder: Path, number: int) -> ServerRecord | None:
@@ -168,12 +184,20 @@ def text_since(log: Path, size: int) -> str:
         return ""
 
 
-def write_private(path: Path, value: Any) -> None:
-    """Write JSON to a file of mode 0600, at once: a reader sees the old or the new one."""
+def write_private(path: Path, value: Any, *, replace: bool = True) -> None:
+    """Write JSON to a file of mode 0600, at once: a reader sees the old or the new one.
+
+    Unless it may `replace` it, a file that is there stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.unlink(missing_ok=True)
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(value, file)
+    if not replace:
+        with suppress(OSError):  # it is there, or its file system has no links
+            path.hardlink_to(unfinished)
+        unfinished.unlink()
+        return
     unfinished.rename(path)

@@ -38,7 +38,6 @@ from agenttrain.engines.vllm_server.records import (
     text_since,
 )
 from agenttrain.utils.exit_codes import DONE, FAILED
-from agenttrain.utils.processes import started_at
 
 LOOK_S = 0.1
 """Seconds between two looks at the server, at the parent and for signals."""
@@ -94,17 +93,11 @@ class Wrapper:
             # Processes of the server that lose their parent become ours, and are collected.
             ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
         earlier = read_record(self.folder, self.number)
-        here = socket.gethostname()
-        if earlier is not None and earlier.host == here:  # its wrapper may have been killed
-            scratch.remove(earlier.scratch)
-        self._record = ServerRecord(
-            number=self.number,
-            condition=Condition.starting,
-            wrapper=os.getpid(),
-            wrapper_started=started_at(os.getpid()) or 0,
-            host=here,
-            boot=earlier.boot if earlier is not None else 0,
-        )
+        self._record = ServerRecord.of(self.number, os.getpid())
+        if earlier is not None:
+            self._record = replace(self._record, boot=earlier.boot)
+            if earlier.host == self._record.host:  # its wrapper may have been killed
+                scratch.remove(earlier.scratch)
         try:
             for left in range(plan.servers["restarts"], -1, -1):
                 started = self._live_on_a_port(plan)
