@@ -36,7 +36,7 @@ from agenttrain.engines.vllm_server import local
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.scratch import remove
-from agenttrain.engines.vllm_server.stub import FAULTS, TOKEN_S
+from agenttrain.engines.vllm_server.stub import CONFIG, FAULTS, TOKEN_S
 from agenttrain.types import Finish
 
 
@@ -410,6 +410,28 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
         assert "No module named agenttrain.engines.vllm_server.absent" in str(caught.value)
 
     asyncio.run(main())
+
+
+def test_a_server_that_is_never_healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG, '{"without": ["/health"]}')
+    pids: list[int] = []
+
+    async def main() -> None:
+        engine = stubs(tmp_path, count=1, start_s=3.0)
+        try:
+            starting = asyncio.create_task(send(engine, 1.0, 0))
+            await until(lambda: (tmp_path / "run/servers/0.log").exists())
+            await until(lambda: record(tmp_path, 0).pid)
+            pids.append(record(tmp_path, 0).pid)
+            with pytest.raises(FleetLost) as caught:
+                await starting
+        finally:
+            await engine.aclose()
+        assert "server 0 did not start within servers.start_s=3 s" in str(caught.value)
+        assert "stub on port" in str(caught.value), "the end of its log"
+
+    asyncio.run(main())
+    assert gone(pids)
 
 
 def test_a_wrapper_that_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def log_path(folder: Path, number: int) -> Path:
 def last_lines(folder: Path, number: int, count: int = LOG_LINES) -> str:
     """Return the end of a server's log; empty if it has none."""
     lines = text_since(log_path(folder, number), 0).splitlines()
-    return "\n".join(line for line in lines[-count:] if line.strip())
+    return "\n".join([line for line in lines if line.strip()][-count:])
 
 
 def text_since(log: Path, size: int) -> str:
