@@ -45,6 +45,7 @@ def test_a_lost_port_is_replaced_by_another(
     assert len({*ports}) == 2
 
 
+@pytest.mark.slow
 def test_ports_that_are_all_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIMES, "100")
 

@@ -19,7 +19,10 @@ from agenttrain.engines.vllm_server.stub import TOKEN_S
     [
         # Meanwhile it takes no connections: it ends by itself, or is killed at the third refusal.
         (signal.SIGTERM, "server 0 "),
-        (signal.SIGSTOP, "its engine did not answer for servers.dead_s=2 s"),
+        pytest.param(
+            *(signal.SIGSTOP, "its engine did not answer for servers.dead_s=2 s"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["term", "stop"],
 )
