@@ -1,13 +1,18 @@
 """One thread for every test: tiny tensors gain nothing from more, and a busy machine loses much.
 
-The key that signs runs is the tests' own, not the user's.
+The key that signs runs is the tests' own, not the user's. In a shell's background, where SIGINT is
+ignored, the runs that tests start hear it.
 """
 
 import os
 import tempfile
 from pathlib import Path
 
+from agenttrain.utils.signals import hear_interrupts
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("AGENTTRAIN_KEY", str(Path(tempfile.mkdtemp(prefix="agenttrain-")) / "key"))
+
+hear_interrupts()
 
 pytest_plugins = ["stub_hub"]  # for the fixture `hub`; loaded after the variables are set

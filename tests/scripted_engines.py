@@ -4,16 +4,19 @@ engine._target_=scripted_engines.SCRIPTED    no weights; answers follow from the
 engine._target_=scripted_engines.SLOW        the same, but each answer takes its own time
 engine._target_=scripted_engines.COPY        samples from weights that each step sends to it
 engine._target_=scripted_engines.BROADCAST   the same, and the trainer sends them as a broadcast
+engine._target_=scripted_engines.REPLAY      answers as the rollouts of an earlier run were sampled
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from agenttrain import EngineInputs, EngineSpec
 from agenttrain.engines.broadcast import (
@@ -25,6 +28,7 @@ from agenttrain.engines.broadcast import (
 )
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.engines.transformers.config import TransformersSettings
+from agenttrain.types import Completion, Finish
 
 KILLED_AT = "AGENTTRAIN_TEST_KILLED_AT"
 """Environment variable: the policy version under which the process of the engine kills itself."""
@@ -155,6 +159,32 @@ def broadcast_copy(settings: TransformersSettings, inputs: EngineInputs):
 
 
 BROADCAST = replace(COPY, build=broadcast_copy, sender=FileSender)
+
+
+REPLAYED = "AGENTTRAIN_TEST_REPLAYED"
+"""Environment variable: the folder of the run whose rollouts REPLAY answers with."""
+
+
+def replay(settings: TransformersSettings, inputs: EngineInputs) -> ScriptedEngine:
+    """Answer each turn of a rollout with the ids and log-probabilities that were recorded."""
+    turns: dict[str, list[Completion]] = {}
+    for file in Path(os.environ[REPLAYED], "rollouts").glob("step-*.jsonl"):
+        for record in map(json.loads, file.read_text().splitlines()):
+            (one,) = record["trajectories"]
+            turns[record["rollout_id"]] = [
+                Completion(
+                    token_ids=tuple(one["token_ids"][span["start"] : span["end"]]),
+                    logprobs=tuple(one["logprobs"][span["start"] : span["end"]]),
+                    finish=Finish.stop,
+                    versions=((span["policy_version"], span["end"] - span["start"]),),
+                )
+                for span in one["spans"]
+                if span["origin"] == "sampled"
+            ]
+    return ScriptedEngine(turns, keeps_sent=False, max_context=settings.max_context)
+
+
+REPLAY = EngineSpec(settings=TransformersSettings, build=replay)
 
 
 def broken_reward(rollout) -> float:

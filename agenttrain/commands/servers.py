@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +41,6 @@ def servers(arguments: Sequence[str]) -> int:
             f"{typed.folder}: no servers of a run have been here; a run with "
             f"{names_with(fleet=True)} has some"
         )
-    status["running"] = not status["ended"] and _exists(status["pid"])
     if as_json:
         print(json.dumps(status, indent=2))
     else:
@@ -101,13 +99,3 @@ def _ago(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

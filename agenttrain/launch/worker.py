@@ -16,7 +16,7 @@ from pathlib import Path
 from agenttrain.utils.child_process import end_with_parent
 from agenttrain.utils.exit_codes import DONE
 from agenttrain.utils.output import protect
-from agenttrain.utils.signals import listening
+from agenttrain.utils.signals import hear_interrupts, listening
 
 SIGNAL_FILE = "signal.txt"
 """File of the exchange: name of the signal that the launcher received. Workers are sent SIGUSR1 or
@@ -39,6 +39,7 @@ def main() -> int:
 
     # Without the launcher nothing passes signals on or notices a dead rank.
     end_with_parent("the launcher of this process is gone: it stops", after_s=RECORD_S)
+    hear_interrupts()
     with listening() as stop:  # before the slow imports
         stop.passed_on = received_signal
         try:

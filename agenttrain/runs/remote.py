@@ -235,7 +235,6 @@ class RemoteCopy(RemoteReplica):
         writer: WeightWriter = await process.ask(SyncBegin(version=version))
         if self._writer is None:  # it compares each version with the first
             self._writer = writer
-            process.weights = writer.folder
         try:
             return self._writer.write(weights, version)
         except (BadWeights, OSError) as error:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import AsyncExitStack, nullcontext, suppress
@@ -30,6 +28,7 @@ from agenttrain.engines.base import (
 )
 from agenttrain.engines.broadcast import BroadcastResult, Broadcasts
 from agenttrain.engines.weight_files import WeightFiles, WeightWriter, read_verified
+from agenttrain.engines.weights_place import new_weights_folder, remove_weights_folder
 from agenttrain.evaluation import Evaluation, evaluate
 from agenttrain.rollout.asynchronous.journal import Journal, settings_digest
 from agenttrain.rollout.asynchronous.queue import GroupQueue
@@ -74,8 +73,6 @@ STATUS_S = 0.5
 REQUESTS = Path("logs", "requests.jsonl")
 """File of the run folder with each request of the trainer: ``{"request": "Want", "step": 3,
 "begun": 1764142000.1, "ended": 1764142003.9}``, in seconds since 1970."""
-WEIGHTS = "agenttrain-weights-"
-"""Begins the name of the folder with the weights that the trainer writes."""
 MADE_WITH = (
     *("rollout", "reward", "tools", "stop_tools", "environment", "agent", "user", "data", "seed"),
     *("chat_template", "response_schema", "tasks_per_step", "resume_changed"),
@@ -317,16 +314,12 @@ class RolloutService:
         if isinstance(self._engine, ReadsFiles):
             return self._engine.writer
         if self._written is None:
-            # Weights of an earlier start stay where all of its processes were killed.
-            for earlier in self._folder.glob(f"{WEIGHTS}*"):
-                shutil.rmtree(earlier, ignore_errors=True)
-            parent = self._config.weight_sync.folder or self._folder
-            self._written = Path(tempfile.mkdtemp(prefix=WEIGHTS, dir=parent))
+            self._written = new_weights_folder(self._folder, self._folder)
         return WeightWriter(self._written)
 
     def _remove_written(self) -> None:
         if self._written is not None:
-            shutil.rmtree(self._written, ignore_errors=True)
+            remove_weights_folder(self._folder)
 
     def _count(self, finished: int, total: int) -> None:
         self._finished, self._total = finished, total

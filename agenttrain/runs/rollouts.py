@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import socket
 import sys
 import time
@@ -58,8 +57,6 @@ class RolloutProcess:
         """Its `progress` is that of the rollouts there."""
         self.progress: Callable[[int, int], None] | None = None
         """That of a Collector."""
-        self.weights: Path | None = None
-        """Folder of weight files, which must not outlive it."""
         self._channel: Channel | None = None
         self._waiting: list[Waiting] = []
         self._ready = False
@@ -120,8 +117,6 @@ class RolloutProcess:
             self._channel.close()
         await asyncio.to_thread(self._child.ended, END_S if self._ready else 0.0)
         self._child.kill()
-        if self.weights is not None:
-            shutil.rmtree(self.weights, ignore_errors=True)
 
     async def _gone(self) -> RolloutsDead:
         end = await asyncio.to_thread(self._child.gone)

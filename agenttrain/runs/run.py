@@ -21,6 +21,7 @@ from typing import Any
 from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
 from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.engines.base import Engine, EngineDead
+from agenttrain.engines.weights_place import remove_weights_folder
 from agenttrain.evaluation import (
     Best,
     Evaluation,
@@ -153,7 +154,11 @@ class Run:
                         processes=self.world.size if self.world.size > 1 else None,
                         stalled_phase=None,
                     )
-                    return self._execute()
+                    remove_weights_folder(self.folder)
+                    try:
+                        return self._execute()
+                    finally:
+                        remove_weights_folder(self.folder)
             except (FolderInUse, OSError) as error:
                 print(self._message(error), file=sys.stderr)
                 return FAILED

@@ -157,6 +157,16 @@ class StopRequest:
             raise Preempted(self.name or "a signal to another process of the run")
 
 
+def hear_interrupts() -> None:
+    """Handle SIGINT in a process whose parent sends it on.
+
+    A shell without job control starts its background with SIGINT ignored. The parent handles it all
+    the same, and its children would inherit to ignore it.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def leave_terminal() -> None:
     """Replace a closed terminal by the null device, so that writing to it is no error."""
     for stream in (1, 2):

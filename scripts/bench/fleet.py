@@ -25,6 +25,13 @@ overhead_vs_raw              tokens/s through the fleet over those of a loop tha
 client_us_per_token          CPU of this process for a token of the fleet's rounds
 raw_us_per_token             … of the loop's
 rollout_process_cores_64     CPU seconds of this process per second, 64 rollouts at once
+long_ids_equal               share of greedy turns with prompts of 32,768 tokens, of a small random
+                             model, whose ids are those of full forward passes of transformers
+long_max_dlogp               … and the largest difference of their log-probabilities, in nats
+long_overhead_vs_raw         as overhead_vs_raw, with prompts of 32,768 tokens in the prefix cache
+long_client_us_per_token,    CPU of this process for a token of these prompts, of the fleet's rounds
+long_raw_us_per_token        and of the loop's
+long_process_cores_64        as rollout_process_cores_64, with these prompts
 failover_detect_s            seconds from the kill of a server to the first request sent again
 failover_step_ratio          time of a step in which a server is killed over an undisturbed one's
 failover_expected_ratio      the same by arithmetic: a server of two is lost for the rest of the
@@ -35,131 +42,45 @@ sync_pause_share             seconds for which a server of a model of 0.5 GB (--
                              one) is paused, over the seconds of the sync: files, load, comparison
 sync_s                       seconds of that sync
 memory_peak_share            peak of this process's memory during it, over the model's bytes
+false_failovers              servers killed, though none is meant to fail, in ten minutes (--quick:
+                             20 s) of 64 rollouts at once and a sync every 15 s, with the default
+                             deadlines, while as many other processes as cores compute without end
+false_suspects               servers examined after a failed call, and requests sent again, in it
+full_load_s, _rollouts,      its seconds, rollouts of two turns and syncs
+_syncs
 start_s                      seconds from the start of two servers to their first token
+run_start_s                  seconds from the command line of a run of two servers, rollout process
+                             and two training processes to the first token
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import random
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import harness
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from fleet_load import fleet_round, full_load, long_prompts, overhead, round_prompts
+from fleet_parts import CONTEXT, Fleet, Turn, big_model, exactness, step
+from transformers import AutoModelForCausalLM
 
-from agenttrain.engines.config import Sampling, ServersConfig
-from agenttrain.engines.spec import EngineInputs
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.engine import VllmEngine
-from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.engine import VllmServerEngine
 from agenttrain.engines.vllm_server.health import MemberState
-from agenttrain.engines.vllm_server.routing import choose
-from agenttrain.engines.vllm_server.spec import build
-from agenttrain.training.config import Transport, WeightSyncMode
-from agenttrain.training.weight_sync import named_weights, policy_logprobs
 from agenttrain.utils.model_path import model_folder
 
-CONTEXT, BLOCK, EQUAL = 1024, 32, 1e-4
-TEXT = [7 + n % 90 for n in range(60)]
-Turn = tuple[list[int], Any]
-
-
-class Fleet:
-    """Servers of a model, as a run has them."""
-
-    def __init__(self, folder: Path, model: Any, source: Path, count: int, by: int = 1) -> None:
-        folder.mkdir()
-        inputs = EngineInputs(
-            policy=None,
-            model=source,
-            dtype="float32",
-            adapters=None,
-            tokenizer=None,
-            sync_mode=WeightSyncMode.drain,
-            sync_folder=None,
-            transport=Transport.auto,
-            servers=ServersConfig(count=count, tensor_parallel_size=by, restarts=9, dead_s=120.0),
-            seed=0,
-            on_gpu=False,
-            rank=0,
-            run_folder=folder,
-        )
-        settings = VllmServerSettings(max_context=CONTEXT, kv_cache_mb=256, max_rows=128)
-        engine = build(settings, inputs)
-        assert isinstance(engine, VllmServerEngine)
-        self.engine, self.model, self.version = engine, model, -1
-
-    async def sync(self) -> float:
-        """Send the policy's weights to all servers; return the seconds."""
-        self.version += 1
-        expected = policy_logprobs(self.model, TEXT)
-
-        def problem(scores: Sequence[float]) -> str | None:
-            gap = max(abs(a - b) for a, b in zip(scores, expected, strict=True))
-            return None if gap <= EQUAL else f"a gap of {gap:.3g}"
-
-        begun = time.monotonic()
-        await self.engine.update(named_weights(self.model), self.version)
-        await self.engine.verify(TEXT, problem)
-        return time.monotonic() - begun
-
-    async def all_live(self) -> None:
-        """Wait until every server serves."""
-        while any(one.state is not MemberState.live for one in self.engine.fleet.members):
-            await asyncio.sleep(0.1)
-
-
-async def rollout(
-    engine: Any, number: int, *, turns: int, tokens: int, temperature: float
-) -> list[Turn]:
-    """Return prompt and completion of each turn; replies have 20 ids."""
-    noise = random.Random(number)
-    ids = [100 + number % 400] + [7 + (number // 4 + n) % 90 for n in range(60)]
-    done = []
-    for turn in range(turns):
-        sampling = Sampling(max_tokens=tokens, temperature=temperature, seed=100 * number + turn)
-        completion = await engine.generate(ids, sampling, session=f"rollout-{number}")
-        done.append((list(ids), completion))
-        ids += [*completion.token_ids, *(noise.randrange(7, 300) for _ in range(20))]
-    await engine.release(f"rollout-{number}")
-    return done
-
-
-async def step(engine: Any, count: int, first: int = 0, **shape: Any) -> list[list[Turn]]:
-    """Return the rollouts of a step, those with the numbers from `first` on."""
-    shape = {"turns": 2, "tokens": 100, "temperature": 1.0, **shape}
-    numbers = range(first, first + count)
-    return await asyncio.gather(*(rollout(engine, number, **shape) for number in numbers))
-
-
-def exactness(model: Any, one: list[list[Turn]], other: list[list[Turn]]) -> dict[str, float]:
-    """Compare rollouts up to the first token that rounding may decide."""
-    equal, gap = 0, 0.0
-    for mine, theirs in zip(one, other, strict=True):
-        good = True
-        for (ids, a), (_, b) in zip(mine, theirs, strict=True):
-            pairs = list(zip(a.token_ids, b.token_ids, strict=True))
-            same = next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))
-            logprobs = list(zip(a.logprobs, b.logprobs, strict=True))[:same]
-            gap = max([gap, *(abs(x - y) for x, y in logprobs)])
-            if same < len(pairs):
-                with torch.no_grad():
-                    seen = torch.tensor([[*ids, *a.token_ids[:same]]])
-                    best = model(seen).logits[0, -1].topk(2).values
-                good = (best[0] - best[1]).item() < EQUAL
-                break  # the next turns have other prompts
-        equal += good
-    return {"http_vs_inprocess_ids_equal": equal / len(one), "max_dlogp": gap}
+BLOCK = 32
+FULL_LOAD_S = 600.0
 
 
 async def in_process(source: Path, count: int) -> list[list[Turn]]:
@@ -215,74 +136,6 @@ async def prefix_hits(fleet: Fleet) -> float:
         for before, completion in turns[:-1]
     ]
     return share * sum(prompts) / sum(earlier)
-
-
-async def raw_round(fleet: Fleet, count: int, tokens: int) -> float:
-    """Return tokens/s of a loop that posts the requests of `fleet_round` and reads only ids."""
-    members = fleet.engine.fleet.members
-    loads = dict.fromkeys(range(len(members)), 0)
-    places = []  # those that the fleet chooses
-    for number in range(count):
-        places.append(choose(f"round-{number}", loads))
-        loads[places[-1]] += 1
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-
-        async def one(number: int) -> int:
-            client = members[places[number]].client
-            assert client is not None
-            body = {
-                "request_id": f"raw-{time.monotonic()}-{number}",
-                "token_ids": [7 + (number + n) % 90 for n in range(60)],
-                "sampling_params": {
-                    **{"max_tokens": tokens, "temperature": 1.0, "seed": number, "logprobs": 0},
-                    **{"ignore_eos": True, "detokenize": False},
-                },
-            }
-            url = f"{client.url}/inference/v1/generate"
-            async with http.post(url, json=body, headers=client.headers) as answer:
-                return len((await answer.json())["choices"][0]["token_ids"])
-
-        begun = time.monotonic()
-        sampled = sum(await asyncio.gather(*(one(number) for number in range(count))))
-        return sampled / (time.monotonic() - begun)
-
-
-async def fleet_round(fleet: Fleet, count: int, tokens: int) -> float:
-    """Return tokens/s through the fleet."""
-
-    async def one(number: int) -> int:
-        ids = [7 + (number + n) % 90 for n in range(60)]
-        sampling = Sampling(max_tokens=tokens, seed=number)
-        completion = await fleet.engine.generate(ids, sampling, session=f"round-{number}")
-        return len(completion.token_ids)
-
-    begun = time.monotonic()
-    sampled = sum(await asyncio.gather(*(one(number) for number in range(count))))
-    return sampled / (time.monotonic() - begun)
-
-
-async def overhead(fleet: Fleet, rounds: int) -> dict[str, float]:
-    """Return the share of a raw loop's speed, the CPU of both, and the cores at 64 rollouts."""
-    ratios: list[float] = []
-    cores: list[float] = []
-    seconds: dict[Any, list[float]] = {raw_round: [], fleet_round: []}
-    for _ in range(rounds):
-        speeds: dict[Any, float] = dict.fromkeys(seconds, 0.0)
-        for loop in (raw_round, fleet_round, fleet_round, raw_round):
-            wall, used = time.monotonic(), time.process_time()
-            speeds[loop] += await loop(fleet, 64, 64)
-            used = time.process_time() - used
-            seconds[loop].append(used)
-            if loop is fleet_round:
-                cores.append(used / (time.monotonic() - wall))
-        ratios.append(speeds[fleet_round] / speeds[raw_round])
-    by_token = {loop: 1e6 * statistics.median(used) / 64**2 for loop, used in seconds.items()}
-    return {
-        "overhead_vs_raw": statistics.median(ratios),
-        "client_us_per_token": by_token[fleet_round],
-        "raw_us_per_token": by_token[raw_round],
-        "rollout_process_cores_64": statistics.median(cores),
-    }
 
 
 def engine_core(group: int) -> int:
@@ -348,25 +201,6 @@ def expected_ratio(killed: float, share: float) -> float:
     return killed + 2 * (1 - killed + share * (killed % 0.5))
 
 
-def big_model(folder: Path) -> Any:
-    """Save and return a random model of 0.5 GB in float32."""
-    config = Qwen3Config(
-        vocab_size=32_000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=14,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).float().eval()
-    model.save_pretrained(folder)
-    return model
-
-
 async def pauses(fleet: Fleet, rounds: int) -> dict[str, float]:
     """Return the share of a sync for which a server is paused."""
     await fleet.sync()
@@ -403,49 +237,72 @@ async def highest() -> int:
         return peak
 
 
-async def figures(quick: bool, folder: Path) -> dict[str, float]:
-    """Return all figures."""
+def run_start(folder: Path) -> float:
+    """Return the seconds that a run takes to its first token, which is the probe's."""
+    command = [sys.executable, "-m", "agenttrain.cli", "engine=vllm_server", "servers.count=2"]
+    command += ["distributed=ddp", "distributed.processes=2", "debug=tiny", "steps=1"]
+    command += ["engine.kv_cache_mb=64", f"engine.max_context={CONTEXT}", "servers.dead_s=120"]
+    command += ["eval.questions=0", "tracker=none", f"hydra.run.dir={folder}"]
+    begun = time.time()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    lines = (folder / "logs" / "requests.jsonl").read_text().splitlines()
+    answers = [one for one in map(json.loads, lines) if one["request"] == "Complete"]
+    return answers[0]["ended"] - begun
+
+
+async def figures(quick: bool, folder: Path) -> AsyncIterator[dict[str, float]]:
+    """Yield all figures as they are measured."""
     source = model_folder("bundled:shop")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    found: dict[str, float] = {}
     begun = time.monotonic()
     fleet = Fleet(folder / "run", model, source, 2)
     try:
         await fleet.sync()
-        await fleet_round(fleet, 1, 1)
-        found["start_s"] = time.monotonic() - begun
+        await fleet_round(fleet, round_prompts(61)[:1], 1)
+        yield {"start_s": time.monotonic() - begun}
         count = 20 if quick else 200
         served = await step(fleet.engine, count, turns=3, tokens=32, temperature=0.0)
-        found |= exactness(model, served, await in_process(source, count))
-        found["prefix_hit_share"] = await prefix_hits(fleet)
-        found |= await overhead(fleet, 3 if quick else 9)
-        found |= await failover(fleet, 24 if quick else 64)
+        yield exactness(model, served, await in_process(source, count))
+        yield {"prefix_hit_share": await prefix_hits(fleet)}
+        yield await overhead(fleet, 3 if quick else 9)
+        yield await failover(fleet, 24 if quick else 64)
         await fleet.all_live()
-        shares = await weights(fleet, 3 if quick else 20)
-        found["weights_checksums_equal"], found["restarted_checksums_equal"] = shares
+        synced, restarted = await weights(fleet, 3 if quick else 20)
+        yield {"weights_checksums_equal": synced, "restarted_checksums_equal": restarted}
         if quick:
-            found |= await pauses(fleet, 3)
+            yield await pauses(fleet, 3)
     finally:
         await fleet.engine.aclose()
+    yield await long_prompts(folder, 2 if quick else 5, 2 if quick else 8)
+    yield await full_load(folder, model, source, 20.0 if quick else FULL_LOAD_S)
     if not quick:
         fleet = Fleet(folder / "tp2-run", model, source, 2, by=2)
         try:
-            found["tp2_checksums_equal"], found["tp2_restarted_equal"] = await weights(fleet, 20)
+            synced, restarted = await weights(fleet, 20)
+            yield {"tp2_checksums_equal": synced, "tp2_restarted_equal": restarted}
         finally:
             await fleet.engine.aclose()
         big = big_model(folder / "big")
         fleet = Fleet(folder / "big-run", big, folder / "big", 1)
         try:
-            found |= await pauses(fleet, 5)
+            yield await pauses(fleet, 5)
         finally:
             await fleet.engine.aclose()
-    return found
+    yield {"run_start_s": run_start(folder / "whole-run")}
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """Return all figures, from files in a temporary folder."""
+    """Return all figures, from files in a temporary folder; print them as they come."""
+    found: dict[str, float] = {}
+
+    async def collect(folder: Path) -> None:
+        async for new in figures(quick, folder):
+            found.update(new)
+            print(json.dumps(new), flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(figures(quick, Path(folder)))
+        asyncio.run(collect(Path(folder)))
+    return found
 
 
 if __name__ == "__main__":

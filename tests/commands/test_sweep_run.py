@@ -124,6 +124,33 @@ def test_a_job_tells_its_code_and_its_last_words(tmp_path: Path) -> None:
     assert "unknown key" in output.read_text()
 
 
+def test_a_job_hears_ctrl_c_though_its_sweep_inherited_that_it_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the background of a shell without job control."""
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "hold").touch()
+    monkeypatch.chdir(tmp_path)
+    held = (*TINY, "reward.held._target_=held.held", "hydra.run.dir=run")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = JobProcess(held, tmp_path / "output.txt", environment())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        end = time.monotonic() + HANG_S
+        while not (tmp_path / "job").exists():
+            assert process.ended() is None and time.monotonic() < end
+            time.sleep(0.1)
+        process.send(signal.SIGINT)
+        while (ended := process.ended()) is None:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    finally:
+        process.stop()
+    assert ended.code == INTERRUPTED
+
+
 def wait_for_step(running: subprocess.Popen[str], metrics: Path) -> None:
     end = time.monotonic() + HANG_S
     while not metrics.exists() or not metrics.read_text().count("\n"):

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import torch
 from fleet_kit import (
+    PATIENCE_S,
     TEXT,
     call,
     expected,
@@ -31,10 +32,11 @@ from fleet_kit import (
 from agenttrain import cli
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.vllm_server import local
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.scratch import remove
-from agenttrain.engines.vllm_server.stub import FAULTS, TOKEN_S
+from agenttrain.engines.vllm_server.stub import CONFIG, FAULTS, TOKEN_S
 from agenttrain.types import Finish
 
 
@@ -316,7 +318,7 @@ def test_a_killed_wrapper_takes_its_server_along(tmp_path: Path) -> None:
             os.kill(wrapper, signal.SIGKILL)
             assert gone([pid])
             await until(lambda: states(engine)[0] is MemberState.gone)
-            assert engine.fleet.members[0].reason == "its wrapper was killed"
+            assert engine.fleet.members[0].reason == "lost its wrapper"
             await asyncio.gather(*(sample(engine, n) for n in range(10)))
 
     asyncio.run(main())
@@ -405,6 +407,46 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
         finally:
             await engine.aclose()
         assert "a server did not start: server 0 ended with exit code 1" in str(caught.value)
+        assert "No module named agenttrain.engines.vllm_server.absent" in str(caught.value)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_never_healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG, '{"without": ["/health"]}')
+    pids: list[int] = []
+
+    async def main() -> None:
+        engine = stubs(tmp_path, count=1, start_s=3.0)
+        try:
+            starting = asyncio.create_task(send(engine, 1.0, 0))
+            await until(lambda: (tmp_path / "run/servers/0.log").exists())
+            await until(lambda: record(tmp_path, 0).pid)
+            pids.append(record(tmp_path, 0).pid)
+            with pytest.raises(FleetLost) as caught:
+                await starting
+        finally:
+            await engine.aclose()
+        assert "server 0 did not start within servers.start_s=3 s" in str(caught.value)
+        assert "stub on port" in str(caught.value), "the end of its log"
+
+    asyncio.run(main())
+    assert gone(pids)
+
+
+def test_a_wrapper_that_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written nothing: the run does not wait for it, and shows its last words."""
+    monkeypatch.setattr(local, "WRAPPER", "agenttrain.engines.vllm_server.absent")
+
+    async def main() -> None:
+        engine = stubs(tmp_path, count=1)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(FleetLost) as caught:
+                    await send(engine, 1.0, 0)
+        finally:
+            await engine.aclose()
+        assert "a server did not start: server 0 lost its wrapper" in str(caught.value)
         assert "No module named agenttrain.engines.vllm_server.absent" in str(caught.value)
 
     asyncio.run(main())

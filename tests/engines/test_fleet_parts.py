@@ -236,16 +236,19 @@ def test_servers_of_roles_take_gpus_that_nothing_else_has() -> None:
 
 def test_weight_files_of_a_killed_run_go_at_its_next_start(tmp_path: Path) -> None:
     run, chosen = tmp_path / "run", tmp_path / "chosen"
+    with pytest.raises(EngineError, match=r"weight_sync.folder: /proc/x: No such file .*; name a"):
+        weights_folder(run, "/proc/x", 10, ServersConfig())
     first = weights_folder(run, str(chosen), 10, ServersConfig())
     assert first.parent == chosen
     outside = ServersConfig(admin_urls=["http://a:1"])
     second = weights_folder(run, None, 10, outside)
     assert second.parent == run / "servers" and second.is_dir() and not first.exists()
     # Whatever else a copied folder names stays.
-    (run / "servers/weights.txt").write_text(str(chosen))
+    (run / "weights.txt").write_text(str(chosen))
     third = weights_folder(run, None, 10, outside)
     assert chosen.is_dir()
-    OutsideServers(third, run).end()
+    OutsideServers(run).end()
+    assert not (run / "weights.txt").exists()
     assert not third.exists() and sorted(path.name for path in (run / "servers").iterdir()) == [
         second.name
     ]

@@ -9,10 +9,11 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny
 import torch
@@ -164,30 +165,70 @@ def test_a_server_that_is_stopped_in_a_step(
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [lambda group: group, engine_core], ids=["api", "core"])
+def test_a_server_that_is_asked_to_end_in_a_step(
+    servers: Servers, victim: Callable[[int], int]
+) -> None:
+    """vLLM then answers some requests as if they were complete, with finish_reason "abort"."""
+
+    async def main() -> None:
+        await until(servers.all_live)
+        member, boot = servers.engine.fleet.members[0], servers.record(0).boot
+        expected = await servers.sample(16, tokens=400)
+        work = asyncio.create_task(servers.sample(16, tokens=400))
+        await until(lambda: member.requests >= 3)
+        group = member.pid
+        os.kill(victim(group), signal.SIGTERM)
+        assert [one.token_ids for one in await work] == [one.token_ids for one in expected]
+        await until(lambda: servers.record(0).boot == boot + 1 and servers.all_live())
+        assert await asyncio.to_thread(gone, [group])
+        sampled = await servers.sample(12, tokens=20)
+        assert {one.versions for one in sampled} == {((servers.version, 20),)}
+
+    servers.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["launcher", "rank", "rollouts", "wrapper"])
+def test_nothing_is_left_of_a_run_of_which_a_process_was_killed(kind: str, tmp_path: Path) -> None:
+    """Two training processes, their launcher, the rollout process and a server with its wrapper."""
     folder = tmp_path / "run"
     run = start(
         *("debug=tiny", "engine=vllm_server", "engine.kv_cache_mb=64", "engine.max_context=1024"),
-        *("steps=500", "tracker=none", "eval.questions=0", "servers.dead_s=60"),
-        f"hydra.run.dir={folder}",
+        *("distributed=ddp", "distributed.processes=2", "steps=500", "tracker=none"),
+        *("eval.questions=0", "servers.dead_s=60", f"hydra.run.dir={folder}"),
     )
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while not metrics_of(folder):
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
         record = read_record(folder, 0)
         assert record is not None
+        below = psutil.Process(run.pid).children(recursive=True)
+        pids = [run.pid, *(process.pid for process in below)]
         group = in_groups([record.pid])
-        weights = Path((folder / "servers" / "weights.txt").read_text())
-        assert weights.is_dir() and len(group) >= 2
-        os.kill(run.pid, signal.SIGKILL)
-        run.wait()
-        assert gone([record.pid, record.wrapper, *group])
+        assert len(group) >= 2 and {record.wrapper, *group} <= {*pids}
+        weights = Path((folder / "weights.txt").read_text())
+        assert weights.is_dir()
+        victims = {"launcher": run.pid, "wrapper": record.wrapper}
+        for process in below:
+            if process.ppid() == run.pid and process.environ().get("RANK") == "1":
+                victims["rank"] = process.pid
+            if "agenttrain.runs.rollout_process" in process.cmdline():
+                victims["rollouts"] = process.pid
+        os.kill(victims[kind], signal.SIGKILL)
+        assert run.wait(300) != 0
+        assert gone(pids)
         deadline = time.monotonic() + 90
         while weights.exists():
             assert time.monotonic() < deadline
             time.sleep(0.2)
+        if kind == "wrapper":  # of the only server
+            assert run.returncode == 1 and run.stdout is not None
+            printed = run.stdout.read()
+            assert "no server is left: server 0 lost its wrapper; the end of" in printed
+            assert "stands; once this is mended: agenttrain resume=" in printed
     finally:
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)

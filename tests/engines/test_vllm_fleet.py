@@ -21,6 +21,7 @@ import tiny
 import torch
 from fleet_kit import gone, in_groups, inputs, until
 from process_runs import agenttrain, metrics, rollouts
+from scripted_engines import REPLAYED
 
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm.config import VllmSettings
@@ -264,10 +265,15 @@ def api_server(group: int) -> int:
 
 def engine_core(group: int) -> int:
     """The server's process that computes."""
+    return named(group, "EngineCore")
+
+
+def named(group: int, part: str) -> int:
+    """A process of a group whose command line has a part."""
     return next(
         pid
         for pid in in_groups([group])
-        if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
+        if part in Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
     )
 
 
@@ -296,14 +302,19 @@ def test_all_servers_dead(servers: Servers) -> None:
     assert gone(groups)
 
 
-def test_a_run_on_a_server(tmp_path: Path) -> None:
-    """From the command line: it samples, learns, syncs, evaluates, and leaves only a log."""
+def test_a_run_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command line: it samples, learns, syncs, evaluates, and leaves only a log.
+
+    One process that is given the same rollouts learns the same.
+    """
     folder = tmp_path / "run"
+    common = (
+        *("engine.max_context=1024", "steps=2", "optimizer.warmup_steps=0", "tracker=none"),
+        *("tracker.rollouts=all", "tasks_per_step=4", "algorithm.group_size=8"),
+    )
     agenttrain(
-        *("engine=vllm_server", "engine.kv_cache_mb=64", "engine.max_context=1024", "steps=2"),
-        "optimizer.warmup_steps=0",
-        *("tracker=none", "eval.questions=2", "tasks_per_step=4", "algorithm.group_size=8"),
-        *("servers.dead_s=60", f"hydra.run.dir={folder}"),
+        *("engine=vllm_server", "engine.kv_cache_mb=64", "servers.dead_s=60", *common),
+        *("eval.questions=2", f"hydra.run.dir={folder}"),
     )
     rows = metrics(folder)
     assert [row["weight_sync/gap_max"] < 1e-3 for row in rows] == [True] * 2
@@ -317,6 +328,16 @@ def test_a_run_on_a_server(tmp_path: Path) -> None:
     assert {span["policy_version"] for span in spans} == {1}
     assert sorted(os.listdir(folder / "servers")) == ["0.log", "status.json"]
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+
+    paths = (str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv(REPLAYED, str(folder))
+    replay = ("engine._target_=scripted_engines.REPLAY", "eval.questions=0", *common)
+    agenttrain(*replay, f"hydra.run.dir={tmp_path / 'replayed'}")
+    for one, other in zip(metrics(tmp_path / "replayed"), rows, strict=True):
+        for name in ("reward", "loss", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-6, abs=1e-8)
+    assert min(row["grad_norm"] for row in rows) > 0
 
 
 @pytest.mark.slow
@@ -339,6 +360,17 @@ def test_two_workers_share_a_server(tmp_path: Path) -> None:
                 await pair.send()
                 assert pair.all_live()
             assert pair.record(0).world_size == 2
+
+            # A worker is killed in the middle of requests, which wait for the next start.
+            expected = await pair.sample(8, tokens=150)
+            work = asyncio.create_task(pair.sample(8, tokens=150))
+            await until(lambda: engine.fleet.members[0].requests == 8)
+            group = pair.record(0).pid
+            os.kill(named(group, "Worker"), signal.SIGKILL)
+            again = await work
+            assert [one.token_ids for one in again] == [one.token_ids for one in expected]
+            assert {one.versions for one in again} == {((pair.version, 150),)}
+            assert pair.record(0).boot == 2 and await asyncio.to_thread(gone, [group])
         finally:
             await engine.aclose()
 

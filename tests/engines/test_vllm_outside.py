@@ -154,6 +154,14 @@ def test_a_run_with_adapters_and_grammars(
         assert names == {"policy-v2"}, "those that no rollout uses are unloaded"
         assert httpx.get(f"{url}/pause", trust_env=False).status_code == 401
 
+    # The trained policy, evaluated on these servers again.
+    again = tmp_path / "eval"
+    agenttrain("eval", f"run={folder}", f"hydra.run.dir={again}")
+    of_run, alone = (
+        json.loads((one / "summary.json").read_text())["eval"]["after"] for one in (folder, again)
+    )
+    assert alone["reward_greedy"] == of_run["reward_greedy"]
+
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:

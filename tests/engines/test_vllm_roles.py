@@ -1,4 +1,4 @@
-"""A judge and a teacher on a real vLLM server that a run starts beside its own engine.
+"""A judge, a teacher and a user on real vLLM servers that a run starts beside its own engine.
 
 `scripts/test-vllm` runs it.
 """
@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
+import scripted_engines
 from process_runs import agenttrain, metrics, rollouts
 
 pytest.importorskip(
@@ -34,4 +37,36 @@ def test_a_run_whose_judge_and_teacher_share_a_server(tmp_path: Path) -> None:
     assert scores <= {digit / 10 for digit in range(10)}
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
     left = sorted(path.name for path in (folder / "roles" / "judge" / "servers").iterdir())
+    assert left == ["0.log", "status"]
+
+
+def test_a_run_whose_user_is_played_by_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user answers the agent twice, by a grammar, as the small model has no words of its own.
+
+    The agent is a script that calls no tool.
+    """
+    folder = tmp_path / "run"
+    paths = (str(Path(scripted_engines.__file__).parent), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    agenttrain(
+        *("debug=tiny", "tracker=none", "tracker.rollouts=all", "eval.questions=0", "steps=1"),
+        "engine._target_=scripted_engines.SCRIPTED",
+        *("roles.user.model=bundled:shop", "roles.user.kv_cache_mb=64", "roles.user.dead_s=60"),
+        *("user=llm", "user.url=role:user", "user.max_turns=2", "user.temperature=0"),
+        "user.prompt='You want {{ answer }}. {{ stop }}'",
+        "user.extra={structured_outputs: {regex: 'How many [a-z]{4,6}[?]'}}",
+        f"hydra.run.dir={folder}",
+    )
+    said = [
+        [message["content"] for message in trajectory["messages"] if message["role"] == "user"]
+        for record in rollouts(folder, 1)
+        for trajectory in record["trajectories"]
+    ]
+    assert [len(texts) for texts in said] == [3] * 4
+    replies = [text for texts in said for text in texts[1:]]
+    assert all(re.fullmatch(r"How many [a-z]{4,6}[?]", text) for text in replies)
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    left = sorted(path.name for path in (folder / "roles" / "user" / "servers").iterdir())
     assert left == ["0.log", "status"]

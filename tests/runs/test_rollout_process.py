@@ -124,13 +124,21 @@ def test_a_killed_rollout_process(
 
 
 def test_weights_of_a_start_that_was_killed_go_with_the_next(tmp_path: Path) -> None:
-    run = (*TINY, COPY, OWN, "checkpoint.every=1", "eval.questions=0")
-    assert main([*run, "steps=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
-    left = tmp_path / "run" / "agenttrain-weights-x1"
-    left.mkdir()
-    (left / "model.safetensors").touch()
-    assert main([f"resume={tmp_path / 'run'}", "steps=2"]) == 0
-    assert not left.exists()
+    """Also if the next one needs none."""
+    folder = tmp_path / "run"
+    run = (*TINY, COPY, OWN, "checkpoint.every=1", "eval.questions=0", "steps=400")
+    with started(*run, f"hydra.run.dir={folder}") as killed:
+        await_steps(killed, folder, 1)
+        (process,) = of_rollouts(killed.pid)
+        for one in (killed, process):
+            one.send_signal(signal.SIGSTOP)
+        for one in (process, killed):
+            one.kill()
+        process.wait(90)
+    assert len(list(folder.glob("agenttrain-weights-*"))) == 1
+    steps = len(metrics(folder))
+    assert main([f"resume={folder}", f"steps={steps + 1}", SCRIPTED]) == 0
+    assert not list(folder.glob("agenttrain-weights-*")) and not (folder / "weights.txt").exists()
 
 
 def test_an_error_of_a_reward_leaves_a_crash_bundle(

@@ -15,7 +15,7 @@ from threading import Thread
 from types import FrameType
 from typing import IO
 
-from agenttrain.utils.signals import leave_terminal
+from agenttrain.utils.signals import hear_interrupts, leave_terminal
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE_S = 60.0
@@ -153,11 +153,12 @@ def end_with_sweep(environment: MutableMapping[str, str] = os.environ) -> None:
     """Kill this process, if it is a job, as soon as the process that started it has ended.
 
     On Linux the kernel does so at once when the thread that started the job ends. On other systems
-    a thread checks every `WATCH_S`.
+    a thread checks every `WATCH_S`. A job hears the SIGINT that its sweep passes on.
     """
     number = environment.pop(PARENT, None)
     if number is None:
         return
+    hear_interrupts()
     parent = int(number)
 
     def watch() -> None:

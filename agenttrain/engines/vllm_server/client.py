@@ -87,7 +87,7 @@ class ServerClient:
         self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         """Headers of every request."""
         self._keep = keep
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._timeout_s = timeout_s
         # aiohttp, as its work for a request does not grow with the connections: httpx takes 2.5 ms
         # of CPU for one among 64 at once. A session belongs to an event loop.
         self._http: aiohttp.ClientSession | None = None
@@ -328,13 +328,16 @@ class ServerClient:
                     force_close=not self._keep,
                 ),
                 headers=self.headers,
-                timeout=self._timeout,
+                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             )
         data = None if body is None else json.dumps(body)
         url = f"{self.url.rstrip('/')}{path}"
         try:
             async with self._http.request(method, url, data=data, headers=headers) as answer:
                 content = await answer.read()
+        except TimeoutError as error:
+            limit = f"request_s={self._timeout_s:g} s"
+            raise ServerFailed(f"{route}: no answer within {limit}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerFailed(f"{route}: {str(error) or type(error).__name__}") from error
         if answer.status == HTTPStatus.OK:

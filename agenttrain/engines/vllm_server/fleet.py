@@ -24,7 +24,7 @@ from agenttrain.engines.vllm_server.records import ServerRecord, order_path
 from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.status import StatusFile
 from agenttrain.engines.vllm_server.versions import ADAPTERS, Versions
-from agenttrain.engines.vllm_server.watched import SENDS, WatchedServers
+from agenttrain.engines.vllm_server.watched import SENDS, StartProgress, WatchedServers
 from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion
@@ -333,8 +333,10 @@ class Fleet(WatchedServers):
             for member in self.members
         )
         begun = time.monotonic()
+        progress = StartProgress(self._folder, "engine", len(self.members))
         while waiting := [one for one in self.members if one.state is MemberState.starting]:
             await self._wait()
+            progress.report({one.number: one.name for one in waiting})
             if outside is None and any(one.state is MemberState.gone for one in self.members):
                 raise FleetLost(f"a server did not start: {self._ends(MemberState.gone)}")
             if unfit := [member.reason for member in self.members if member.unfit]:

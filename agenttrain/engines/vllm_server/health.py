@@ -225,7 +225,7 @@ async def watch(member: Member, fleet: Members, folder: Path, servers: StartedSe
             if not wrapped and record is None:
                 member.give_up(servers)
         else:
-            wrapped = record is not None and process_exists(record.wrapper)
+            wrapped = record is not None and record.wrapper_exists
             # Its last words may have come since; a first record that has come since is not
             # examined.
             if record is not None and not wrapped:
@@ -248,7 +248,7 @@ async def _follow(member: Member, record: ServerRecord, fleet: Members, *, wrapp
             if killed:
                 end = f"{end} ({member.reason})"
             recorded = record.condition is Condition.gone
-            lost = "its wrapper was killed" if member.order is None else "its machine is silent"
+            lost = "lost its wrapper" if member.order is None else "is on a machine that went silent"
             member.leave(MemberState.gone, end if recorded else lost)
         return
     restarted = record.boot > member.boot
@@ -279,12 +279,3 @@ async def _examine(member: Member, dead_s: float) -> None:
         question.result()
         if member.state is MemberState.suspect:
             member.state = MemberState.live
-
-
-def process_exists(pid: int) -> bool:
-    """Return True if a process runs; one that has ended and was not collected does not."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

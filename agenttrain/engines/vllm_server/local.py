@@ -6,9 +6,9 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from agenttrain.engines.base import EngineError
@@ -18,19 +18,19 @@ from agenttrain.engines.vllm_server.records import (
     FOLDER,
     PLAN,
     ServerPlan,
+    ServerRecord,
+    is_running,
     log_path,
     order_path,
     read_record,
     record_path,
 )
-from agenttrain.engines.vllm_server.wrapper import END_S, is_running
+from agenttrain.engines.vllm_server.wrapper import END_S
+from agenttrain.engines.weights_place import new_weights_folder, remove_weights_folder
 from agenttrain.utils.child_process import ChildProcess
 
 MEMORY = Path("/dev/shm")
 """A file system in memory, where there is one."""
-PREFIX = "agenttrain-weights-"
-WEIGHTS = "weights.txt"
-"""File in the run's folder with the place of the weight files."""
 VERSIONS = 3
 """Versions of the weights that may be on disk at once: two, and one that is being written."""
 LOOK_S = 0.1
@@ -42,40 +42,19 @@ WRAPPER = "agenttrain.engines.vllm_server.wrapper"
 def weights_folder(run: Path, chosen: str | None, size: int, servers: ServersConfig) -> Path:
     """Return a new folder for the weight files of a run: in `chosen`, in memory, or in the run.
 
-    `size`: bytes of one version. Outside servers see no other machine's memory. The folder of an
-    earlier start of the run goes, which stays if all of its processes were killed.
+    `size`: bytes of one version. Outside servers see no other machine's memory.
     """
-    note = run / FOLDER / WEIGHTS
-    with suppress(OSError):
-        earlier = Path(note.read_text(encoding="utf-8"))
-        if earlier.name.startswith(PREFIX):  # whatever a copied folder says
-            shutil.rmtree(earlier, ignore_errors=True)
-    folder = _new_weights_folder(run, chosen, size, servers)
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(str(folder), encoding="utf-8")
-    return folder
-
-
-def _new_weights_folder(run: Path, chosen: str | None, size: int, servers: ServersConfig) -> Path:
     if chosen is not None:
         parent = Path(chosen).expanduser()
-        parent.mkdir(parents=True, exist_ok=True)
     elif not servers.outside and not servers.nodes and _fits(VERSIONS * size):
         parent = MEMORY
     else:
         parent = run.resolve() / FOLDER
-        parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    return new_weights_folder(run, parent)
 
 
 def _fits(size: int) -> bool:
     return MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > size
-
-
-def remove_weights(folder: Path, run: Path) -> None:
-    """Remove the weight files of a run, and the note of their place."""
-    shutil.rmtree(folder, ignore_errors=True)
-    (run / FOLDER / WEIGHTS).unlink(missing_ok=True)
 
 
 def remove_record(folder: Path, number: int) -> None:
@@ -85,16 +64,21 @@ def remove_record(folder: Path, number: int) -> None:
     record_path(folder, number).unlink(missing_ok=True)
 
 
+def _append(log: Path, line: str) -> None:
+    """Add a wrapper's line, e.g. of its traceback, to the log of its server."""
+    with suppress(OSError), log.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+
 class OutsideServers:
     """Servers that somebody else started: at the end only the weight files go, if any."""
 
-    def __init__(self, weights: Path | None, run: Path) -> None:
-        self._weights, self._run = weights, run
+    def __init__(self, run: Path) -> None:
+        self._run = run
 
     def end(self) -> None:
         """Remove the weight files."""
-        if self._weights is not None:
-            remove_weights(self._weights, self._run)
+        remove_weights_folder(self._run)
 
 
 class NodeServers:
@@ -111,8 +95,7 @@ class NodeServers:
 
     def end(self) -> None:
         """Remove the weight files and the plan: the servers end when it is gone."""
-        if self._plan.weights is not None:
-            remove_weights(Path(self._plan.weights), self._folder)
+        remove_weights_folder(self._folder)
         (self._folder / FOLDER / PLAN).unlink(missing_ok=True)
 
 
@@ -128,16 +111,22 @@ class LocalServers:
         try:
             self._await_end_of_earlier()
         except EngineError:
-            self._remove_weights()
+            remove_weights_folder(folder)
             raise
         plan.write(folder)
         for number in range(count):
             remove_record(folder, number)
             log_path(folder, number).unlink(missing_ok=True)
         command = [sys.executable, "-m", WRAPPER, str(folder)]
-        self._wrappers = [
-            ChildProcess([*command, str(number), str(os.getpid())]) for number in range(count)
-        ]
+        self._wrappers = []
+        for number in range(count):
+            wrapper = ChildProcess(
+                [*command, str(number), str(os.getpid())],
+                print_line=partial(_append, log_path(folder, number)),
+            )
+            self._wrappers.append(wrapper)
+            # It may end before it has written one.
+            ServerRecord.of(number, wrapper.pid).write_first(folder)
 
     def _await_end_of_earlier(self) -> None:
         deadline = time.monotonic() + 2 * END_S
@@ -157,11 +146,7 @@ class LocalServers:
         for wrapper in self._wrappers:
             wrapper.ended(2 * END_S)
             wrapper.kill()
-        self._remove_weights()
+        remove_weights_folder(self._folder)
         for number in range(self._count):
             remove_record(self._folder, number)
         (self._folder / FOLDER / PLAN).unlink(missing_ok=True)
-
-    def _remove_weights(self) -> None:
-        if self._plan.weights is not None:
-            remove_weights(Path(self._plan.weights), self._folder)

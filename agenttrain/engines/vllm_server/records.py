@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from agenttrain.engines.vllm_server.files_transport import BACKEND
+from agenttrain.utils.processes import process_exists, started_at
 
 FOLDER = "servers"
 PLAN = "plan.json"
@@ -89,6 +92,8 @@ class ServerRecord:
     condition: Condition
     wrapper: int
     """Process number of the wrapper."""
+    wrapper_started: int = 0
+    """Start of that process, as the number may be another's by now: see `started_at`."""
     host: str = ""
     """Machine of the wrapper."""
     beat: int = 0
@@ -108,9 +113,29 @@ class ServerRecord:
     scratch: tuple[str, ...] = ()
     """Files outside the run's folder that its processes leave behind if they are killed."""
 
+    @classmethod
+    def of(cls, number: int, wrapper: int) -> ServerRecord:
+        """Return the record of a server whose wrapper, on this machine, has just started."""
+        return cls(
+            number=number,
+            condition=Condition.starting,
+            wrapper=wrapper,
+            wrapper_started=started_at(wrapper) or 0,
+            host=socket.gethostname(),
+        )
+
+    @property
+    def wrapper_exists(self) -> bool:
+        """True if its wrapper runs, which is on this machine."""
+        return process_exists(self.wrapper, self.wrapper_started)
+
     def write(self, folder: Path) -> None:
         """Write the record of a server of the run in `folder`."""
         write_private(record_path(folder, self.number), asdict(self))
+
+    def write_first(self, folder: Path) -> None:
+        """Write the record unless the server has one."""
+        write_private(record_path(folder, self.number), asdict(self), replace=False)
 
 
 def read_record(folder: Path, number: int) -> ServerRecord | None:
@@ -121,6 +146,14 @@ def read_record(folder: Path, number: int) -> ServerRecord | None:
         return None
     scratch = tuple(record.pop("scratch", ()))
     return ServerRecord(**{**record, "condition": Condition(record["condition"])}, scratch=scratch)
+
+
+def is_running(folder: Path, number: int) -> bool:
+    """Return True if a server of this number has a wrapper that lives, on this machine."""
+    record = read_record(folder, number)
+    if record is None or record.condition is Condition.gone or record.host != socket.gethostname():
+        return False
+    return record.wrapper_exists
 
 
 def record_path(folder: Path, number: int) -> Path:
@@ -140,21 +173,34 @@ def log_path(folder: Path, number: int) -> Path:
 
 def last_lines(folder: Path, number: int, count: int = LOG_LINES) -> str:
     """Return the end of a server's log; empty if it has none."""
+    lines = text_since(log_path(folder, number), 0).splitlines()
+    return "\n".join([line for line in lines if line.strip()][-count:])
+
+
+def text_since(log: Path, size: int) -> str:
+    """Return the end of what was written to a log since it had a size."""
     try:
-        with log_path(folder, number).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
+        with log.open("rb") as file:
+            file.seek(max(size, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            return file.read().decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
-    return "\n".join(line for line in lines[-count:] if line.strip())
 
 
-def write_private(path: Path, value: Any) -> None:
-    """Write JSON to a file of mode 0600, at once: a reader sees the old or the new one."""
+def write_private(path: Path, value: Any, *, replace: bool = True) -> None:
+    """Write JSON to a file of mode 0600, at once: a reader sees the old or the new one.
+
+    Unless it may `replace` it, a file that is there stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.unlink(missing_ok=True)
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(value, file)
+    if not replace:
+        with suppress(OSError):  # it is there, or its file system has no links
+            path.hardlink_to(unfinished)
+        unfinished.unlink()
+        return
     unfinished.rename(path)

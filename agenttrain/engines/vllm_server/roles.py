@@ -24,7 +24,6 @@ from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient
 from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.frozen import FrozenFleet
-from agenttrain.engines.vllm_server.health import process_exists
 from agenttrain.engines.vllm_server.local import LocalServers
 from agenttrain.engines.vllm_server.records import (
     FOLDER,
@@ -34,6 +33,7 @@ from agenttrain.engines.vllm_server.records import (
     read_record,
 )
 from agenttrain.engines.vllm_server.status import OF_PROCESSES, OF_ROLES
+from agenttrain.engines.vllm_server.watched import StartProgress
 from agenttrain.utils.chat_api import ChatUnavailable, Transient
 from agenttrain.utils.role_names import ROLE, role_named
 from agenttrain.utils.sections import plain
@@ -100,22 +100,24 @@ def start_role(run: Path, plan: ServerPlan) -> LocalServers:
 
 async def all_started(folder: Path, role: str, count: int) -> None:
     """Wait until all servers of a role have answered; raises EngineError if one has ended."""
-    for number in range(count):
-        while True:
+    waiting, progress = [*range(count)], StartProgress(folder, f"roles.{role}", count)
+    while waiting:
+        for number in [*waiting]:
             record = read_record(folder, number)
-            killed = record is not None and not process_exists(record.wrapper)
+            killed = record is not None and not record.wrapper_exists
             if killed:  # its last words may have come since
                 record = read_record(folder, number)
-            if record is not None and record.condition is Condition.ready:
-                break
             gone = record is not None and record.condition is Condition.gone
-            if killed or gone:
+            if record is not None and record.condition is Condition.ready:
+                waiting.remove(number)
+            elif killed or gone:
                 end = record.end if gone and record is not None else "lost its wrapper"
                 raise EngineError(
                     f"roles.{role}: {role} server {number} did not start: it {end}; the end "
                     f"of its log:\n{last_lines(folder, number)}"
                 )
-            await asyncio.sleep(LOOK_S)
+        progress.report({number: f"server {number}" for number in waiting})
+        await asyncio.sleep(LOOK_S)
 
 
 class RoleServers:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agenttrain.engines.adapters import LARGEST_RANK
 from agenttrain.engines.base import Engine
@@ -23,12 +25,23 @@ from agenttrain.engines.vllm_server.memory import memory, server_memory
 from agenttrain.engines.vllm_server.nccl_transport import BACKEND as NCCL
 from agenttrain.engines.vllm_server.nccl_transport import NcclSender
 from agenttrain.engines.vllm_server.outside import Outside
-from agenttrain.engines.vllm_server.records import FOLDER, ServerPlan, log_path
+from agenttrain.engines.vllm_server.records import (
+    FOLDER,
+    ServerPlan,
+    is_running,
+    last_lines,
+    log_path,
+    read_record,
+)
 from agenttrain.engines.vllm_server.status import read_status
 from agenttrain.engines.vllm_server.versions import ADAPTERS
 from agenttrain.training.config import Transport, WeightSyncMode
 from agenttrain.types import ConfigError
+from agenttrain.utils.exit_codes import DONE
 from agenttrain.utils.sections import plain, shown
+
+if TYPE_CHECKING:
+    from agenttrain.engines.vllm_server.wrapper import Wrapper
 
 SERVER = "agenttrain.engines.vllm_server.process"
 """The module that is a server."""
@@ -86,7 +99,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     if servers.outside:
         outside = outside_of(plan, inputs)
         print(f"engine: {len(outside.urls)} servers of servers.admin_urls", flush=True)
-        ending = OutsideServers(weights, folder)
+        ending = OutsideServers(folder)
     elif servers.nodes:
         where = f"servers.nodes={servers.nodes} other machines (logs: {folder / FOLDER})"
         print(
@@ -186,14 +199,14 @@ def _sample_text(folder: Path) -> tuple[str, tuple[int, ...]]:
 
 def run_server(folder: Path, number: int, parent: int | None, host: str) -> int:
     """Run a server of the run in `folder`: `agenttrain engine-server`."""
-    from agenttrain.engines.vllm_server.wrapper import Wrapper, is_running
+    from agenttrain.engines.vllm_server.wrapper import Wrapper
 
     if is_running(folder, number):
         raise ConfigError(
             f"number={number}: server {number} of {folder} runs already, or is started again by "
             "its wrapper; leave it alone"
         )
-    return Wrapper(folder, number, parent, host).run()
+    return _until_end(Wrapper(folder, number, parent, host))
 
 
 def serve_alone(
@@ -205,7 +218,7 @@ def serve_alone(
     module: str = SERVER,
 ) -> int:
     """Run a server that no run starts or ends, with the token of the environment."""
-    from agenttrain.engines.vllm_server.wrapper import Wrapper, is_running
+    from agenttrain.engines.vllm_server.wrapper import Wrapper
 
     token, folder = os.environ.get(TOKEN), inputs.run_folder
     assert folder is not None
@@ -218,7 +231,17 @@ def serve_alone(
         raise ConfigError(f"{folder}: has a server that runs; name another folder")
     server_plan(settings, inputs, module).write(folder)
     print(f"server: http://{host}:{port} (log: {log_path(folder, 0)})", flush=True)
-    return Wrapper(folder, 0, host=host, port=port, token=token).run()
+    return _until_end(Wrapper(folder, 0, host=host, port=port, token=token))
+
+
+def _until_end(wrapper: Wrapper) -> int:
+    """Run a wrapper; print how its server ended, if not by the user's order."""
+    code = wrapper.run()
+    if code != DONE and (record := read_record(wrapper.folder, wrapper.number)) is not None:
+        log = log_path(wrapper.folder, wrapper.number)
+        lines = last_lines(wrapper.folder, wrapper.number)
+        print(f"server {wrapper.number} {record.end}; the end of {log}:\n{lines}", file=sys.stderr)
+    return code
 
 
 def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:

@@ -1,14 +1,15 @@
 """`<run>/servers/status.json`: the fleet as the run sees it, for `agenttrain servers`.
 
-{"time": 1795665600.0, "pid": 4711, "ended": false, "servers": [{"number": 0, "role": "",
- "state": "live", "version": 7, "requests": 12, "completions": 3400, "boot": 1,
- "url": "http://127.0.0.1:40123", "reason": ""}, …]}
+{"time": 1795665600.0, "host": "node7", "pid": 4711, "started": 81234, "ended": false,
+ "servers": [{"number": 0, "role": "", "state": "live", "version": 7, "requests": 12,
+ "completions": 3400, "boot": 1, "url": "http://127.0.0.1:40123", "reason": ""}, …]}
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 
 from agenttrain.engines.vllm_server.health import Member
 from agenttrain.engines.vllm_server.records import FOLDER, last_lines, write_private
+from agenttrain.utils.processes import process_exists, started_at
 
 STATUS = "status.json"
 OF_PROCESSES = "status"
@@ -34,6 +36,7 @@ class StatusFile:
         """`own`: several processes ask these servers, and each has a file of its own."""
         name = f"{OF_PROCESSES}/{os.getpid()}.json" if own else STATUS
         self._path = folder / FOLDER / name
+        self._host, self._started = socket.gethostname(), started_at(os.getpid())
         self._states: list[object] = []
         self._written = 0.0
 
@@ -57,15 +60,16 @@ class StatusFile:
             }
             for member in members
         ]
+        writer = {"host": self._host, "pid": os.getpid(), "started": self._started}
         with suppress(OSError):
-            content = {"time": now, "pid": os.getpid(), "ended": ended, "servers": rows}
-            write_private(self._path, content)
+            write_private(self._path, {"time": now, **writer, "ended": ended, "servers": rows})
 
 
 def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
     """Read the state of a run's servers, those of roles last, and the last lines of their logs.
 
-    None: it has had none. The processes that ask a role's servers are taken together.
+    None: it has had none. The processes that ask a role's servers are taken together. `running`:
+    one that asks some has not ended, nor was killed, as far as this machine can see.
     """
     places = {
         folder: [folder / FOLDER / STATUS],
@@ -85,14 +89,23 @@ def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
         ]
     if not statuses:
         return None
-    running = [status for status in statuses if not status["ended"]] or statuses
-    newest = max(running, key=lambda status: float(status["time"]))
+    unended = [status for status in statuses if not status["ended"]] or statuses
+    newest = max(unended, key=lambda one: (_is_running(one), float(one["time"])))
     return {
         "time": newest["time"],
         "pid": newest["pid"],
         "ended": newest["ended"],
+        "running": _is_running(newest),
         "servers": rows,
     }
+
+
+def _is_running(status: dict[str, Any]) -> bool:
+    """Return True if the process that wrote a status goes on, or is another machine's."""
+    if status["ended"]:
+        return False
+    elsewhere = status.get("host", socket.gethostname()) != socket.gethostname()
+    return elsewhere or process_exists(status["pid"], status.get("started") or 0)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -104,11 +117,19 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _together(by_process: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the servers: their newest state, and the requests of all processes."""
+    """Return the rows of the servers: their newest state, and the requests of all processes.
+
+    Those in flight are of the processes that run; if none does, as they were in the end.
+    """
     rows: dict[int, dict[str, Any]] = {}
+    running = [status for status in by_process if _is_running(status)]
     for status in sorted(by_process, key=lambda status: float(status["time"])):
+        counts = status in running or not running
         for row in status["servers"]:
             before = rows.get(row["number"], {"requests": 0, "completions": 0})
-            sums = {key: row[key] + before[key] for key in ("requests", "completions")}
-            rows[row["number"]] = {**row, **sums}
+            rows[row["number"]] = {
+                **row,
+                "requests": before["requests"] + (row["requests"] if counts else 0),
+                "completions": before["completions"] + row["completions"],
+            }
     return [rows[number] for number in sorted(rows)]

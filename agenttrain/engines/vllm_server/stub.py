@@ -6,6 +6,7 @@ in a second. Its model is one number, the weight `w` [1]: every token has the lo
 
     POST /stub/fault {"kind": "error", "times": 20}     the next 20 completions answer 500
     POST /stub/fault {"kind": "abort", "times": 1}      … end with finish_reason "abort"
+    POST /stub/fault {"kind": "stall", "times": 1}      … are never answered
     POST /stub/fault {"kind": "hang"}                   the engine's process answers nothing
     POST /stub/fault {"kind": "deaf", "times": 1}       an update answers 200 and loads nothing
     POST /stub/fault {"kind": "crash", "times": 1}      it dies as it receives a broadcast
@@ -104,6 +105,8 @@ class StubServer:
             return Response("id out of vocabulary", status_code=400)
         if self.takes_fault("error"):
             return Response("an error that was asked for", status_code=500)
+        if self.takes_fault("stall"):
+            await asyncio.Event().wait()
         abort = self.takes_fault("abort")
         count = len(ids)
         while len(ids) - count < sampling["max_tokens"]:

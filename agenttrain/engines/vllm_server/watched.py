@@ -1,10 +1,13 @@
-"""`WatchedServers`: servers that a process follows by their records, and waits for."""
+"""`WatchedServers`: servers that a process follows by their records, and waits for; how far their
+start has come.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,10 @@ from agenttrain.engines.vllm_server.status import StatusFile
 
 SENDS = 5
 """Servers that a request may kill, or see die, before it counts as the cause."""
+PROGRESS_S = 5.0
+"""Seconds between two reports on servers that start."""
+LINE_CHARS = 100
+"""Characters of a log's line in a report."""
 
 
 class WatchedServers(ABC):
@@ -76,3 +83,28 @@ class WatchedServers(ABC):
             if member.client is not None:
                 await member.client.aclose()
         self._change.set()
+
+
+class StartProgress:
+    """Prints every `PROGRESS_S` seconds how far a start of servers has come.
+
+    Example: ``engine: 1 of 2 servers answer after 15 s; server 1: Loading weights took 3.2 s``
+    """
+
+    def __init__(self, folder: Path, name: str, count: int) -> None:
+        """`folder` has the servers' logs, if they are not others'."""
+        self._folder, self._name, self._count = folder, name, count
+        self._begun = self._printed = time.monotonic()
+
+    def report(self, waiting: Mapping[int, str]) -> None:
+        """Take the names of the servers that have not answered, by their numbers."""
+        now = time.monotonic()
+        if now < self._printed + PROGRESS_S:
+            return
+        self._printed = now
+        texts = [f"{self._count - len(waiting)} of {self._count} servers answer"]
+        texts[0] += f" after {now - self._begun:.0f} s"
+        for number, name in waiting.items():
+            line = last_lines(self._folder, number, 1)[:LINE_CHARS]
+            texts.append(f"{name}: {line}" if line else f"{name} does not answer yet")
+        print(f"{self._name}: {'; '.join(texts)}", flush=True)

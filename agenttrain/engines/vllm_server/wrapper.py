@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from agenttrain.engines.vllm_server.records import (
     order_path,
     read_record,
     record_path,
+    text_since,
 )
 from agenttrain.utils.exit_codes import DONE, FAILED
 
@@ -49,6 +51,10 @@ BEAT_S = 2.0
 """Seconds between two signs of life to a run on another machine, and two looks for its orders."""
 HEALTH_S = 1.0
 """Seconds between two questions to a server that has started whether its engine lives."""
+PORTS = 3
+"""Ports of ours that are tried for a start, should other processes take them first."""
+TAKEN = "address already in use"
+"""Part of a server's log, in any case, whose port another process has."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl."""
 
@@ -87,19 +93,14 @@ class Wrapper:
             # Processes of the server that lose their parent become ours, and are collected.
             ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
         earlier = read_record(self.folder, self.number)
-        here = socket.gethostname()
-        if earlier is not None and earlier.host == here:  # its wrapper may have been killed
-            scratch.remove(earlier.scratch)
-        self._record = ServerRecord(
-            number=self.number,
-            condition=Condition.starting,
-            wrapper=os.getpid(),
-            host=here,
-            boot=earlier.boot if earlier is not None else 0,
-        )
+        self._record = ServerRecord.of(self.number, os.getpid())
+        if earlier is not None:
+            self._record = replace(self._record, boot=earlier.boot)
+            if earlier.host == self._record.host:  # its wrapper may have been killed
+                scratch.remove(earlier.scratch)
         try:
             for left in range(plan.servers["restarts"], -1, -1):
-                started = self._live(plan)
+                started = self._live_on_a_port(plan)
                 if self._is_stopping():
                     return DONE
                 # One that has never answered would not do so the next time either.
@@ -115,9 +116,30 @@ class Wrapper:
                 if self.parent is not None and plan.weights is not None:
                     shutil.rmtree(plan.weights, ignore_errors=True)
 
-    def _live(self, plan: ServerPlan) -> bool:
+    def _live_on_a_port(self, plan: ServerPlan) -> bool:
+        """Run the server once, to its end; return True if it has answered.
+
+        It has another port if one of ours was taken before it listened.
+        """
+        log = log_path(self.folder, self.number)
+        for _ in range(PORTS):
+            size = log.stat().st_size if log.exists() else 0
+            with _held_port(self.host, self.port) as port:
+                started = self._live(plan, port)
+            taken = TAKEN in text_since(log, size).lower()
+            if started or self._is_stopping() or not taken:
+                return started
+            if self.port is not None:
+                end = f"did not start: another process listens on {self.host} port={port}"
+                self._record = replace(self._record, end=f"{end}; end that one, or name another")
+                return False
+        end = f"did not start: other processes took {PORTS} ports one after the other"
+        self._record = replace(self._record, end=end)
+        return False
+
+    def _live(self, plan: ServerPlan, port: int) -> bool:
         """Run the server once, to its end; return True if it has answered."""
-        port, token = self.port or _free_port(self.host), self.token or secrets.token_urlsafe(32)
+        token = self.token or secrets.token_urlsafe(32)
         # Of its own, as killed processes leave sockets behind.
         sockets = tempfile.mkdtemp(prefix=scratch.SOCKETS)
         environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
@@ -261,17 +283,6 @@ class Wrapper:
         return self._stopping
 
 
-def is_running(folder: Path, number: int) -> bool:
-    """Return True if a server of this number has a wrapper that lives, on this machine."""
-    record = read_record(folder, number)
-    if record is None or record.condition is Condition.gone or record.host != socket.gethostname():
-        return False
-    with suppress(ProcessLookupError):
-        os.kill(record.wrapper, 0)
-        return True
-    return False
-
-
 def _has_dead_engine(http: httpx.Client) -> bool:
     """Return True if the server says so; one that does not answer may be busy."""
     try:
@@ -280,11 +291,18 @@ def _has_dead_engine(http: httpx.Client) -> bool:
         return False
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextmanager
+def _held_port(host: str, port: int | None) -> Iterator[int]:
+    """Give a port, a free one unless it is named, which no other server gets as a free one."""
+    with socket.socket() as held:
+        if port is None:
+            # With it the server may bind the port too, as long as nobody listens.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((host, 0))
+            port = held.getsockname()[1]
+            if sys.platform != "linux":
+                held.close()
+        yield port
 
 
 if __name__ == "__main__":
