@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 
 from agenttrain.training.sharding import full_tensor, is_sharded, layers
 
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name in torch 2.13, or before."""
 ALIGNMENT = 16
 """Each part begins at a multiple of these bytes, so that any number format can be viewed there."""
 
@@ -119,5 +121,5 @@ def _gathered(tensors: Sequence[DTensor], places: Sequence[PackedPart], total: i
         part: Any = tensor.to_local()
         target = own[place.offset : place.offset + part.nbytes].view(part.dtype)
         target.view(part.shape).copy_(part, non_blocking=True)
-    dist.all_gather_into_tensor(full, own, group=group)
+    all_gather(full, own, group=group)
     return full.view(count, total)

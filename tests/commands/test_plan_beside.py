@@ -76,7 +76,7 @@ def test_on_one_gpu_the_copy_is_beside_the_trainer(capsys, folder: Path) -> None
 
 
 def test_on_cpus_one_copy_serves_all_processes(capsys, folder: Path) -> None:
-    cpu = ("--cpu", "--host-memory-gb", "64", "distributed=ddp", "distributed.processes=2")
+    cpu = ("--cpu", "--host-memory-gb", "64", "--devices", "2", "distributed=ddp")
     _, same = plan(capsys, folder, *cpu, *AHEAD[:3])
     _, ahead = plan(capsys, folder, *cpu, *AHEAD)
     moments = [one["moments"]["update"]["host_node"] for one in (ahead, same)]

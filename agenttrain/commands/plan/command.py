@@ -118,8 +118,8 @@ def _own_memory() -> int:
 
 def show(config: RunConfig, options: PlanOptions) -> int:
     """Print the plan; return exit code 1 if the run does not fit. Raises ConfigError."""
-    section, devices = config.distributed, trainers_of(config, options.devices)
-    machine = options.machine
+    section, machine = config.distributed, options.machine
+    devices = trainers_of(config, options.devices, on_gpu=machine.kind != "cpu")
     if devices is not None:
         machine = replace(machine, devices=devices)
     if section.name is DistributedName.single and (devices or 1) > 1:

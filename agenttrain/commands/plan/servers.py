@@ -79,12 +79,12 @@ class Speeds:
             )
 
 
-def trainers_of(config: RunConfig, devices: int | None) -> int | None:
-    """Return the GPUs of `devices` that the servers leave to the trainers; None: all of them.
+def trainers_of(config: RunConfig, devices: int | None, *, on_gpu: bool = True) -> int | None:
+    """Return the GPUs of `devices` that servers and a copy leave to the trainers; None: all.
 
-    Raises ConfigError if none is left.
+    Without GPUs, a copy of the policy takes none. Raises ConfigError if none is left.
     """
-    started, copy = fleets(config, "train"), copied(config)
+    started, copy = fleets(config, "train"), on_gpu and copied(config)
     if devices is None or not (started or copy):
         return devices
     single = config.distributed.name is DistributedName.single
