@@ -22,7 +22,7 @@ def new_weights_folder(run: Path, parent: Path) -> Path:
     remove_weights_folder(run)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent.absolute()))
     except OSError as error:
         raise EngineError(
             f"weight_sync.folder: {parent}: {error.strerror}; name a folder that can be written"

@@ -92,7 +92,7 @@ def test_a_silent_machine_and_one_that_never_comes(tmp_path: Path) -> None:
             os.kill(record(tmp_path, 1).pid, signal.SIGKILL)
             steps[1].kill()
             await until(lambda: states(engine)[1] is MemberState.gone)
-            assert "is on a machine that went silent" in engine.fleet.members[1].reason
+            assert "is on a silent machine" in engine.fleet.members[1].reason
             assert await sample(engine, 0)
             await engine.aclose()
 

@@ -228,7 +228,8 @@ def test_nothing_is_left_of_a_run_of_which_a_process_was_killed(kind: str, tmp_p
             assert run.returncode == 1 and run.stdout is not None
             printed = run.stdout.read()
             assert "no server is left: server 0 lost its wrapper; the end of" in printed
-            assert "stands; once this is mended: agenttrain resume=" in printed
+            assert f"agenttrain resume={folder}" in printed
+            assert (folder / "checkpoints" / "latest").exists()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)

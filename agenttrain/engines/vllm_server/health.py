@@ -248,7 +248,7 @@ async def _follow(member: Member, record: ServerRecord, fleet: Members, *, wrapp
             if killed:
                 end = f"{end} ({member.reason})"
             recorded = record.condition is Condition.gone
-            lost = "lost its wrapper" if member.order is None else "is on a machine that went silent"
+            lost = "lost its wrapper" if member.order is None else "is on a silent machine"
             member.leave(MemberState.gone, end if recorded else lost)
         return
     restarted = record.boot > member.boot
