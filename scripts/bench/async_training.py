@@ -195,7 +195,8 @@ def kills(root: Path, quick: bool) -> dict[str, float]:
     """Kill a run at random instants, resume it, and count the tasks that it trained."""
     rng, folder, count = random.Random(3), root / "kills", 3 if quick else 12
     wanted = (*SCRIPTED[:-1], "checkpoint.every=2", ahead(2), "steps=400")
-    for _ in range(count):
+    killed = 0
+    while killed < count:
         resumed = (folder / "config.yaml").exists()
         command = (f"resume={folder}",) if resumed else (*wanted, f"hydra.run.dir={folder}")
         process = subprocess.Popen(
@@ -205,17 +206,28 @@ def kills(root: Path, quick: bool) -> dict[str, float]:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        wanted_phases = phases_of(folder) + rng.randint(1, 12)
-        while phases_of(folder) < wanted_phases and process.poll() is None:
-            time.sleep(0.02)
-        time.sleep(rng.uniform(0, 1))
-        victims = [psutil.Process(process.pid)]
-        victims += [one for one in victims[0].children() if "rollout_process" in str(one.cmdline())]
-        rng.choice(victims).send_signal(signal.SIGKILL)
-        process.wait()
-        psutil.wait_procs(victims, 90)
+        # A run goes on without its rollout process, unless that is killed twice in a step.
+        while killed < count and process.poll() is None:
+            wanted_phases = phases_of(folder) + rng.randint(1, 12)
+            while phases_of(folder) < wanted_phases and process.poll() is None:
+                time.sleep(0.02)
+            time.sleep(rng.uniform(0, 1))
+            if process.poll() is not None:
+                break
+            trainer = psutil.Process(process.pid)
+            rollouts = [
+                one for one in trainer.children() if "rollout_process" in str(one.cmdline())
+            ]
+            victim = rng.choice([trainer, *rollouts])
+            victim.send_signal(signal.SIGKILL)
+            killed += 1
+            psutil.wait_procs([victim], 90)
+            if victim == trainer:
+                process.wait()
+                psutil.wait_procs(rollouts, 90)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     done = len(rows(folder / "metrics.jsonl"))
     last = done + 3
     subprocess.run(

@@ -17,7 +17,9 @@ import pytest
 import tiny
 import torch
 from fleet_kit import alive, gone, in_groups, inputs, until
-from process_runs import metrics, start
+from process_runs import start
+from rollout_process_kit import await_steps, of_rollouts
+from same_run import metrics
 from test_vllm_fleet import CONTEXT, EQUAL, Servers, engine_core, prompt
 
 from agenttrain.engines.vllm_server.config import VllmServerSettings
@@ -165,6 +167,7 @@ def test_a_server_that_is_stopped_in_a_step(
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Nor does its rollout process, which is killed first, and started again with a new server."""
     folder = tmp_path / "run"
     run = start(
         *("debug=tiny", "engine=vllm_server", "engine.kv_cache_mb=64", "engine.max_context=1024"),
@@ -172,12 +175,15 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
         f"hydra.run.dir={folder}",
     )
     try:
-        deadline = time.monotonic() + 300
-        while not metrics_of(folder):
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
+        await_steps(run, folder, 1)
+        first = read_record(folder, 0)
+        assert first is not None
+        (process,) = of_rollouts(run.pid)
+        process.kill()
+        assert gone([first.pid, first.wrapper])
+        await_steps(run, folder, len(metrics(folder)) + 2)
         record = read_record(folder, 0)
-        assert record is not None
+        assert record is not None and record.pid != first.pid
         group = in_groups([record.pid])
         weights = Path((folder / "servers" / "weights.txt").read_text())
         assert weights.is_dir() and len(group) >= 2
@@ -193,7 +199,3 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
             os.killpg(run.pid, signal.SIGKILL)
         assert run.stdout is not None
         run.stdout.close()
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    return metrics(folder) if (folder / "metrics.jsonl").exists() else []
