@@ -60,7 +60,7 @@ def test_a_gap_warns_once_until_it_has_been_small_again():
 
 def test_tokens_of_older_weights_are_no_gap_of_an_asynchronous_run():
     fresh = "sampling/logprob_gap_fresh_max"
-    old = {GAP: 3.0, fresh: 0.01, "sampling/stale_tokens": 0.5}
+    old = {GAP: 3.0, fresh: 0.01, "sampling/logprob_gap": 0.4, "sampling/stale_tokens": 0.5}
     steps = old, {**old, fresh: math.nan}, {**old, fresh: 1.5}
     guards = Guards(config=GuardsConfig(), asynchronous=True)
     assert warnings(guards, *steps) == [
