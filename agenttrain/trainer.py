@@ -11,14 +11,14 @@ share of a step's tasks by itself and trains on that share together with the oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from agenttrain.algorithms.loss import Averages, mean_parts, policy_loss
-from agenttrain.engines.base import Engine, EngineDead, Metered, Separate
+from agenttrain.engines.base import Engine, EngineDead, EngineRestarted, Metered, Separate
 from agenttrain.evaluation import Best, Evaluation, Evaluator, HeldOutLoss
 from agenttrain.health.guards import Guards, GuardTripped
 from agenttrain.health.stop_when import StopWhen
@@ -36,6 +36,8 @@ from agenttrain.training.world import World
 from agenttrain.types import Rollout
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.signals import StopRequest
+
+Result = TypeVar("Result")
 
 
 class RunContext(Protocol):
@@ -164,7 +166,7 @@ class Trainer:
             check_weights(self.policy.model, f"before step {n}", self.run.world)
         with self.run.phase(self.source.phase, n):
             try:
-                batch = await self.source.batch(n)
+                batch = await self._ask(lambda: self.source.batch(n))
             except EngineDead as error:
                 # The policy is still that of the last finished step. Other processes have to save
                 # together with this one, and may wait elsewhere.
@@ -182,13 +184,11 @@ class Trainer:
             check_weights(self.policy.model, f"after the update of step {n}", self.run.world)
         if self.engine is not None:
             with self.run.phase("sync", n):
-                self.probe = await sync(
-                    self.policy,
-                    self.engine,
-                    n,  # the engine's new policy_version: weights after step n
-                    self.config.weight_sync,
-                    self.probe,
-                )
+                try:
+                    await self._sync(n)
+                except EngineRestarted as error:
+                    self.run.tracker.warn(str(error))
+                    await self._sync(n)
         self.source.finish(batch)
 
         # Only the main process gets the shares of all; the others return their own rollouts.
@@ -204,6 +204,23 @@ class Trainer:
         batches, clocks = zip(*shares, strict=True)
         seconds = {phase: max(clock[phase] for clock in clocks) for phase in self.run.seconds}
         return self.source.summarise(batches, training, seconds)
+
+    async def _sync(self, version: int) -> None:
+        """Send the weights after step `version` to the engine, and probe it."""
+        assert self.engine is not None
+        self.probe = await sync(
+            self.policy, self.engine, version, self.config.weight_sync, self.probe
+        )
+
+    async def _ask(self, request: Callable[[], Awaitable[Result]]) -> Result:
+        """Return what `request` returns, once more if the engine was started again meanwhile."""
+        try:
+            return await request()
+        except EngineRestarted as error:
+            self.run.tracker.warn(str(error))
+            with self.run.world.collective("the weights of an engine that was started again"):
+                await self._sync(self.done)
+            return await request()
 
     async def _between_steps(self) -> None:
         """Evaluate and save where due, also after a resume if the run stopped before it did so.
@@ -231,7 +248,7 @@ class Trainer:
         if self.evaluator.questions == 0:
             return []
         with self.run.phase("evaluation", self.done, label=f"{self.evaluator.title} {label}"):
-            evaluations = await self.evaluator.evaluate()
+            evaluations = await self._ask(self.evaluator.evaluate)
         set_random_states(self._states)
         for evaluation in evaluations:
             name = f"{label}/{evaluation.label}"

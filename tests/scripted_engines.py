@@ -32,6 +32,8 @@ from agenttrain.types import Completion, Finish
 
 KILLED_AT = "AGENTTRAIN_TEST_KILLED_AT"
 """Environment variable: the policy version under which the process of the engine kills itself."""
+KILLED_ONCE = "AGENTTRAIN_TEST_KILLED_ONCE"
+"""Environment variable: a file without which it does not, and which it removes before."""
 
 
 def scripted(settings: TransformersSettings, inputs: EngineInputs) -> ScriptedEngine:
@@ -40,7 +42,7 @@ def scripted(settings: TransformersSettings, inputs: EngineInputs) -> ScriptedEn
     class Seeded(ScriptedEngine):
         async def generate(self, token_ids, sampling, *, session, **names):
             if self.version == int(os.environ.get(KILLED_AT, "-1")):
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_this_process()
             self.script.setdefault(session, []).append(answer(token_ids, sampling))
             return await super().generate(token_ids, sampling, session=session, **names)
 
@@ -49,6 +51,16 @@ def scripted(settings: TransformersSettings, inputs: EngineInputs) -> ScriptedEn
         return [*(7 + (number + n) % 60 for n in range(9)), sampling.stop_token_ids[0]]
 
     return Seeded({}, keeps_sent=False, max_context=512)
+
+
+def kill_this_process() -> None:
+    """Kill it, always or once: see KILLED_ONCE."""
+    once = os.environ.get(KILLED_ONCE)
+    if once is not None:
+        if not os.path.exists(once):
+            return
+        os.remove(once)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def copy(settings: TransformersSettings, inputs: EngineInputs):

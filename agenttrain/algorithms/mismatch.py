@@ -33,6 +33,7 @@ MISMATCH_NAMES = (
     GAP,
     f"{GAP}_max",
     *(f"{GAP}_{part}" for part in ("first_turn", "later_turns", *THIRDS, "fresh", "stale")),
+    f"{GAP}_fresh_max",
     "sampling/kl",
     "sampling/logprob_slope",
     "sampling/stale_tokens",
@@ -71,7 +72,6 @@ def mismatch(
     first_turn 0, later_turns 0.5, kl (0 + exp(0.5) - 1 - 0.5) / 2 = 0.0744.
     """
     gap_S = (trainer_S - engine_S).abs()
-    top = gap_S.amax() if gap_S.numel() else gap_S.new_tensor(-torch.inf)
     first_S = origins.turn_S == 0
     where = {
         "first_turn": first_S,
@@ -91,12 +91,19 @@ def mismatch(
         slope = torch.stack(((centred_S * (engine_S - engine)).sum(), variance))
     return {
         GAP: mean_parts(gap_S),
-        f"{GAP}_max": torch.stack((top, top)).float(),
+        f"{GAP}_max": _largest(gap_S),
         **{f"{GAP}_{name}": mean_parts(gap_S[tokens_S]) for name, tokens_S in where.items()},
+        f"{GAP}_fresh_max": _largest(gap_S[where["fresh"]]),
         "sampling/kl": mean_parts(kl_estimate(engine_S, trainer_S, KlEstimator.k3)),
         "sampling/logprob_slope": slope,
         "sampling/stale_tokens": mean_parts(origins.stale_S),
     }
+
+
+def _largest(gap_S: Tensor) -> Tensor:
+    """Return the part of a name that ends in ``max``; without a token it changes nothing."""
+    top = gap_S.amax() if gap_S.numel() else gap_S.new_tensor(-torch.inf)
+    return torch.stack((top, top)).float()
 
 
 def likely_cause(figures: Mapping[str, float]) -> str | None:

@@ -27,6 +27,13 @@ class EngineDead(EngineError):
     """True: all training processes raise it at this point, and can save together."""
 
 
+class EngineRestarted(EngineError):
+    """The engine died and was started again: it needs the policy's weights, then the request again.
+
+    All training processes raise it at this point.
+    """
+
+
 class ImagesRefused(EngineError):
     """Images were sent to an engine that reads token ids alone."""
 

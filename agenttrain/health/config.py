@@ -62,7 +62,8 @@ class GuardsConfig:
 
     logprob_gap: Guard = field(default_factory=lambda: Guard(limit=1.0))
     """Most that `sampling/logprob_gap_max` may be: one token's distance between the engine's and
-    the trainer's logprobs, before the step's first update. 1.0 is a probability off by e."""
+    the trainer's logprobs, before the step's first update. 1.0 is a probability off by e. With
+    `async_training.max_staleness` it is `sampling/logprob_gap_fresh_max`: older tokens differ."""
     kl: Guard = field(default_factory=Guard)
     """Most that `kl` to the reference may be; needs algorithm.beta."""
     entropy: Guard = field(default_factory=Guard)

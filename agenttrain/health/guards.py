@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agenttrain.algorithms.mismatch import likely_cause
+from agenttrain.algorithms.mismatch import GAP, likely_cause
 from agenttrain.health.config import GuardsConfig, OnTrip, ToolFailures
 from agenttrain.types import AgenttrainError, Rollout, ToolError
 
@@ -48,6 +48,9 @@ class Guards:
     """The guards of a run. `streak` counts the latest steps in a row without any advantage."""
 
     config: GuardsConfig
+    asynchronous: bool = False
+    """Rollouts may be older than the policy: `logprob_gap` judges the tokens of its own version,
+    if a step has any. Otherwise an older token is a fault that it reports."""
     streak: int = 0
     _tripped: set[str] = field(default_factory=set)
     """Guards that have warned and are still beyond their limit."""
@@ -73,13 +76,14 @@ class Guards:
         self.streak = 0 if has_advantage else self.streak + 1
         guards, no_variance = self.config, self.config.no_variance.limit
         # NaN (nothing was measured) is neither above nor below a limit.
-        gap = metrics.get("sampling/logprob_gap_max", math.nan)
+        compared = f"{GAP}_fresh_max" if self.asynchronous else f"{GAP}_max"
+        gap = metrics.get(compared, math.nan)
         kl, entropy = metrics.get("kl", math.nan), metrics.get("entropy", math.nan)
         problems: dict[str, str | None] = dict.fromkeys(
             ("logprob_gap", "kl", "entropy", "no_variance")
         )
         if guards.logprob_gap.limit is not None and gap > guards.logprob_gap.limit:
-            problems["logprob_gap"] = f"sampling/logprob_gap_max is {gap:.3g}, above"
+            problems["logprob_gap"] = f"{compared} is {gap:.3g}, above"
         if guards.kl.limit is not None and kl > guards.kl.limit:
             problems["kl"] = f"kl is {kl:.3g}, above"
         if guards.entropy.limit is not None and entropy < guards.entropy.limit:
@@ -91,7 +95,9 @@ class Guards:
         for name, problem in problems.items():
             if problem is not None:
                 problem = f"{problem} guards.{name}.limit={getattr(guards, name).limit:g}"
-                if name == "logprob_gap" and (cause := likely_cause(metrics)):
+                # Figures of an asynchronous step are those of older tokens too, which are far off.
+                cause = None if self.asynchronous else likely_cause(metrics)
+                if name == "logprob_gap" and cause:
                     problem += f"; likely cause: {cause}"
             self._report(name, name, problem, f"step {step}", warn)
         if guards.tool_failures.limit is None:

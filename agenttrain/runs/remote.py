@@ -235,6 +235,7 @@ class RemoteCopy(RemoteReplica):
         writer: WeightWriter = await process.ask(SyncBegin(version=version))
         if self._writer is None:  # it compares each version with the first
             self._writer = writer
+        self._writer.folder = writer.folder
         try:
             return self._writer.write(weights, version)
         except (BadWeights, OSError) as error:
@@ -273,15 +274,20 @@ class RemoteSource:
     _state: dict[str, Any] = field(default_factory=dict)
     _restored: dict[str, Any] | None = None
     """State of a checkpoint that the rollout process has not been sent yet."""
+    _restarts: int = 0
+    """Starts of the rollout process, after the first, that have the state of the run."""
 
     async def batch(self, step: int) -> StepBatch:
         """Return this process's share of the rollouts of a step.
 
         Raises, in all processes, what the rollout process has raised, and Preempted.
         """
+        if self._restarts < self.rollouts.restarts:
+            self._restored = self._state or None  # None: the run has no finished step
         want = Want(step=step, state=self._restored)
         groups = await self.rollouts.ask(want, "the rollouts of a step")
         self._restored = None
+        self._restarts, self.rollouts.restartable = self.rollouts.restarts, True
         world = self.rollouts.world
         shares = [] if groups is None else split_groups(groups, world.size, self.minibatches)
         return world.scatter(shares, "the groups of a step")
@@ -363,7 +369,11 @@ class RemoteEvaluator(Evaluator):
 def remote_source(
     config: RunConfig, components: Components, rollouts: Rollouts
 ) -> tuple[RemoteSource, RemoteEvaluator]:
-    """Return the source and the evaluation of a run whose rollouts have a process of their own."""
+    """Return the source and the evaluation of a run whose rollouts have a process of their own.
+
+    Its engine has the weights: from now on it is started again if it ends.
+    """
+    rollouts.restartable = True
     source = RemoteSource(
         rollouts=rollouts,
         parts=RemoteParts(

@@ -7,10 +7,8 @@ each step has their state, which the trainer saves with its checkpoint.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import sys
-import time
 import traceback
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -64,15 +62,11 @@ from agenttrain.training.checkpoint import seed_random
 from agenttrain.training.checkpoint_files import PREFIX, newest_first
 from agenttrain.types import AgenttrainError
 from agenttrain.utils.channel import Channel, ChannelClosed
-from agenttrain.utils.json_lines import open_to_append
 from agenttrain.utils.sections import plain
 from agenttrain.utils.seeds import derive_seed
 
 STATUS_S = 0.5
 """Seconds between two messages on the rollouts in flight."""
-REQUESTS = Path("logs", "requests.jsonl")
-"""File of the run folder with each request of the trainer: ``{"request": "Want", "step": 3,
-"begun": 1764142000.1, "ended": 1764142003.9}``, in seconds since 1970."""
 MADE_WITH = (
     *("rollout", "reward", "tools", "stop_tools", "environment", "agent", "user", "data", "seed"),
     *("chat_template", "response_schema", "tasks_per_step", "resume_changed"),
@@ -157,7 +151,6 @@ class RolloutService:
         stack.push_async_callback(components.aclose)
         times = self._folder if config.tracker.timeline else None
         timeline = stack.enter_context(Timeline(times, "rollouts"))
-        self._requests = stack.enter_context(open_to_append(self._folder / REQUESTS))
         collector = components.collector(self._engine, self._folder, timeline)
         counted = replace(collector, progress=self._count)
         self._source = rollout_source(config, components, counted, SingleProcess())
@@ -201,19 +194,7 @@ class RolloutService:
         )
 
     async def answer(self, request: Any) -> Any:
-        """Return the answer to a request, and record when it came and was answered."""
-        begun = time.time()
-        try:
-            return await self._answer(request)
-        finally:
-            step = getattr(request, "step", getattr(request, "version", None))
-            record = {"request": type(request).__name__, "step": step}
-            # A disk that is full stops the run where it writes what it needs, not here.
-            with suppress(OSError):
-                line = json.dumps({**record, "begun": begun, "ended": time.time()})
-                self._requests.write(line + "\n")
-
-    async def _answer(self, request: Any) -> Any:
+        """Return the answer to a request."""
         match request:
             case Want():
                 return await self._groups(request)

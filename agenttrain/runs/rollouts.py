@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agenttrain.engines.base import EngineDead
+from agenttrain.engines.base import EngineDead, EngineRestarted
 from agenttrain.rollout.monitoring import InFlight, Waiting
 from agenttrain.runs.rollout_messages import CODEC, Answered, Begin, Failed, RolloutStatus, Stop
 from agenttrain.runs.rollout_process import STACKS
@@ -48,19 +48,35 @@ class RolloutProcess:
         """Start it; each line that it prints is printed here too, and appended to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
-        self._connection, end = socket.socketpair()
-        command = [sys.executable, "-u", "-m", MODULE, str(end.fileno()), json.dumps(sys.path)]
-        with end:
-            self._child = ChildProcess(command, pass_fds=[end.fileno()], print_line=self._print)
-        self.pid = self._child.pid
         self.in_flight = InFlight()
         """Its `progress` is that of the rollouts there."""
         self.progress: Callable[[int, int], None] | None = None
         """That of a Collector."""
+        self._begin: Begin | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._connection, end = socket.socketpair()
+        command = [sys.executable, "-u", "-m", MODULE, str(end.fileno()), json.dumps(sys.path)]
+        with end:
+            self._child = ChildProcess(command, pass_fds=[end.fileno()], print_line=self._print)
         self._channel: Channel | None = None
         self._waiting: list[Waiting] = []
         self._ready = False
         """It has answered a request: it now notices Stop at any time."""
+
+    async def restart(self) -> None:
+        """Start it again once it has ended, with the request that it began with.
+
+        Returns when its engine is there, which has no weights of the policy yet. Raises as `answer`
+        does.
+        """
+        assert self._begin is not None, "it has begun before"
+        if self._channel is not None:
+            self._channel.close()
+        self._child.kill()
+        self._start()
+        await self.ask(self._begin)
 
     def waiting(self) -> list[Waiting]:
         """Return the rollouts in flight and what each waited for some tenths of a second ago."""
@@ -74,6 +90,8 @@ class RolloutProcess:
 
     async def send(self, request: Begin | Stop | Any) -> None:
         """Send a request; raises RolloutsDead."""
+        if isinstance(request, Begin):
+            self._begin = request
         try:
             if self._channel is None:
                 self._channel = await Channel.over(self._connection, CODEC)
@@ -129,42 +147,43 @@ class RolloutProcess:
         print(line, file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Rollouts:
-    """The rollout process of a run, for all training processes together."""
+    """The rollout process of a run, for all training processes together.
+
+    One that ends by itself is started again, unless it did so in the same step before.
+    """
 
     process: RolloutProcess | None
     """None in all processes but the first."""
     world: World
     stop: StopRequest
+    restartable: bool = False
+    """The next time that it ends it is started again."""
+    restarts: int = 0
 
     async def ask(self, request: Any, what: str) -> Any:
         """Return the answer in the first process, None in the others; a signal cuts it short.
 
-        `what` names the work in errors, which are raised in all processes; EngineDead everywhere.
-        Raises Preempted.
+        `what` names the work in errors, which are raised in all processes; EngineDead and
+        EngineRestarted everywhere. Raises Preempted.
         """
         answers: list[Any] = []
         failure: Exception | None = None
-        dead: list[str] = []
         if self.process is not None:
             try:
                 answers = await self.stop.until_stopped(self.process.ask(request))
             except Exception as error:
                 failure = error
-                dead = [str(error)] if isinstance(error, EngineDead) else []
-        # The others raise it as an EngineDead too: all of them then save the last finished step.
-        if dead := self.world.exchange(dead, what, None if dead else failure, patient=True):
-            raised = failure if isinstance(failure, EngineDead) else PeersRolloutsDead(dead[0])
-            raised.everywhere = True
-            raise raised
+        await self._meet(what, failure)
         self.stop.check()
         return answers[0] if answers else None
 
     async def call(self, request: Any, what: str, failure: Exception | None = None) -> Any:
         """Return the answer in all processes; no signal cuts it short.
 
-        A `failure` of the first process is raised in all, and nothing is asked.
+        A `failure` of the first process is raised in all, and nothing is asked. Raises as `ask`,
+        but not Preempted.
         """
         value = None
         if self.process is not None and failure is None:
@@ -172,5 +191,41 @@ class Rollouts:
                 value = await self.process.ask(request)
             except Exception as error:
                 failure = error
-        self.world.exchange((), what, failure, patient=True)
+        await self._meet(what, failure)
         return self.world.broadcast(value, what)
+
+    async def _meet(self, what: str, failure: Exception | None) -> None:
+        """Raise the first process's failure in all processes.
+
+        A rollout process that has ended is started again, if that is due; then all raise
+        EngineRestarted. The others raise EngineDead as such too: all of them then save the last
+        finished step.
+        """
+        dead = failure if isinstance(failure, EngineDead) else None
+        ends = [] if dead is None else [(str(dead), isinstance(dead, RolloutsDead))]
+        ends = self.world.exchange(ends, what, failure if dead is None else None, patient=True)
+        if not ends:
+            return
+        message, ended = ends[0]
+        if ended and self.restartable and not self.stop.agree(self.stop.name is not None):
+            problem = await self._restart()
+            if problem is None:
+                raise EngineRestarted(f"{message}; it was started again")
+            message = f"{message}; it was started again: {problem}"
+            dead = dead and RolloutsDead(message)
+        raised = dead or PeersRolloutsDead(message)
+        raised.everywhere = True
+        raise raised
+
+    async def _restart(self) -> str | None:
+        """Start the rollout process again; return, in all processes, why it does not run."""
+        self.restartable = False
+        self.restarts += 1
+        problems = []
+        if self.process is not None:
+            try:
+                await self.process.restart()
+            except Exception as error:
+                problems = [f"{type(error).__name__}: {error}"]
+        what = "the rollout process that was started again"
+        return next(iter(self.world.exchange(problems, what, patient=True)), None)

@@ -536,6 +536,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         source, evaluator = sampled_source(config, components, watched, world)
     else:
         source, evaluator = recorded_source(config, components, policy, world)
+    ahead = config.async_training.max_staleness > 0
     trainer = Trainer(
         config=config,
         run=run,
@@ -546,7 +547,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         teacher=teacher,
         checkpoints=checkpoints,
         stop_when=StopWhen(config.stop_when),
-        guards=None if supervised else Guards(config=config.guards),
+        guards=None if supervised else Guards(config=config.guards, asynchronous=ahead),
         best=None if supervised else Best(),
         probe=probe,
     )

@@ -126,6 +126,7 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("sampling/logprob_gap_late", "Mean gap in the last third of a rollout."),
         ("sampling/logprob_gap_fresh", "Mean gap of tokens sampled under the current weights."),
         ("sampling/logprob_gap_stale", "Mean gap of tokens sampled under older weights."),
+        ("sampling/logprob_gap_fresh_max", "The largest gap of one under the current weights."),
         ("sampling/kl", "k3 estimate of KL(engine || trainer), in nats per token."),
         ("sampling/logprob_slope", "Slope of the engine's log-probabilities over the trainer's."),
         ("sampling/stale_tokens", "Share of tokens sampled under older weights."),

@@ -10,6 +10,8 @@ One run of `agenttrain` (side by side in one run: the phases of the same steps).
     rollouts_file_share                                    the rollout files alone, of a step
     finite_share                                           looking for weights and logprobs that
                                                            are not finite, of a step
+    timeline_cpu_share                                     CPU time of recording who did what when
+                                                           (timeline/*.jsonl), of that of the steps
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import harness
 
@@ -27,8 +30,20 @@ from agenttrain.runs.run import Run, make_trainer
 from agenttrain.runs.setup import prepare
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.tracking.rollouts import write_step
+from agenttrain.tracking.timeline import Timeline
 from agenttrain.trainer import Trainer
 from agenttrain.training.nonfinite import check_logprobs, check_weights
+
+
+class TimedTimeline(Timeline):
+    """Adds up the CPU time that recording takes."""
+
+    cpu_s = 0.0
+
+    def _add(self, *arguments: Any) -> None:
+        started = time.thread_time()
+        super()._add(*arguments)
+        self.cpu_s += time.thread_time() - started
 
 
 def measure(quick: bool) -> dict[str, float]:
@@ -50,8 +65,13 @@ def measure(quick: bool) -> dict[str, float]:
 async def measured(run: Run, steps: int) -> dict[str, float]:
     """Seconds by phase over the steps after the second."""
     async with AsyncExitStack() as stack:
+        run.timeline = timeline = stack.enter_context(TimedTimeline(run.folder, "trainer-0"))
         trainer = await make_trainer(run, prepare(run.config), stack)
-        rows = [await one_step(run, trainer, step) for step in range(1, steps + 1)][2:]
+        for step in (1, 2):
+            await one_step(run, trainer, step)
+        before, started = timeline.cpu_s, time.process_time()
+        rows = [await one_step(run, trainer, step) for step in range(3, steps + 1)]
+        recording = (timeline.cpu_s - before) / (time.process_time() - started)
     whole = sum(row["step_s"] for row in rows)
     share = {
         f"share_{phase}": sum(row[f"time/{phase}_s"] for row in rows) / whole
@@ -63,6 +83,7 @@ async def measured(run: Run, steps: int) -> dict[str, float]:
         "share_other": 1 - known,
         "rollouts_file_share": sum(row["rollouts_file_s"] for row in rows) / whole,
         "finite_share": sum(row["finite_s"] for row in rows) / whole,
+        "timeline_cpu_share": recording,
         "tracking_share": sum(row["tracking_s"] for row in rows) / whole,
         "step_s": statistics.median(row["step_s"] for row in rows),
         "rollout_tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),

@@ -51,6 +51,7 @@ def test_the_gap_by_turn_position_and_version() -> None:
     assert measured["sampling/logprob_gap_late"] == 0.0
     assert measured["sampling/logprob_gap_fresh"] == 0.0
     assert measured["sampling/logprob_gap_stale"] == pytest.approx(0.75)
+    assert measured["sampling/logprob_gap_fresh_max"] == 0.0
     assert measured["sampling/stale_tokens"] == 0.5
     # exp(t - e) - 1 - (t - e): 0, exp(.5) - 1.5 = 0.14872, exp(-1) - 1 + 1 = 0.36788, 0
     assert measured["sampling/kl"] == pytest.approx((0.14872 + 0.36788) / 4, abs=1e-5)

@@ -19,6 +19,7 @@ import tiny
 import torch
 from fleet_kit import alive, gone, in_groups, inputs, until
 from process_runs import metrics, start
+from rollout_process_kit import await_steps, of_rollouts
 from test_vllm_fleet import CONTEXT, EQUAL, Servers, engine_core, prompt
 
 from agenttrain.engines.vllm_server.config import VllmServerSettings
@@ -189,7 +190,7 @@ def test_a_server_that_is_asked_to_end_in_a_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["launcher", "rank", "rollouts", "wrapper"])
+@pytest.mark.parametrize("kind", ["launcher", "rank", "wrapper"])
 def test_nothing_is_left_of_a_run_of_which_a_process_was_killed(kind: str, tmp_path: Path) -> None:
     """Two training processes, their launcher, the rollout process and a server with its wrapper."""
     folder = tmp_path / "run"
@@ -215,8 +216,6 @@ def test_nothing_is_left_of_a_run_of_which_a_process_was_killed(kind: str, tmp_p
         for process in below:
             if process.ppid() == run.pid and process.environ().get("RANK") == "1":
                 victims["rank"] = process.pid
-            if "agenttrain.runs.rollout_process" in process.cmdline():
-                victims["rollouts"] = process.pid
         os.kill(victims[kind], signal.SIGKILL)
         assert run.wait(300) != 0
         assert gone(pids)
@@ -230,6 +229,42 @@ def test_nothing_is_left_of_a_run_of_which_a_process_was_killed(kind: str, tmp_p
             assert "no server is left: server 0 lost its wrapper; the end of" in printed
             assert f"agenttrain resume={folder}" in printed
             assert (folder / "checkpoints" / "latest").exists()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        assert run.stdout is not None
+        run.stdout.close()
+
+
+@pytest.mark.slow
+def test_a_killed_rollout_process_is_started_again_with_new_servers(tmp_path: Path) -> None:
+    """Nothing is left of the first ones, nor of the run once it is killed."""
+    folder = tmp_path / "run"
+    run = start(
+        *("debug=tiny", "engine=vllm_server", "engine.kv_cache_mb=64", "engine.max_context=1024"),
+        *("steps=500", "tracker=none", "eval.questions=0", "servers.dead_s=60"),
+        f"hydra.run.dir={folder}",
+    )
+    try:
+        await_steps(run, folder, 1)
+        first = read_record(folder, 0)
+        assert first is not None
+        (process,) = of_rollouts(run.pid)
+        process.kill()
+        assert gone([first.pid, first.wrapper])
+        await_steps(run, folder, len(metrics(folder)) + 2)
+        record = read_record(folder, 0)
+        assert record is not None and record.pid != first.pid
+        group = in_groups([record.pid])
+        weights = Path((folder / "weights.txt").read_text())
+        assert weights.is_dir() and len(group) >= 2
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        assert gone([record.pid, record.wrapper, *group])
+        deadline = time.monotonic() + 90
+        while weights.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)

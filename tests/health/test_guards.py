@@ -58,6 +58,20 @@ def test_a_gap_warns_once_until_it_has_been_small_again():
     ]
 
 
+def test_tokens_of_older_weights_are_no_gap_of_an_asynchronous_run():
+    fresh = "sampling/logprob_gap_fresh_max"
+    old = {GAP: 3.0, fresh: 0.01, "sampling/logprob_gap": 0.4, "sampling/stale_tokens": 0.5}
+    steps = old, {**old, fresh: math.nan}, {**old, fresh: 1.5}
+    guards = Guards(config=GuardsConfig(), asynchronous=True)
+    assert warnings(guards, *steps) == [
+        f"guard: step 3: {fresh} is 1.5, above guards.logprob_gap.limit=1",
+    ]
+    # Where nothing may be older, they are what is wrong.
+    (told,) = warnings(Guards(config=GuardsConfig()), *steps)
+    assert told.startswith(f"guard: step 1: {GAP} is 3, above")
+    assert "likely cause: tokens sampled under older weights" in told
+
+
 def test_what_was_not_measured_trips_nothing():
     config = GuardsConfig(
         kl=Guard(limit=0.1, action=OnTrip.stop), entropy=Guard(limit=0.1, action=OnTrip.stop)

@@ -18,6 +18,7 @@ import scripted_engines
 from process_runs import agenttrain, rollouts
 from rollout_process_kit import assert_nothing_left, await_steps, of_rollouts, started
 from same_run import assert_same_weights, metrics
+from scripted_engines import KILLED_AT, KILLED_ONCE
 
 from agenttrain.cli import main
 
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.timeout(900)  # only a hang takes so long
 TINY = (
     *("debug=tiny", "tasks_per_step=2", "tracker=none", "tracker.rollouts=all", "eval.questions=0"),
     *("optimizer.schedule=constant", "algorithm.group_size=4", "seed=3", "checkpoint.every=2"),
-    *("weight_sync.mode=abort_resume", "guards.logprob_gap.limit=null"),
+    "weight_sync.mode=abort_resume",
 )
 SCRIPTED = (
-    *TINY[:-2],
+    *TINY[:-1],
     "guards.logprob_gap.limit=null",
     "engine._target_=scripted_engines.SLOW",
     *("~reward.exact_match", "+reward.mine._target_=scripted_engines.first_ids"),
@@ -77,7 +78,7 @@ def assert_each_serial_once(folder: Path, steps: int, k: int, *, tasks: int = 2)
 def test_a_copy_in_the_rollout_process_changes_no_byte(tmp_path: Path) -> None:
     """max_staleness=0: metrics, rollouts and weights of a run in one process."""
     one, two = tmp_path / "same", tmp_path / "own"
-    run = (*TINY[:-2], "steps=4", "guards.logprob_gap.limit=null")
+    run = (*TINY[:-1], "steps=4")
     assert main([*run, f"hydra.run.dir={one}"]) == 0
     assert main([*run, "rollout.process=own", ahead(0), f"hydra.run.dir={two}"]) == 0
     probed = [
@@ -106,15 +107,31 @@ def test_no_rollout_is_older_than_the_bound(tmp_path: Path) -> None:
         assert sum(ages.values()) == 8
         assert row["async/staleness/max"] == max(age for age, count in ages.items() if count) <= k
         assert row["async/dropped"] == 0
-    requests = (folder / "logs" / "requests.jsonl").read_text().splitlines()
-    names = [json.loads(line)["request"] for line in requests]
-    assert names.count("Want") == 6 and names.count("SyncEnd") == 7
+    assert_nothing_left(folder)
+
+
+def test_a_rollout_process_that_dies_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on: each serial once, and no group of the journal is lost."""
+    folder = tmp_path / "run"
+    monkeypatch.setenv(KILLED_AT, "2")
+    monkeypatch.setenv(KILLED_ONCE, str(tmp_path / "kill"))
+    (tmp_path / "kill").touch()
+    assert main([*SCRIPTED, ahead(2), "steps=6", f"hydra.run.dir={folder}"]) == 0
+    assert not (tmp_path / "kill").exists()
+    (warning,) = json.loads((folder / "summary.json").read_text())["warnings"]
+    assert warning.endswith("was ended by SIGKILL; it was started again")
+    assert_each_serial_once(folder, 6, 2)
+    # Each process has a number of its own in the names of its groups.
+    assert len({row["path"].partition("-")[2] for row in journal(folder)}) == 2
+    assert [row["async/dropped"] for row in metrics(folder)] == [0] * 6
     assert_nothing_left(folder)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_trains_each_serial_once(tmp_path: Path) -> None:
-    """SIGKILL to the trainer, then to the rollout process."""
+    """SIGKILL to the trainer, then to the rollout process, then to the trainer."""
     folder = tmp_path / "run"
     with started(*SCRIPTED, ahead(2), "steps=400", f"hydra.run.dir={folder}") as run:
         await_steps(run, folder, 3)
@@ -126,8 +143,10 @@ def test_a_resumed_run_trains_each_serial_once(tmp_path: Path) -> None:
         await_steps(run, folder, 5)
         (process,) = of_rollouts(run.pid)
         process.kill()
-        printed, _ = run.communicate()
-        assert run.returncode == 1 and "was ended by SIGKILL" in printed
+        process.wait(90)
+        await_steps(run, folder, len(metrics(folder)) + 3)
+        run.kill()
+    assert_nothing_left(folder)
     done = len(metrics(folder))
     agenttrain(f"resume={folder}", f"steps={done + 3}")  # all that was sampled ahead
     assert_each_serial_once(folder, done + 3, 2)
@@ -155,16 +174,16 @@ def test_sigterm_keeps_what_was_sampled_ahead(tmp_path: Path) -> None:
     assert_each_serial_once(folder, done + 3, 2)
 
 
-def await_requests(run: subprocess.Popen[str], folder: Path, count: int) -> None:
-    """Wait until the rollout process has answered so many requests more."""
-    path = folder / "logs" / "requests.jsonl"
+def await_phases(run: subprocess.Popen[str], folder: Path, count: int) -> None:
+    """Wait until the first trainer has ended so many phases more, or the run has ended."""
+    path = folder / "timeline" / "trainer-0.jsonl"
 
-    def answered() -> int:
+    def ended() -> int:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    wanted, deadline = answered() + count, time.monotonic() + 300
-    while answered() < wanted:
-        assert time.monotonic() < deadline and run.poll() is None, run.communicate()
+    wanted, deadline = ended() + count, time.monotonic() + 300
+    while ended() < wanted and run.poll() is None:
+        assert time.monotonic() < deadline, "the run stands still"
         time.sleep(0.02)
 
 
@@ -174,18 +193,28 @@ def test_kills_at_random_instants(tmp_path: Path) -> None:
     rng, folder = random.Random(7), tmp_path / "run"
     two = ("distributed=ddp", "distributed.processes=2")
     first = (*SCRIPTED, *two, ahead(2), "steps=400", f"hydra.run.dir={folder}")
-    for _ in range(20):
+    killed = Counter[str]()
+    while sum(killed.values()) < 20:
         arguments = (f"resume={folder}",) if (folder / "config.yaml").exists() else first
         with started(*arguments) as run:
-            await_requests(run, folder, rng.randint(1, 12))
-            time.sleep(rng.uniform(0, 1))
-            processes = of_rollouts(run.pid)
-            victims = (psutil.Process(run.pid), *psutil.Process(run.pid).children(), *processes)
-            with suppress(psutil.NoSuchProcess):
-                rng.choice(victims).kill()
-            run.communicate()
-            psutil.wait_procs(processes, 90)
+            # It goes on without the rollout process, unless that is killed twice in a step.
+            while run.poll() is None and sum(killed.values()) < 20:
+                await_phases(run, folder, rng.randint(1, 12))
+                time.sleep(rng.uniform(0, 1))
+                if run.poll() is not None:
+                    break
+                processes = of_rollouts(run.pid)
+                trainers = psutil.Process(run.pid).children()
+                victim = rng.choice((psutil.Process(run.pid), *trainers, *processes))
+                with suppress(psutil.NoSuchProcess):
+                    victim.kill()
+                    killed["rollouts" if victim in processes else "others"] += 1
+                psutil.wait_procs([victim], 90)
+                if victim not in processes:
+                    run.communicate()
+                    psutil.wait_procs(processes, 90)
         assert_nothing_left(folder)
+    assert min(killed["rollouts"], killed["others"]) >= 3
     done = len(metrics(folder))
     agenttrain(f"resume={folder}", f"steps={done + 3}")  # all that was sampled ahead
     assert_each_serial_once(folder, done + 3, 2)
