@@ -16,8 +16,9 @@ def test_a_sync_gathers_a_layer_at_a_time(processes: int) -> None:
             assert found[case]["names"] and found[case]["wrong"] == [], case
             # the layers, the embeddings, the last norm and the head
             assert found[case]["calls"] == LAYERS + 3, case
-            # the layer and two of its weights, or its parts that were cast
-            assert 1 < found[case]["peak_over_layer"] < 1.9, case
+            # The layer and two of its weights; gloo's thread may still hold the layer before. All
+            # weights are 6.7 layers.
+            assert 1 < found[case]["peak_over_layer"] < 2.7, case
         assert found["adapters"]["wrong"] == found["adapters"]["unmerged"] == []
         assert found["adapters"]["calls"] == LAYERS
         assert found["sampler"] == {"wrong": [], "calls": LAYERS + 3}
