@@ -13,16 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from math import nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
-
-import aiohttp
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.files_transport import VERIFY
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion, Finish
+
+if TYPE_CHECKING:
+    import aiohttp
 
 FINISHES = {"stop": Finish.stop, "length": Finish.length}
 """By vLLM's name. An `abort` comes from a server that is dying; others fail the rollout."""
@@ -318,6 +319,8 @@ class ServerClient:
         headers: Mapping[str, str] | None = None,
     ) -> Any:
         route = path.partition("?")[0]
+        import aiohttp  # takes a tenth of a second, which commands without servers need not wait
+
         if self._closed:
             raise ServerFailed(f"{route}: the client was closed")
         if self._http is None:
