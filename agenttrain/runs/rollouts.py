@@ -175,7 +175,7 @@ class Rollouts:
                 answers = await self.stop.until_stopped(self.process.ask(request))
             except Exception as error:
                 failure = error
-        await self._meet(what, failure)
+        await self.meet(what, failure)
         self.stop.check()
         return answers[0] if answers else None
 
@@ -191,10 +191,10 @@ class Rollouts:
                 value = await self.process.ask(request)
             except Exception as error:
                 failure = error
-        await self._meet(what, failure)
+        await self.meet(what, failure)
         return self.world.broadcast(value, what)
 
-    async def _meet(self, what: str, failure: Exception | None) -> None:
+    async def meet(self, what: str, failure: Exception | None) -> None:
         """Raise the first process's failure in all processes.
 
         A rollout process that has ended is started again, if that is due; then all raise

@@ -92,6 +92,8 @@ class OnePass:
         self._iterator = iter(weights)
         self._lock = Lock()
         self.given_up = False
+        self.error: BaseException | None = None
+        """That of a gather."""
 
     def metadata(self) -> list[Any]:
         """Return the forms, which have the fields of vLLM's `ParamMeta`."""
@@ -106,18 +108,26 @@ class OnePass:
             with self._lock:
                 if self.given_up:
                     raise GaveUp
-                try:
-                    name, tensor = next(self._iterator)
-                except StopIteration:
-                    return
+                weight = self._gather()
+            if weight is None:
+                return
+            name, tensor = weight
             yield name, tensor.to(device)
 
     def finish(self) -> None:
         """Gather the rest, as other processes do."""
         self.given_up = True
         with self._lock:
-            for _ in self._iterator:
+            while self._gather() is not None:
                 pass
+
+    def _gather(self) -> tuple[str, Tensor] | None:
+        """Return the next weight; None: there is none."""
+        try:
+            return next(self._iterator, None)
+        except BaseException as error:
+            self.error = error
+            raise
 
 
 class FanOut:
@@ -276,7 +286,7 @@ class NcclSender:
         await self._fan.pause(self._unfinished)
 
     async def send(self, weights: Regathered) -> BroadcastResult:
-        """Implement `WeightSender.send`. Raises EngineError for a failure that is no server's."""
+        """Implement `WeightSender.send`. Raises EngineError for a failure that no server had."""
         fan, self._fan = self._fan, None
         assert fan is not None, "pause comes first"
         source = OnePass(weights)
@@ -284,10 +294,10 @@ class NcclSender:
             if fan.receivers:
                 await self._broadcast(fan, source)
         finally:
-            gathered = await self._threads.run(source.finish)
+            await self._threads.run(source.finish)
             await fan.aclose()
-        if gathered.error is not None:
-            raise gathered.error
+        if source.error is not None:
+            raise source.error
         result, self._unfinished = fan.result(self._unfinished)
         return result
 
@@ -302,10 +312,13 @@ class NcclSender:
             error = work.result().error if work.done() else None
             if work.done() and error is None:
                 return
-            if work.done():  # by a server that has failed, as a call to it says soon
+            if work.done() and source.error is None:
+                # A server has failed, as a call to it says soon.
                 await asyncio.wait((failed,), timeout=GRACE_S)
             source.given_up = True
             await self._threads.run(self._leave)
+            if source.error is not None:
+                return
             if error is not None and not fan.failed.is_set():
                 raise EngineError(f"weight update {fan.version}: {error}") from error
             await fan.settle()
@@ -340,6 +353,9 @@ class NcclSender:
 
     async def aclose(self) -> None:
         """Leave the group."""
+        fan, self._fan = self._fan, None
+        if fan is not None:  # nothing was sent after a pause
+            await fan.aclose()
         await self._threads.run(self._leave)
         self._threads.close()
 
