@@ -211,7 +211,7 @@ class Rollouts:
             problem = await self._restart()
             if problem is None:
                 raise EngineRestarted(f"{message}; it was started again")
-            message = f"{message}; it was started again: {problem}"
+            message = f"{message}; it was started again, which failed: {problem}"
             dead = dead and RolloutsDead(message)
         raised = dead or PeersRolloutsDead(message)
         raised.everywhere = True

@@ -30,5 +30,5 @@ def started_at(pid: int) -> int | None:
 
 def process_exists(pid: int, started: int = 0) -> bool:
     """Return True if a process runs; with `started`, only if it is the one that started then."""
-    found = started_at(pid)
-    return found is not None and (not started or found == started)
+    start = started_at(pid)
+    return start is not None and (not started or start == started)

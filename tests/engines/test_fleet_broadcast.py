@@ -28,7 +28,6 @@ from fleet_kit import (
 from torch import Tensor
 from transformers import Qwen3Config
 
-from agenttrain.engines.base import EngineError
 from agenttrain.engines.broadcast import BroadcastResult, Receipt, Regathered, WeightForm
 from agenttrain.engines.vllm_server import nccl_transport
 from agenttrain.engines.vllm_server.config import VllmServerSettings

@@ -1,8 +1,8 @@
 """vLLM's weight transfer backend "nccl" for several servers: the trainer's end. Never run on GPUs.
 
 vLLM's own trainer engine makes the group and broadcasts packed tensors; it knows one server. Here
-are the parts for a fleet: `FanOut`, which is that one server for it and all of them in truth, and
-`NcclSender`, which gives up a group that hangs. Ranks, with servers of 2, 1 and 4 GPUs::
+are the parts for a fleet: `FanOut`, which stands for all servers as that one, and `NcclSender`,
+which gives up a group that hangs. Ranks, with servers of 2, 1 and 4 GPUs::
 
     rank      0         1  2       3         4  5  6  7        world_size = 1 + 2 + 1 + 4
               trainer   server 0   server 1  server 2          rank_offset = 1, 3, 4
@@ -93,7 +93,7 @@ class OnePass:
         self._lock = Lock()
         self.given_up = False
         self.error: BaseException | None = None
-        """That of a gather."""
+        """That of a gather for the group."""
 
     def metadata(self) -> list[Any]:
         """Return the forms, which have the fields of vLLM's `ParamMeta`."""
@@ -108,26 +108,21 @@ class OnePass:
             with self._lock:
                 if self.given_up:
                     raise GaveUp
-                weight = self._gather()
-            if weight is None:
-                return
-            name, tensor = weight
+                try:
+                    name, tensor = next(self._iterator)
+                except StopIteration:
+                    return
+                except BaseException as error:
+                    self.error = error
+                    raise
             yield name, tensor.to(device)
 
     def finish(self) -> None:
         """Gather the rest, as other processes do."""
         self.given_up = True
         with self._lock:
-            while self._gather() is not None:
+            for _ in self._iterator:
                 pass
-
-    def _gather(self) -> tuple[str, Tensor] | None:
-        """Return the next weight; None: there is none."""
-        try:
-            return next(self._iterator, None)
-        except BaseException as error:
-            self.error = error
-            raise
 
 
 class FanOut:
@@ -294,10 +289,10 @@ class NcclSender:
             if fan.receivers:
                 await self._broadcast(fan, source)
         finally:
-            await self._threads.run(source.finish)
+            gathered = await self._threads.run(source.finish)
             await fan.aclose()
-        if source.error is not None:
-            raise source.error
+        if (error := source.error or gathered.error) is not None:
+            raise error
         result, self._unfinished = fan.result(self._unfinished)
         return result
 
