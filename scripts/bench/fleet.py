@@ -293,16 +293,16 @@ async def figures(quick: bool, folder: Path) -> AsyncIterator[dict[str, float]]:
 
 def measure(quick: bool) -> dict[str, float]:
     """Return all figures, from files in a temporary folder; print them as they come."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
 
     async def collect(folder: Path) -> None:
         async for new in figures(quick, folder):
-            found.update(new)
+            results.update(new)
             print(json.dumps(new), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(collect(Path(folder)))
-    return found
+    return results
 
 
 if __name__ == "__main__":
