@@ -161,6 +161,7 @@ class Rollouts:
     restartable: bool = False
     """The next time that it ends it is started again."""
     restarts: int = 0
+    """Times that it was started again."""
 
     async def ask(self, request: Any, what: str) -> Any:
         """Return the answer in the first process, None in the others; a signal cuts it short.

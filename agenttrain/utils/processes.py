@@ -10,7 +10,7 @@ from contextlib import suppress
 def started_at(pid: int) -> int | None:
     """Return when a process started, in clock ticks since the boot; 0 where no /proc says it.
 
-    None: no such process runs; one that has ended and was not collected does not.
+    None: there is no such process, or it has ended and its parent has not collected it yet.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
