@@ -151,17 +151,28 @@ class FileSender:
 
 
 def broadcast_copy(settings: TransformersSettings, inputs: EngineInputs):
-    """A `copy` that takes its weights from a `FileSender`."""
+    """A `copy` that takes its weights from a `FileSender`; `broadcasts.txt` has what it was asked.
+
+    KILLED_AT is here the version whose broadcast begins.
+    """
     from safetensors.torch import load_file
 
     engine = copy(settings, inputs)
     file = str(inputs.run_folder / "weights.safetensors")
 
+    def record(request: str) -> None:
+        with (inputs.run_folder / "broadcasts.txt").open("a") as log:
+            log.write(f"{request}\n")
+
     async def assemble(version: int) -> Audience:
+        record(f"assemble {version}")
+        if version == int(os.environ.get(KILLED_AT, "-1")):
+            kill_this_process()
         receiver = Receiver(number=0, boot=1, url=file, token="x", workers=1)
         return Audience(version=version, receivers=(receiver,), mode=inputs.sync_mode, pause_s=60.0)
 
     async def settle(result: BroadcastResult) -> bool:
+        record(f"settle {result.version}")
         if result.receipts:
             await engine.update(load_file(file).items(), result.version)
         return bool(result.receipts)

@@ -136,9 +136,7 @@ class RemoteEngine:
         return self._metrics
 
     async def aclose(self) -> None:
-        """End the rollout process."""
-        if self._rollouts.process is not None:
-            await self._rollouts.process.aclose()
+        """Do nothing: the engine ends with the rollout process."""
 
 
 class RemoteReplica(RemoteEngine):
@@ -188,7 +186,7 @@ class RemoteBroadcast(RemoteReplica):
                 except Exception as error:
                     failure = error
             # Requests in flight may take minutes to end, and gathers have a time limit.
-            self._rollouts.world.exchange((), "the servers' pause", failure, patient=True)
+            await self._rollouts.meet("the servers' pause", failure)
             settle: Settle | None = None
             if process is None:
                 for _ in weights:  # gathered by all processes together
@@ -199,6 +197,10 @@ class RemoteBroadcast(RemoteReplica):
                 except Exception as error:
                     failure = error
             arrived = await self._rollouts.call(settle, "the weight sync", failure=failure)
+
+    async def aclose(self) -> None:
+        """Leave the group of the servers."""
+        await self._sender.aclose()
 
 
 class RemoteCopy(RemoteReplica):

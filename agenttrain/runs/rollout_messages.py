@@ -14,13 +14,13 @@ While it works on a request it also sends RolloutStatus. One step of synchronous
     Verify(check)          -->   every copy of the weights is scored
                            <--   Answered(log-probabilities)
 
-With weight_sync.transport=nccl weights do not cross as files, but to the servers at once::
+With weight_sync.transport=nccl no files cross: the trainer sends the weights to the servers::
 
-    Assemble(version=3)        -->
+    Assemble(version=3)    -->   the servers that answer get no more requests
                            <--   Answered(Audience)
     (broadcast)
-    Settle(result)       -->   servers that have the weights are scored next, others die
-                           <--   Answered(True), or False: nobody has them, meet again
+    Settle(result)         -->   servers that have the weights are scored next, others are killed
+                           <--   Answered(True), or False: none has them, Assemble comes again
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class SyncEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assemble:
-    """Request for the servers that a broadcast goes to. Its answer is a Audience."""
+    """Request for the servers that a broadcast goes to. Its answer is an Audience."""
 
     version: int
 

@@ -161,6 +161,7 @@ class Rollouts:
     restartable: bool = False
     """The next time that it ends it is started again."""
     restarts: int = 0
+    """Times that it was started again."""
 
     async def ask(self, request: Any, what: str) -> Any:
         """Return the answer in the first process, None in the others; a signal cuts it short.
@@ -175,7 +176,7 @@ class Rollouts:
                 answers = await self.stop.until_stopped(self.process.ask(request))
             except Exception as error:
                 failure = error
-        await self._meet(what, failure)
+        await self.meet(what, failure)
         self.stop.check()
         return answers[0] if answers else None
 
@@ -191,10 +192,10 @@ class Rollouts:
                 value = await self.process.ask(request)
             except Exception as error:
                 failure = error
-        await self._meet(what, failure)
+        await self.meet(what, failure)
         return self.world.broadcast(value, what)
 
-    async def _meet(self, what: str, failure: Exception | None) -> None:
+    async def meet(self, what: str, failure: Exception | None) -> None:
         """Raise the first process's failure in all processes.
 
         A rollout process that has ended is started again, if that is due; then all raise
@@ -211,7 +212,7 @@ class Rollouts:
             problem = await self._restart()
             if problem is None:
                 raise EngineRestarted(f"{message}; it was started again")
-            message = f"{message}; it was started again: {problem}"
+            message = f"{message}; it was started again, which failed: {problem}"
             dead = dead and RolloutsDead(message)
         raised = dead or PeersRolloutsDead(message)
         raised.everywhere = True

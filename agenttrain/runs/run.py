@@ -496,6 +496,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         engine = await remote_engine(rollouts, config.model.dtype, sender)
     elif not supervised:
         engine = make_engine(config, policy, run.folder)
+    if engine is not None:
         stack.push_async_callback(engine.aclose)
     if rollouts is None:
         stack.push_async_callback(components.aclose)

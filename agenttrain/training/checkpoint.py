@@ -136,11 +136,12 @@ class Checkpoints:
         """Add the weights to a snapshot, and wait until what it has already is written."""
         try:
             writing.snapshot.take_weights(policy, copies=copies)
-        except BaseException:
+        except BaseException as error:
             self._writing = None  # `finish` would complete it without its weights
+            if isinstance(error, Exception):  # a second SIGTERM waits for no disk
+                writing.wait()
             raise
-        finally:
-            writing.wait()
+        writing.wait()
 
     @property
     def pending(self) -> int | None:

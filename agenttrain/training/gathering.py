@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from agenttrain.training.sharding import full_tensor, is_sharded, layers
 
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its name in torch 2.13, or before."""
+"""`all_gather_single` from torch 2.13 on."""
 ALIGNMENT = 16
 """Each part begins at a multiple of these bytes, so that any number format can be viewed there."""
 

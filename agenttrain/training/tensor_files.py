@@ -168,18 +168,19 @@ class HashedFile:
             self._hash.update(view)
             self._write(view)
             return len(view)
-        # Waited for: torch takes its buffer back when this returns.
         hashing = self._beside.submit(self._hash.update, view)
-        self._write(view)
-        hashing.result()
+        try:
+            self._write(view)
+        finally:
+            hashing.result()  # torch takes its buffer back when this returns or raises
         return len(view)
 
     def _write(self, view: memoryview) -> None:
         for start in range(0, len(view), CHUNK):
-            rest = view[start : start + CHUNK]
-            while rest:
-                count = self._file.write(rest)
-                rest, self._size = rest[count:], self._size + count
+            piece = view[start : start + CHUNK]
+            while piece:
+                count = self._file.write(piece)
+                piece, self._size = piece[count:], self._size + count
             if self._size - self._started >= CHUNK:
                 start_writeback(self._file.fileno(), self._started, self._size - self._started)
                 self._started = self._size

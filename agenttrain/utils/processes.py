@@ -10,7 +10,7 @@ from contextlib import suppress
 def started_at(pid: int) -> int | None:
     """Return when a process started, in clock ticks since the boot; 0 where no /proc says it.
 
-    None: no such process runs; one that has ended and was not collected does not.
+    None: there is no such process, or it has ended and its parent has not collected it yet.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
@@ -30,5 +30,5 @@ def started_at(pid: int) -> int | None:
 
 def process_exists(pid: int, started: int = 0) -> bool:
     """Return True if a process runs; with `started`, only if it is the one that started then."""
-    found = started_at(pid)
-    return found is not None and (not started or found == started)
+    start = started_at(pid)
+    return start is not None and (not started or start == started)

@@ -101,11 +101,11 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def phases(folder: Path) -> dict[tuple[str, int], tuple[float, float]]:
     """Return begin and end of the trainer's phases of a run that was not resumed."""
-    found = {}
+    times = {}
     for row in rows(folder / "timeline" / "trainer-0.jsonl"):
         if "phase" in row:
-            found[row["phase"], row["step"]] = (row["time"], row["time"] + row["seconds"])
-    return found
+            times[row["phase"], row["step"]] = (row["time"], row["time"] + row["seconds"])
+    return times
 
 
 def seconds(folder: Path, steps: int) -> float:

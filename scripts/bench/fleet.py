@@ -50,7 +50,7 @@ full_load_s, _rollouts,      its seconds, rollouts of two turns and syncs
 _syncs
 start_s                      seconds from the start of two servers to their first token
 run_start_s                  seconds from the command line of a run of two servers, rollout process
-                             and two training processes to the first token
+                             and two training processes to its first step, after the probe's tokens
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ from transformers import AutoModelForCausalLM
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.engine import VllmEngine
 from agenttrain.engines.vllm_server.health import MemberState
+from agenttrain.tracking.timeline_page import LOAD, read_processes
 from agenttrain.utils.model_path import model_folder
 
 BLOCK = 32
@@ -238,16 +239,15 @@ async def highest() -> int:
 
 
 def run_start(folder: Path) -> float:
-    """Return the seconds that a run takes to its first token, which is the probe's."""
+    """Return the seconds that a run takes to its first step."""
     command = [sys.executable, "-m", "agenttrain.cli", "engine=vllm_server", "servers.count=2"]
     command += ["distributed=ddp", "distributed.processes=2", "debug=tiny", "steps=1"]
     command += ["engine.kv_cache_mb=64", f"engine.max_context={CONTEXT}", "servers.dead_s=120"]
     command += ["eval.questions=0", "tracker=none", f"hydra.run.dir={folder}"]
     begun = time.time()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / "logs" / "requests.jsonl").read_text().splitlines()
-    answers = [one for one in map(json.loads, lines) if one["request"] == "Complete"]
-    return answers[0]["ended"] - begun
+    loading = next(one for one in read_processes(folder)[0].phases if one.name == LOAD)
+    return loading.end - begun
 
 
 async def figures(quick: bool, folder: Path) -> AsyncIterator[dict[str, float]]:
@@ -293,16 +293,16 @@ async def figures(quick: bool, folder: Path) -> AsyncIterator[dict[str, float]]:
 
 def measure(quick: bool) -> dict[str, float]:
     """Return all figures, from files in a temporary folder; print them as they come."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
 
     async def collect(folder: Path) -> None:
         async for new in figures(quick, folder):
-            found.update(new)
+            results.update(new)
             print(json.dumps(new), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(collect(Path(folder)))
-    return found
+    return results
 
 
 if __name__ == "__main__":

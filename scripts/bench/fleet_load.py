@@ -144,7 +144,7 @@ async def long_prompts(folder: Path, rounds: int, count: int) -> dict[str, float
     try:
         await fleet.sync()
         shape = {"turns": 2, "tokens": 16, "temperature": 0.0, "length": LONG}
-        found = long_exactness(model, await step(fleet.engine, count, **shape))
+        equal = long_exactness(model, await step(fleet.engine, count, **shape))
         for loop in (raw_round, fleet_round):  # into the prefix caches of both
             for _ in range(2):
                 await loop(fleet, round_prompts(LONG), 1)
@@ -152,7 +152,7 @@ async def long_prompts(folder: Path, rounds: int, count: int) -> dict[str, float
     finally:
         await fleet.engine.aclose()
     return {
-        **found,
+        **equal,
         "long_overhead_vs_raw": ratio,
         "long_client_us_per_token": 1e6 * fleet_s / (AT_ONCE * LONG),
         "long_raw_us_per_token": 1e6 * raw_s / (AT_ONCE * LONG),

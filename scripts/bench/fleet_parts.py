@@ -113,9 +113,9 @@ async def step(engine: Any, count: int, first: int = 0, **shape: Any) -> list[li
 def exactness(model: Any, one: list[list[Turn]], other: list[list[Turn]]) -> dict[str, float]:
     """Compare rollouts up to the first token that rounding may decide."""
     equal, gap = 0, 0.0
-    for mine, theirs in zip(one, other, strict=True):
+    for ours, theirs in zip(one, other, strict=True):
         good = True
-        for (ids, a), (_, b) in zip(mine, theirs, strict=True):
+        for (ids, a), (_, b) in zip(ours, theirs, strict=True):
             pairs = list(zip(a.token_ids, b.token_ids, strict=True))
             same = next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))
             logprobs = list(zip(a.logprobs, b.logprobs, strict=True))[:same]

@@ -21,7 +21,7 @@ def run(description: str, measure: Measure) -> None:
 
 
 def run_parts(description: str, parts: Mapping[str, Measure]) -> None:
-    """Call `run` for a benchmark whose parts can be run apart, by `--only`.
+    """Take the options of `run`, and `--only`, which names the parts to measure.
 
     Figures of other parts that the file has stay in it.
     """

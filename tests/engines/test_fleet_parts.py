@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,11 @@ def test_weight_files_of_a_killed_run_go_at_its_next_start(tmp_path: Path) -> No
     (run / "weights.txt").write_text(str(chosen))
     third = weights_folder(run, None, 10, outside)
     assert chosen.is_dir()
+    # The copy of a run that goes on removes none of its files.
+    copied = shutil.copytree(run, tmp_path / "copied")
+    fourth = weights_folder(copied, str(chosen), 10, outside)
+    OutsideServers(copied).end()
+    assert third.is_dir() and not fourth.exists()
     OutsideServers(run).end()
     assert not (run / "weights.txt").exists()
     assert not third.exists() and sorted(path.name for path in (run / "servers").iterdir()) == [

@@ -90,15 +90,21 @@ def test_a_process_more_changes_no_byte(tmp_path: Path) -> None:
     assert {r["rollout"] for r in other.rollouts} == {r["rollout"] for r in alone.rollouts}
 
 
-def test_weights_that_are_broadcast(tmp_path: Path) -> None:
-    """Step after step, also where nobody got them at first; they are those of files."""
+def test_weights_that_are_broadcast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of files, also where nobody got them at first, or the process was killed."""
     run = (*TINY, OWN, "eval.questions=0", "steps=3")
+    monkeypatch.setenv(KILLED_AT, "2")
+    monkeypatch.setenv(KILLED_ONCE, str(tmp_path / "kill"))
+    (tmp_path / "kill").touch()
     for engine, name in ((COPY, "files"), (BROADCAST, "broadcast")):
         assert main([*run, engine, f"hydra.run.dir={tmp_path / name}"]) == 0
     assert_same(tmp_path / "files", tmp_path / "broadcast")
-    requests = (tmp_path / "broadcast/logs/requests.jsonl").read_text().splitlines()
-    asked = [json.loads(line)["request"] for line in requests]
-    assert (asked.count("Assemble"), asked.count("Settle"), asked.count("Verify")) == (6, 6, 4)
+    (warning,) = json.loads((tmp_path / "broadcast/summary.json").read_text())["warnings"]
+    assert warning.endswith("was ended by SIGKILL; it was started again")
+    once, twice = ["assemble {0}", "settle {0}"], ["assemble {0}", "settle {0}"] * 2
+    by_version = (once, twice, ["assemble {0}", *once], twice)
+    asked = [line.format(version) for version, lines in enumerate(by_version) for line in lines]
+    assert (tmp_path / "broadcast/broadcasts.txt").read_text().splitlines() == asked
 
 
 def test_a_killed_rollout_process(

@@ -52,6 +52,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path: Pat
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
+@pytest.mark.timeout(60)
+def test_an_interrupted_save_waits_for_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stuck:
+        """Its files go to a folder where `policy.pt` is a pipe, which takes no byte."""
+
+        def save_pretrained(self, part: Path) -> None:
+            os.mkfifo(part / "policy.pt")
+
+    def interrupted(**_) -> None:
+        raise KeyboardInterrupt  # as a second SIGTERM does
+
+    trained = policy()
+    saver = Checkpoints(tmp_path, tokenizer=Stuck(), keep=1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trained.model, "state_dict", interrupted)
+        saver.save(trained, step=1)
+    assert saver.pending is None and saver.empty
+    with (tmp_path / ".step-000001.part" / "policy.pt").open("rb") as pipe:
+        assert pipe.read()  # the thread that writes it can end
+
+
 def test_a_checkpoint_that_is_written_beside_training_is_of_its_step(tmp_path: Path) -> None:
     settings = {"algorithm": ALGORITHM, "warmup_steps": 3}
     trained, saver = policy(**settings), checkpoints(tmp_path)

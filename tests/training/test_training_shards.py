@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -25,7 +32,9 @@ from agenttrain.training.sliced_weights import (
     why_not_sliced,
 )
 from agenttrain.training.tensor_files import (
+    HASHED_BESIDE,
     BadTensorFile,
+    HashedFile,
     hashed,
     read_header,
     read_rows,
@@ -210,6 +219,22 @@ def test_a_file_is_the_librarys_to_the_byte_and_hashed(tmp_path: Path) -> None:
     with hashed(tmp_path / "again") as file:
         file.write(own.read_bytes())
     assert file.digest == digest
+
+
+def test_a_write_that_fails_waits_for_the_hash_of_its_buffer() -> None:
+    """torch frees the buffer as soon as the error is out."""
+
+    class FullDisk(BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    data = bytes(HASHED_BESIDE)
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(time.sleep, 0.2)  # the hash has to wait for its turn
+        file = HashedFile(FullDisk(), beside)
+        with pytest.raises(OSError, match="No space left"):
+            file.write(data)
+        assert file.digest == hashlib.sha256(data).hexdigest()
 
 
 def test_rows_are_read_in_the_format_that_is_wanted(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, copied
 from agenttrain.commands.plan.remedies import Planner
-from agenttrain.commands.plan.servers import TENSOR_PARALLEL, most
-from agenttrain.engines.memory import EngineLoad, EngineMemory
+from agenttrain.commands.plan.servers import TENSOR_PARALLEL, fits, most
+from agenttrain.engines.memory import EngineLoad
 from agenttrain.engines.vllm_server.config import RoleConfig
 from agenttrain.engines.vllm_server.memory import role_memory
 from agenttrain.settings.engine_checks import run_spec
@@ -69,22 +69,21 @@ def _copy(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> Beside
         sharded=False,
         adapters=config.model.lora.rank > 0,
     )
-
-    def fitting(rows: int) -> tuple[int, bool | None]:
-        found = estimate(config.engine, replace(engine_load, rows=rows), sizes, 1)
-        return most(found), _fits(found, memory)
-
-    size, fits = fitting(load.rows)
-    fewer = (load.rows >> power for power in range(1, load.rows.bit_length()))
-    able = next((rows for rows in fewer if fits is False and fitting(rows)[1]), None)
+    by_rows = {
+        rows: estimate(config.engine, replace(engine_load, rows=rows), sizes, 1)
+        for rows in (load.rows >> power for power in range(load.rows.bit_length()))
+    }
+    chosen, size = by_rows[load.rows], memory.machine.memory
+    is_enough = fits(chosen, size)
+    able = [rows for rows, one in by_rows.items() if is_enough is False and fits(one, size)]
     return Beside(
         key=COPY,
         what=f"a copy of the policy and keys and values of {load.rows:,} rollouts",
         count=1,
         gpus=1,
-        bytes=size,
-        fits=fits,
-        remedy=None if able is None else f"engine.max_rows={able}",
+        bytes=most(chosen),
+        fits=is_enough,
+        remedy=f"engine.max_rows={able[0]}" if able else None,
     )
 
 
@@ -109,30 +108,22 @@ def _role(key: str, role: RoleConfig, planner: Planner, memory: MemoryEstimate) 
         gpus: role_memory(role, engine_load, sizes, gpus)
         for gpus in (role.tensor_parallel_size, *TENSOR_PARALLEL)
     }
-    found = by_gpus[role.tensor_parallel_size]
-    fits = _fits(found, memory)
+    chosen, size = by_gpus[role.tensor_parallel_size], memory.machine.memory
+    is_enough = fits(chosen, size)
     able = [
         gpus
         for gpus, one in by_gpus.items()
-        if fits is False and gpus > role.tensor_parallel_size and _fits(one, memory)
+        if is_enough is False and gpus > role.tensor_parallel_size and fits(one, size)
     ]
     return Beside(
         key=key,
         what=f"{role.model}, {sizes.parameters:,} weights, of which each GPU has its part",
         count=role.count,
         gpus=role.tensor_parallel_size,
-        bytes=most(found),
-        fits=fits,
+        bytes=most(chosen),
+        fits=is_enough,
         remedy=f"{key}.tensor_parallel_size={able[0]}" if able else None,
     )
-
-
-def _fits(found: EngineMemory, memory: MemoryEstimate) -> bool | None:
-    limit = memory.machine.memory
-    if limit is None:
-        return None
-    short = found.room is not None and found.room.missing > 0
-    return most(found) <= limit and not short
 
 
 def lines(parts: Sequence[Beside]) -> Iterator[str]:

@@ -113,6 +113,14 @@ def most(memory: EngineMemory) -> int:
     return max(sum(one.bytes for one in own if when in one.when) for when in When) + RESERVE
 
 
+def fits(estimate: EngineMemory, limit: int | None) -> bool | None:
+    """Return True if an engine fits a GPU of so many bytes; None: they are not known."""
+    if limit is None:
+        return None
+    short = estimate.room is not None and estimate.room.missing > 0
+    return most(estimate) <= limit and not short
+
+
 def plan_servers(
     config: RunConfig, sizes: Sizes, memory: MemoryEstimate, speeds: Speeds
 ) -> FleetPlan | None:
@@ -135,15 +143,14 @@ def plan_servers(
 
     def tried(gpus: int) -> ServerMemory:
         assert spec.server_memory is not None
-        found = spec.server_memory(config.engine, engine_load, sizes, gpus)
-        parts = found.items
-        size = most(found)
-        cache = next((one.bytes for one in parts if one.name == "keys and values"), 0)
-        limit = memory.machine.memory
-        short = found.room is not None and found.room.missing > 0
-        fits = None if limit is None else size <= limit and not short
-        holds = cache * gpus // max(load.sampled * sizes.token_cache, 1)
-        return ServerMemory(gpus=gpus, bytes=size, holds=holds, fits=fits)
+        estimate = spec.server_memory(config.engine, engine_load, sizes, gpus)
+        cache = next((one.bytes for one in estimate.items if one.name == "keys and values"), 0)
+        return ServerMemory(
+            gpus=gpus,
+            bytes=most(estimate),
+            holds=cache * gpus // max(load.sampled * sizes.token_cache, 1),
+            fits=fits(estimate, memory.machine.memory),
+        )
 
     feeding = None
     if speeds.server is not None and speeds.trainer is not None:

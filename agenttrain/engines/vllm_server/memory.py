@@ -47,24 +47,24 @@ def server_memory(
         quantization=settings.quantization,
         enforce_eager=settings.enforce_eager,
     )
-    found = vllm_memory(vllm, load, sizes)
+    estimate = vllm_memory(vllm, load, sizes)
     # Weights reach a server's workers through the files, which are counted with the trainer.
-    items = tuple(one for one in found.items if not one.on_host)
+    items = tuple(one for one in estimate.items if not one.on_host)
     if load.broadcast:
         items += (_buffers(sizes, copies=2),)
-    return replace(found, items=items, savings=())
+    return replace(estimate, items=items, savings=())
 
 
 def role_memory(role: RoleConfig, load: EngineLoad, sizes: ModelSizes, gpus: int) -> EngineMemory:
     """Estimate what a server of a role takes of each of its `gpus`; its weights do not change."""
     own = {one.name: getattr(role, one.name) for one in fields(OneServer)}
     settings = VllmServerSettings(max_context=role.max_context, **own)
-    found = server_memory(settings, load, sizes, gpus)
-    return replace(found, items=tuple(one for one in found.items if one.when != (When.sync,)))
+    estimate = server_memory(settings, load, sizes, gpus)
+    return replace(estimate, items=tuple(one for one in estimate.items if one.when != (When.sync,)))
 
 
 def _buffers(sizes: ModelSizes, copies: int) -> MemoryItem:
-    """Return the packed weights that a broadcast holds: two, and in the trainer their parts."""
+    """Return the buffers of a broadcast: two of packed weights, and in the trainer their parts."""
     return MemoryItem(
         name="broadcast buffers",
         bytes=copies * max(BUFFER_BYTES, sizes.largest_weight),

@@ -1,8 +1,8 @@
 """vLLM's weight transfer backend "nccl" for several servers: the trainer's end. Never run on GPUs.
 
 vLLM's own trainer engine makes the group and broadcasts packed tensors; it knows one server. Here
-are the parts for a fleet: `FanOut`, which is that one server for it and all of them in truth, and
-`NcclSender`, which gives up a group that hangs. Ranks, with servers of 2, 1 and 4 GPUs::
+are the parts for a fleet: `FanOut`, which stands for all servers as that one, and `NcclSender`,
+which gives up a group that hangs. Ranks, with servers of 2, 1 and 4 GPUs::
 
     rank      0         1  2       3         4  5  6  7        world_size = 1 + 2 + 1 + 4
               trainer   server 0   server 1  server 2          rank_offset = 1, 3, 4
@@ -92,6 +92,8 @@ class OnePass:
         self._iterator = iter(weights)
         self._lock = Lock()
         self.given_up = False
+        self.error: BaseException | None = None
+        """That of a gather for the group."""
 
     def metadata(self) -> list[Any]:
         """Return the forms, which have the fields of vLLM's `ParamMeta`."""
@@ -110,6 +112,9 @@ class OnePass:
                     name, tensor = next(self._iterator)
                 except StopIteration:
                     return
+                except BaseException as error:
+                    self.error = error
+                    raise
             yield name, tensor.to(device)
 
     def finish(self) -> None:
@@ -276,7 +281,7 @@ class NcclSender:
         await self._fan.pause(self._unfinished)
 
     async def send(self, weights: Regathered) -> BroadcastResult:
-        """Implement `WeightSender.send`. Raises EngineError for a failure that is no server's."""
+        """Implement `WeightSender.send`. Raises EngineError for a failure that no server had."""
         fan, self._fan = self._fan, None
         assert fan is not None, "pause comes first"
         source = OnePass(weights)
@@ -286,8 +291,8 @@ class NcclSender:
         finally:
             gathered = await self._threads.run(source.finish)
             await fan.aclose()
-        if gathered.error is not None:
-            raise gathered.error
+        if (error := source.error or gathered.error) is not None:
+            raise error
         result, self._unfinished = fan.result(self._unfinished)
         return result
 
@@ -302,10 +307,13 @@ class NcclSender:
             error = work.result().error if work.done() else None
             if work.done() and error is None:
                 return
-            if work.done():  # by a server that has failed, as a call to it says soon
+            if work.done() and source.error is None:
+                # A server has failed, as a call to it says soon.
                 await asyncio.wait((failed,), timeout=GRACE_S)
             source.given_up = True
             await self._threads.run(self._leave)
+            if source.error is not None:
+                return
             if error is not None and not fan.failed.is_set():
                 raise EngineError(f"weight update {fan.version}: {error}") from error
             await fan.settle()
@@ -340,6 +348,9 @@ class NcclSender:
 
     async def aclose(self) -> None:
         """Leave the group."""
+        fan, self._fan = self._fan, None
+        if fan is not None:  # nothing was sent after a pause
+            await fan.aclose()
         await self._threads.run(self._leave)
         self._threads.close()
 

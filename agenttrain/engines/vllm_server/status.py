@@ -69,7 +69,7 @@ def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
     """Read the state of a run's servers, those of roles last, and the last lines of their logs.
 
     None: it has had none. The processes that ask a role's servers are taken together. `running`:
-    one that asks some has not ended, nor was killed, as far as this machine can see.
+    a process that asks servers goes on, as far as this machine can see.
     """
     places = {
         folder: [folder / FOLDER / STATUS],
@@ -119,7 +119,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _together(by_process: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of the servers: their newest state, and the requests of all processes.
 
-    Those in flight are of the processes that run; if none does, as they were in the end.
+    Requests in flight are those of processes that go on; if none does, those at their end.
     """
     rows: dict[int, dict[str, Any]] = {}
     running = [status for status in by_process if _is_running(status)]

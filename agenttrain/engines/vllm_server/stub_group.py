@@ -138,10 +138,10 @@ class StubWorkers:
         """Return the bytes of each tensor. Raises EOFError if the group is destroyed."""
         forms = zip(info["dtype_names"], info["shapes"], strict=True)
         sizes = [ITEM[dtype] * prod(shape) for dtype, shape in forms]
-        rest, *_ = await asyncio.gather(*(_receive(one, sum(sizes)) for one in self._streams))
+        content, *_ = await asyncio.gather(*(_receive(one, sum(sizes)) for one in self._streams))
         tensors = {}
         for name, size in zip(info["names"], sizes, strict=True):
-            tensors[name], rest = rest[:size], rest[size:]
+            tensors[name], content = content[:size], content[size:]
         return tensors
 
     def leave(self) -> None:

@@ -97,7 +97,7 @@ class StartProgress:
         self._begun = self._printed = time.monotonic()
 
     def report(self, waiting: Mapping[int, str]) -> None:
-        """Take the names of the servers that have not answered, by their numbers."""
+        """Print a report if one is due; `waiting` names servers that have not answered yet."""
         now = time.monotonic()
         if now < self._printed + PROGRESS_S:
             return
