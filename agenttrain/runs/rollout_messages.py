@@ -233,7 +233,8 @@ class Failed:
                 error.args = (self.message,)
                 for name, value in self.attributes.items():
                     setattr(error, name, value)
-                return error
+                if str(error) == self.message:  # not so for UnicodeError, which keeps no text
+                    return error
             kinds += kind.__subclasses__()
         return RolloutsFailed(f"{self.name}: {self.message}")
 

@@ -212,7 +212,10 @@ class Rollouts:
             problem = await self._restart()
             if problem is None:
                 raise EngineRestarted(f"{message}; it was started again")
-            message = f"{message}; it was started again, which failed: {problem}"
+            message = f"{message}; it was started again, and then {problem}"
+        elif ended and self.restarts and not self.restartable:
+            message = f"{message}; it had been started again in this step"
+        if ended:
             dead = dead and RolloutsDead(message)
         raised = dead or PeersRolloutsDead(message)
         raised.everywhere = True
@@ -226,6 +229,8 @@ class Rollouts:
         if self.process is not None:
             try:
                 await self.process.restart()
+            except RolloutsDead as error:
+                problems = [str(error)]
             except Exception as error:
                 problems = [f"{type(error).__name__}: {error}"]
         what = "the rollout process that was started again"

@@ -32,12 +32,12 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file. A last line without its newline was cut by a crash
     and is left out. Raises ValueError, with file and line, for any other line that is not an
     object."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: not JSON ({error})") from error
             if not isinstance(row, dict):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -292,7 +293,8 @@ def test_a_killed_server_leaves_no_shared_memory(tmp_path: Path) -> None:
             assert not file.exists() and not Path(server.scratch[0]).exists()
 
             # The wrapper is killed: at the end of the run, or at the next start.
-            shared = (await call(tmp_path, 1, "POST", "/stub/share"))["name"]
+            name = {"name": f"vllm_dist_{uuid4().hex}-tp:0-[0-1]-cpushm_0"}  # as CPU workers do
+            shared = (await call(tmp_path, 1, "POST", "/stub/share", name))["name"]
             file, server = Path("/dev/shm", shared), record(tmp_path, 1)
             await until(lambda: str(file) in record(tmp_path, 1).scratch)
             os.kill(server.wrapper, signal.SIGKILL)

@@ -88,6 +88,19 @@ def test_damaged_files_and_other_settings_are_not_used(tmp_path: Path) -> None:
     assert settings_digest({"a": 1, "b": [2]}) == settings_digest({"b": [2], "a": 1})
 
 
+def test_lines_that_cannot_be_read_cost_their_groups_alone(tmp_path: Path) -> None:
+    made = journal(tmp_path)
+    for serial in (0, 1):
+        made.add(serial, 1, TASK, group(0), 0, 0)
+    made.close()
+    first, second = (tmp_path / "journal.jsonl").read_bytes().splitlines()
+    lines = [b"\0\xff" + first[2:], b'{"serial":7}', b"[]", second, b'{"cut']
+    (tmp_path / "journal.jsonl").write_bytes(b"\n".join(lines))
+    assert resumed(tmp_path, 1) == ([1], 3)
+    assert files(tmp_path) == ["000001"]
+    assert resumed(tmp_path, 1) == ([1], 0)
+
+
 def test_files_go_when_no_checkpoint_can_need_them(tmp_path: Path) -> None:
     """Checkpoints of steps 2 and 4; step 6 was trained."""
     made = journal(tmp_path)

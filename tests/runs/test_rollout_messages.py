@@ -105,6 +105,9 @@ def test_errors_of_other_code_are_named() -> None:
     again = crossed(Surprise("boo"))
     assert isinstance(again, RolloutsFailed) and str(again) == "Surprise: boo"
     assert str(crossed(ZeroDivisionError("division by zero"))).startswith("ZeroDivisionError: ")
+    # Its text is not in its arguments.
+    again = crossed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"))
+    assert str(again).startswith("UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff")
 
 
 def test_the_check_of_a_probe_judges_alike_in_the_other_process() -> None:

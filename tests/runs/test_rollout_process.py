@@ -126,6 +126,7 @@ def test_a_killed_rollout_process(
     assert main([*run, OWN, f"hydra.run.dir={folder}"]) == 1
     printed = capsys.readouterr().err
     assert "RolloutsDead: the rollout process" in printed
+    assert "was ended by SIGKILL; it had been started again in this step" in printed
     assert "checkpoints/step-000002 stands" in printed
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert len(metrics(folder)) == 2

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
-SHARED = ("psm_", "sem.mp-")
-"""Beginnings of the names that Python gives to shared memory and to semaphores."""
+SHARED = ("psm_", "sem.mp-", "vllm_dist_")
+"""Beginnings of names: Python's of shared memory and semaphores; those of vLLM's CPU workers."""
 SOCKETS = "agenttrain-server-"
 """Beginning of the name of a server's folder for sockets."""
 

@@ -234,8 +234,8 @@ class StubServer:
         self.faults[body["kind"]] = body.get("times", 1)
 
     async def share(self, body: Any) -> Any:
-        """Map shared memory, which stays if the server is killed; return its name."""
-        self.shared = SharedMemory(create=True, size=4096)
+        """Map shared memory, which stays if the server is killed; return its name, or take one."""
+        self.shared = SharedMemory((body or {}).get("name"), create=True, size=4096)
         # The process that Python starts to remove it would outlive the server for a moment.
         resource_tracker.unregister(self.shared._name, "shared_memory")  # type: ignore[attr-defined]
         return {"name": self.shared.name}

@@ -31,7 +31,7 @@ from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import Task
 from agenttrain.utils.codec import Codec
 from agenttrain.utils.files import sync
-from agenttrain.utils.json_lines import dumps, read_rows
+from agenttrain.utils.json_lines import dumps
 
 FILE = "journal.jsonl"
 GROUPS = "groups"
@@ -79,12 +79,12 @@ class Journal:
 
         Return the files of groups that may be trained on, by serial, and the number of those that
         may not: they were sampled by weights that came after the checkpoint and are lost, by
-        weights that are too old, or with other settings. Lines of earlier steps stay; all others
-        but those of the returned files are removed.
+        weights that are too old, or with other settings, or their line cannot be read. Lines of
+        earlier steps stay; all others but those of the returned files are removed.
         """
         path = self._folder / FILE
         (self._folder / GROUPS).mkdir(parents=True, exist_ok=True)
-        entries = [_entry(row) for row in read_rows(path)] if path.exists() else []
+        entries, unreadable = _entries(path)
         kept = [entry for entry in entries if entry.step < step]
         later = [entry for entry in entries if entry.step >= step]
         usable: dict[int, Entry] = {}
@@ -105,7 +105,9 @@ class Journal:
         self._entries = usable
         self._log = os.open(path, os.O_WRONLY | os.O_APPEND)
         sync(self._folder)
-        return {serial: self._folder / one.path for serial, one in usable.items()}, len(lost)
+        return {serial: self._folder / one.path for serial, one in usable.items()}, (
+            len(lost) + unreadable
+        )
 
     def read(self, path: Path) -> Collected:
         """Return the group of a file that `resume` has returned."""
@@ -181,5 +183,16 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _entry(row: Mapping[str, Any]) -> Entry:
-    return Entry(**{**row, "versions": tuple(row["versions"])})
+def _entries(path: Path) -> tuple[list[Entry], int]:
+    """Return the entries of a journal, and the number of its lines that cannot be read.
+
+    A last line without its newline was cut by a crash, and does not count.
+    """
+    entries, unreadable = [], 0
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+        try:
+            row = json.loads(line)
+            entries.append(Entry(**{**row, "versions": tuple(row["versions"])}))
+        except (ValueError, TypeError, KeyError):
+            unreadable += 1
+    return entries, unreadable
