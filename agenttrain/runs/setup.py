@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.runner import Agents, make_agent
@@ -51,10 +51,12 @@ from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.timeline import Timeline
 from agenttrain.training.checkpoint_files import CheckpointError
-from agenttrain.training.world import World
 from agenttrain.types import AssistantTurn, Finish, Message, Rollout, Task
 from agenttrain.utils.model_path import base_folder, model_folder
 from agenttrain.utils.names import did_you_mean
+
+if TYPE_CHECKING:
+    from agenttrain.training.world import World
 
 RENDERED_TASKS = 8
 """First tasks of each split whose prompts are rendered before a run starts."""

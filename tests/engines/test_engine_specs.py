@@ -31,7 +31,7 @@ ALLOWED = {
     **{
         (file, "vllm_server"): "servers of roles (judge, user, teacher), which have one kind"
         for file in (
-            *("runs/roles.py", "runs/setup.py", "runs/teacher.py"),
+            *("commands/plan/beside.py", "runs/roles.py", "runs/setup.py", "runs/teacher.py"),
             *("settings/machine.py", "settings/role_checks.py", "settings/run_config.py"),
         )
     },
