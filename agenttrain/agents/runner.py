@@ -291,7 +291,10 @@ class Agents:
         elif failure is not None:
             done.stop_reason, done.error = StopReason.error, failure
         elif not done.turns:
-            done.stop_reason, done.error = StopReason.error, "the agent ended without a turn"
+            external = isinstance(self._agent, ExternalAgent)
+            shown = "" if external else "; the run's agents/ has its output"
+            done.stop_reason = StopReason.error
+            done.error = f"the agent ended without a turn{shown}"
         else:
             turns = rollout.trained.conversations.turns
             cut = turns[-1].completion.finish is Finish.length

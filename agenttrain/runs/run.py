@@ -144,8 +144,9 @@ class Run:
                     if verb != self.verb:
                         raise ConfigError(
                             f"{self.folder}: holds a run of `agenttrain {verb}`, and `agenttrain "
-                            f"{self.verb}` cannot go on with it. Give another folder: resume= the "
-                            "run that was trained, or hydra.run.dir= a new one."
+                            f"{self.verb}` cannot go on with it. Use `agenttrain {verb}`, or "
+                            "give another folder: resume= the run that was trained, or "
+                            "hydra.run.dir= a new one."
                         )
                     self.sweep = self.sweep or earlier.get("sweep", False)
                     self.record(

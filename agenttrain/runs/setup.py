@@ -136,9 +136,15 @@ class Components:
         """The model's tokenizer; after `prepare` with the chat template that training uses."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(
-            model_folder(self.config.model.path, revision=self.config.model.revision)
-        )
+        path = self.config.model.path
+        folder = model_folder(path, revision=self.config.model.revision)
+        try:
+            return AutoTokenizer.from_pretrained(folder)
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"model.path={path}: its tokenizer cannot be loaded; copy the whole model again, "
+                f"with config.json and tokenizer.json ({' '.join(str(error).split())})"
+            ) from error
 
     @cached_property
     def chat(self) -> Chat:

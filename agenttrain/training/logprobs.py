@@ -368,6 +368,12 @@ def check_head(
     with torch.no_grad():
         logits_TV, known_TV = both(model) if inside is None else inside(both)
     gap = (logits_TV - known_TV).abs().max().item()
+    if not logits_TV.isfinite().all():
+        raise UnsupportedModel(
+            f"{key}: {type(model).__name__} gives logits that are no finite numbers: its weights "
+            "hold NaN or infinity, or are too large for its number format. Copy the model again, "
+            "or set model.dtype=float32."
+        )
     if not gap <= 1e-2 * logits_TV.abs().max().item():
         raise UnsupportedModel(
             f"{key}: {type(model).__name__} changes its logits after the language-model head "

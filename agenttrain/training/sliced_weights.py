@@ -135,10 +135,20 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def load_whole(folder: Path, dtype: torch.dtype | str) -> Any:
     """Load the model in a folder with all of its weights.
 
-    transformers draws weights that the files lack at random: raises WrongWeights for them.
+    transformers draws weights that the files lack at random, and casts integers to them: raises
+    WrongWeights for these, for other shapes and for cut files.
     """
+    try:
+        sliced = any((folder / name).is_file() for name in (INDEX, SINGLE))
+        stored = stored_tensors(folder) if sliced else {}
+    except BadTensorFile as error:
+        raise WrongWeights(str(error)) from error
     model, info = auto_class(folder).from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, **loading_options(folder)
+        folder,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **loading_options(folder),
     )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -146,7 +156,32 @@ def load_whole(folder: Path, dtype: torch.dtype | str) -> Any:
             f"{folder}: none of its files holds {missing[0]}{more}, of {type(model).__name__}. Is "
             "config.json that of these files? Copy the whole model again"
         )
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        raise WrongWeights(_wrong_shape(f"{folder}: {name}", shape, name, expected))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not config.get("quantization_config"):
+        for name, weight in model.named_parameters():
+            if name in stored:
+                _check_format(f"{stored[name].file}: {name}", weight, stored[name])
     return model
+
+
+def _wrong_shape(where: str, shape: Sequence[int], name: str, expected: Sequence[int]) -> str:
+    return (
+        f"{where} has shape {list(shape)}, and by config.json {name} has {list(expected)}. Copy "
+        "config.json and weights of the same model"
+    )
+
+
+def _check_format(where: str, weight: Tensor, stored: StoredTensor) -> None:
+    """Raise WrongWeights for a tensor of integers, or of single bytes, for a weight of floats."""
+    numbers = stored.dtype.is_floating_point and stored.dtype.itemsize > 1
+    if weight.dtype.is_floating_point and not numbers:
+        raise WrongWeights(
+            f"{where} has the format {stored.format}, and config.json names no quantization "
+            "that would explain it. Give model.path a folder of float32, float16 or bfloat16 "
+            "weights"
+        )
 
 
 class SlicedWeights:
@@ -223,17 +258,8 @@ class SlicedWeights:
         """Raise WrongWeights for a tensor that cannot be the weight `name`."""
         where = f"rank {self.rank}: {stored.file}: {stored.name}"
         if shape != tuple(weight.shape):
-            raise WrongWeights(
-                f"{where} has shape {list(shape)}, and by config.json {name} has "
-                f"{list(weight.shape)}. Copy config.json and weights of the same model"
-            )
-        numbers = stored.dtype.is_floating_point and stored.dtype.itemsize > 1
-        if weight.dtype.is_floating_point and not numbers:
-            raise WrongWeights(
-                f"{where} has the format {stored.format}, and config.json names no quantization "
-                "that would explain it. Give model.path a folder of float32, float16 or bfloat16 "
-                "weights"
-            )
+            raise WrongWeights(_wrong_shape(where, shape, name, weight.shape))
+        _check_format(where, weight, stored)
 
     def fill(self, model: nn.Module, world: World) -> None:
         """Read this process's rows of every weight into a model that has storage, and buffers.

@@ -1,8 +1,9 @@
-"""Weights that are loaded whole: MXFP4, as gpt-oss has them, and files that miss some."""
+"""Weights that are loaded whole: MXFP4, as gpt-oss has them, and files that miss or damage some."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from agenttrain.runs.sampling import load_model
 from agenttrain.settings.compose import Source, compose_run, hydra_session
-from agenttrain.training.sliced_weights import WrongWeights
+from agenttrain.training.sliced_weights import WrongWeights, load_whole
 
 EXPERTS = "model.layers.0.mlp.experts."
 
@@ -84,3 +85,27 @@ def test_a_model_whose_files_miss_weights_is_not_trained_with_random_ones(tmp_pa
         f"{tmp_path}: none of its files holds model.layers.1.mlp.up_proj.weight and 1 more, of "
         "Qwen3ForCausalLM. Is config.json that of these files? Copy the whole model again"
     )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda weight: weight[:-1].contiguous(), "q_proj.weight has shape [31, 32], and by"),
+        (lambda weight: weight.to(torch.int8), "q_proj.weight has the format I8, and config.json"),
+        (None, "model.safetensors: is cut before the end of model.norm.weight; copy it again"),
+    ],
+    ids=["shape", "format", "cut"],
+)
+def test_files_that_are_not_the_models_are_refused(
+    tmp_path: Path, damage: Callable[[torch.Tensor], torch.Tensor] | None, message: str
+) -> None:
+    tiny.model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    if damage is None:
+        file.write_bytes(file.read_bytes()[:-4])
+    else:
+        state, name = load_file(file), "model.layers.1.self_attn.q_proj.weight"
+        save_file({**state, name: damage(state[name])}, file, metadata={"format": "pt"})
+    with pytest.raises(WrongWeights) as raised:
+        load_whole(tmp_path, torch.float32)
+    assert message in str(raised.value)

@@ -13,6 +13,7 @@ from agenttrain.training.batch import Segment, make_sequences, one_after_the_oth
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import (
     Scorer,
+    UnsupportedModel,
     check_head,
     logit_transform,
     packed_hidden,
@@ -65,6 +66,13 @@ def test_packed_is_separate(name: str) -> None:
     for parameter, gradient in expected.items():
         gap = (found[parameter] - gradient).abs().max()
         assert gap <= 1e-5 * gradient.abs().max() + 1e-7, parameter
+
+
+def test_weights_that_are_no_numbers_are_named_as_such() -> None:
+    model = tiny_family(next(iter(FAMILIES)))
+    model.get_output_embeddings().weight.data[3, 0] = torch.nan
+    with pytest.raises(UnsupportedModel, match="its weights hold NaN or infinity"):
+        check_head(model)
 
 
 @pytest.mark.parametrize(
