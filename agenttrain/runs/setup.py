@@ -370,11 +370,7 @@ class Components:
 
 
 def prepare(
-    config: RunConfig,
-    verb: str = "train",
-    folder: Path | None = None,
-    *,
-    world: World | None = None,
+    config: RunConfig, verb: str = "train", folder: Path | None = None, world: World | None = None
 ) -> Components:
     """Build and check the components of a run of `verb`; errors name the key to change.
 
