@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from agenttrain.engines.broadcast import Audience, BroadcastResult, Receipt, Receiver
@@ -211,6 +212,7 @@ class Failed:
 
     name: str
     """Its class: `raised` makes one of ours again."""
+    module: str
     message: str
     attributes: dict[str, Any]
 
@@ -221,10 +223,18 @@ class Failed:
         for name, value in vars(error).items():
             if name in CARRIED:
                 attributes[name] = value
-        return cls(name=type(error).__name__, message=str(error), attributes=attributes)
+        kind = type(error)
+        return cls(
+            name=kind.__name__,
+            module=kind.__module__,
+            message=str(error),
+            attributes=attributes,
+        )
 
     def raised(self) -> Exception:
         """Return the error to raise in the trainer."""
+        if self.module.startswith("agenttrain."):
+            import_module(self.module)  # the classes below are those of imported modules
         kinds: list[type[Exception]] = [AgenttrainError, ValueError, OSError]
         while kinds:
             kind = kinds.pop()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -96,6 +98,22 @@ def test_errors_of_ours_are_raised_again_as_what_they_are() -> None:
     assert isinstance(again, EngineDead) and type(again) is FleetLost
     again = crossed(FileNotFoundError(2, "No such file", "/x"))
     assert type(again) is FileNotFoundError and "No such file: '/x'" in str(again)
+
+
+def test_an_error_of_a_module_that_the_trainer_has_not_imported() -> None:
+    """The trainer imports no fleet, and saves a checkpoint if its error is an EngineDead."""
+    program = """
+import sys
+from agenttrain.engines.base import EngineDead
+from agenttrain.runs.rollout_messages import CODEC
+assert "agenttrain.engines.vllm_server.fleet" not in sys.modules
+error = CODEC.decode(bytes.fromhex(sys.argv[1])).raised()
+assert isinstance(error, EngineDead), type(error)
+print(type(error).__name__, error)
+"""
+    sent = CODEC.encode(Failed.of(FleetLost("no server is left"))).hex()
+    ran = subprocess.run([sys.executable, "-c", program, sent], capture_output=True, text=True)
+    assert ran.stdout == "FleetLost no server is left\n", ran.stderr
 
 
 def test_errors_of_other_code_are_named() -> None:
