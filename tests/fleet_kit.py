@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from transformers import Qwen3Config
 
@@ -22,6 +23,7 @@ from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.engine import VllmServerEngine
+from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.records import ServerRecord, read_record
 from agenttrain.engines.vllm_server.spec import build
@@ -83,6 +85,16 @@ async def send(engine: VllmServerEngine, w: float, version: int) -> list[float]:
     """Update all servers to the weight `w`, and let those serve that have it."""
     await engine.update(iter([("w", torch.tensor([w]))]), version)
     return await engine.verify(TEXT, lambda scores: None if scores == [-w] * 3 else f"not {w}")
+
+
+async def failed_start(engine: VllmServerEngine) -> str:
+    """The error with which the servers do not start; the engine is ended."""
+    try:
+        with pytest.raises(FleetLost) as caught:
+            await send(engine, 1.0, 0)
+    finally:
+        await engine.aclose()
+    return str(caught.value)
 
 
 def expected(prompt: Sequence[int], count: int, seed: int = 0) -> tuple[int, ...]:

@@ -126,7 +126,8 @@ class CommandAgent:
             code = await program.process.wait()
         finally:
             await program.end()
-            last, words = _last_line(out), _tail(err) or _tail(out)
+            printed = _tail(out)
+            last, words = printed.rpartition("\n")[2], _tail(err) or printed
             for path in (out, err):
                 if path.stat().st_size == 0:
                     path.unlink()
@@ -171,7 +172,3 @@ def _tail(path: Path) -> str:
         file.seek(0, os.SEEK_END)
         file.seek(max(file.tell() - LAST_WORDS, 0))
         return file.read().decode("utf-8", "replace").strip()
-
-
-def _last_line(path: Path) -> str:
-    return _tail(path).rpartition("\n")[2]

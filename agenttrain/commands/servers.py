@@ -29,10 +29,10 @@ def servers(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{typed.overrides[0]}: is not an option of servers; {USAGE}")
     status = next(
         (
-            found
+            one
             for spec in specs().values()
             if spec.read_servers is not None
-            and (found := spec.read_servers(typed.folder, lines)) is not None
+            and (one := spec.read_servers(typed.folder, lines)) is not None
         ),
         None,
     )

@@ -143,10 +143,7 @@ def big_model(folder: Path) -> Any:
         max_position_embeddings=1024,
         tie_word_embeddings=True,
     )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).float().eval()
-    model.save_pretrained(folder)
-    return model
+    return saved_model(config, folder)
 
 
 def long_model(folder: Path) -> Any:
@@ -164,6 +161,11 @@ def long_model(folder: Path) -> Any:
         initializer_range=0.2,
         tie_word_embeddings=True,
     )
+    return saved_model(config, folder)
+
+
+def saved_model(config: Qwen3Config, folder: Path) -> Any:
+    """Save and return a random model in float32."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).float().eval()
     model.save_pretrained(folder)

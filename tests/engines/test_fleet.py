@@ -20,6 +20,7 @@ from fleet_kit import (
     TEXT,
     call,
     expected,
+    failed_start,
     fault,
     gone,
     record,
@@ -403,13 +404,9 @@ def test_the_servers_of_a_run_at_a_glance(
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     async def main() -> None:
         engine = stubs(tmp_path, module="agenttrain.engines.vllm_server.absent", count=1)
-        try:
-            with pytest.raises(FleetLost) as caught:
-                await send(engine, 1.0, 0)
-        finally:
-            await engine.aclose()
-        assert "a server did not start: server 0 ended with exit code 1" in str(caught.value)
-        assert "No module named agenttrain.engines.vllm_server.absent" in str(caught.value)
+        text = await failed_start(engine)
+        assert "a server did not start: server 0 ended with exit code 1" in text
+        assert "No module named agenttrain.engines.vllm_server.absent" in text
 
     asyncio.run(main())
 
@@ -441,15 +438,10 @@ def test_a_wrapper_that_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(local, "WRAPPER", "agenttrain.engines.vllm_server.absent")
 
     async def main() -> None:
-        engine = stubs(tmp_path, count=1)
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                with pytest.raises(FleetLost) as caught:
-                    await send(engine, 1.0, 0)
-        finally:
-            await engine.aclose()
-        assert "a server did not start: server 0 lost its wrapper" in str(caught.value)
-        assert "No module named agenttrain.engines.vllm_server.absent" in str(caught.value)
+        async with asyncio.timeout(PATIENCE_S):
+            text = await failed_start(stubs(tmp_path, count=1))
+        assert "a server did not start: server 0 lost its wrapper" in text
+        assert "No module named agenttrain.engines.vllm_server.absent" in text
 
     asyncio.run(main())
 

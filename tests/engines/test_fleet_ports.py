@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fleet_kit import TOKEN_OF_OTHERS, record, running, sample, send, stubs
+from fleet_kit import TOKEN_OF_OTHERS, failed_start, record, running, sample, stubs
 from port_taker import TIMES
 
-from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.guard import TOKEN
 
 TESTS = str(Path(__file__).parents[1])
@@ -51,13 +50,9 @@ def test_ports_that_are_all_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     async def main() -> None:
         engine = stubs(tmp_path, module="port_taker", count=1, restarts=5)
-        try:
-            with pytest.raises(FleetLost) as caught:
-                await send(engine, 1.0, 0)
-        finally:
-            await engine.aclose()
-        assert "server 0 did not start: other processes took 3 ports" in str(caught.value)
-        assert "address already in use" in str(caught.value)
+        text = await failed_start(engine)
+        assert "server 0 did not start: other processes took 3 ports" in text
+        assert "address already in use" in text
 
     asyncio.run(main())
     assert (tmp_path / "run/starts").read_text() == "xxx"

@@ -6,14 +6,14 @@ Everything here is computed; none of it has been run on a GPU. The policy's serv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, copied
 from agenttrain.commands.plan.remedies import Planner
-from agenttrain.commands.plan.servers import TENSOR_PARALLEL, fits, most
-from agenttrain.engines.memory import EngineLoad
+from agenttrain.commands.plan.servers import TENSOR_PARALLEL, fits, load_apart, most
+from agenttrain.engines.memory import EngineLoad, EngineMemory
 from agenttrain.engines.vllm_server.config import RoleConfig
 from agenttrain.engines.vllm_server.memory import role_memory
 from agenttrain.settings.engine_checks import run_spec
@@ -58,32 +58,18 @@ def _copy(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> Beside
     load, estimate = memory.load, run_spec(config).server_memory
     assert estimate is not None
     sizes = planner.sizes(config.model)
-    engine_load = EngineLoad(
-        rows=load.rows,
-        prompt=load.prompt,
-        sampled=load.sampled,
-        limit=load.limit,
-        on_gpu=True,
-        memory=memory.machine.memory,
-        taken=0,
-        sharded=False,
-        adapters=config.model.lora.rank > 0,
-    )
     by_rows = {
-        rows: estimate(config.engine, replace(engine_load, rows=rows), sizes, 1)
+        rows: estimate(config.engine, load_apart(config, memory, rows), sizes, 1)
         for rows in (load.rows >> power for power in range(load.rows.bit_length()))
     }
-    chosen, size = by_rows[load.rows], memory.machine.memory
-    is_enough = fits(chosen, size)
-    able = [rows for rows, one in by_rows.items() if is_enough is False and fits(one, size)]
-    return Beside(
-        key=COPY,
-        what=f"a copy of the policy and keys and values of {load.rows:,} rollouts",
+    return _part(
+        COPY,
+        f"a copy of the policy and keys and values of {load.rows:,} rollouts",
         count=1,
         gpus=1,
-        bytes=most(chosen),
-        fits=is_enough,
-        remedy=f"engine.max_rows={able[0]}" if able else None,
+        chosen=by_rows[load.rows],
+        others={f"engine.max_rows={rows}": one for rows, one in by_rows.items()},
+        limit=memory.machine.memory,
     )
 
 
@@ -91,7 +77,7 @@ def _role(key: str, role: RoleConfig, planner: Planner, memory: MemoryEstimate) 
     assert role.model is not None
     model = ModelConfig(path=role.model, revision=role.revision)
     sizes = planner.sizes(model, f"{key}.model")
-    load = memory.load
+    load, gpus = memory.load, role.tensor_parallel_size
     limit = role.max_context or sizes.max_context or load.context
     engine_load = EngineLoad(
         rows=min(role.max_rows, load.in_flight),
@@ -104,25 +90,45 @@ def _role(key: str, role: RoleConfig, planner: Planner, memory: MemoryEstimate) 
         sharded=False,
         adapters=False,
     )
-    by_gpus = {
-        gpus: role_memory(role, engine_load, sizes, gpus)
-        for gpus in (role.tensor_parallel_size, *TENSOR_PARALLEL)
-    }
-    chosen, size = by_gpus[role.tensor_parallel_size], memory.machine.memory
-    is_enough = fits(chosen, size)
-    able = [
-        gpus
-        for gpus, one in by_gpus.items()
-        if is_enough is False and gpus > role.tensor_parallel_size and fits(one, size)
-    ]
+    return _part(
+        key,
+        f"{role.model}, {sizes.parameters:,} weights, of which each GPU has its part",
+        count=role.count,
+        gpus=gpus,
+        chosen=role_memory(role, engine_load, sizes, gpus),
+        others={
+            f"{key}.tensor_parallel_size={more}": role_memory(role, engine_load, sizes, more)
+            for more in TENSOR_PARALLEL
+            if more > gpus
+        },
+        limit=memory.machine.memory,
+    )
+
+
+def _part(
+    key: str,
+    what: str,
+    *,
+    count: int,
+    gpus: int,
+    chosen: EngineMemory,
+    others: Mapping[str, EngineMemory],
+    limit: int | None,
+) -> Beside:
+    """Return a part that takes `chosen`, with the first of the `others` that fits if it does not.
+
+    These are by their settings; `limit` is the bytes of a GPU.
+    """
+    is_enough = fits(chosen, limit)
+    able = (text for text, one in others.items() if is_enough is False and fits(one, limit))
     return Beside(
         key=key,
-        what=f"{role.model}, {sizes.parameters:,} weights, of which each GPU has its part",
-        count=role.count,
-        gpus=role.tensor_parallel_size,
+        what=what,
+        count=count,
+        gpus=gpus,
         bytes=most(chosen),
         fits=is_enough,
-        remedy=f"{key}.tensor_parallel_size={able[0]}" if able else None,
+        remedy=next(able, None),
     )
 
 

@@ -121,15 +121,11 @@ def fits(estimate: EngineMemory, limit: int | None) -> bool | None:
     return most(estimate) <= limit and not short
 
 
-def plan_servers(
-    config: RunConfig, sizes: Sizes, memory: MemoryEstimate, speeds: Speeds
-) -> FleetPlan | None:
-    """Return the plan of the servers' GPUs; None: the run has no servers with GPUs."""
-    spec, servers, load = spec_of(config.engine), config.servers, memory.load
-    if not spec.fleet or memory.machine.kind == "cpu":
-        return None
-    engine_load = EngineLoad(
-        rows=min(config.engine.max_rows, ceil(load.in_flight / servers.count)),
+def load_apart(config: RunConfig, memory: MemoryEstimate, rows: int) -> EngineLoad:
+    """Return the load of an engine with the policy's weights, and a GPU without the trainer."""
+    load = memory.load
+    return EngineLoad(
+        rows=rows,
         prompt=load.prompt,
         sampled=load.sampled,
         limit=load.limit,
@@ -140,6 +136,17 @@ def plan_servers(
         adapters=config.model.lora.rank > 0,
         broadcast=config.weight_sync.transport is Transport.nccl,
     )
+
+
+def plan_servers(
+    config: RunConfig, sizes: Sizes, memory: MemoryEstimate, speeds: Speeds
+) -> FleetPlan | None:
+    """Return the plan of the servers' GPUs; None: the run has no servers with GPUs."""
+    spec, servers, load = spec_of(config.engine), config.servers, memory.load
+    if not spec.fleet or memory.machine.kind == "cpu":
+        return None
+    rows = min(config.engine.max_rows, ceil(load.in_flight / servers.count))
+    engine_load = load_apart(config, memory, rows)
 
     def tried(gpus: int) -> ServerMemory:
         assert spec.server_memory is not None

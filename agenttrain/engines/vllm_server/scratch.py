@@ -21,7 +21,7 @@ SOCKETS = "agenttrain-server-"
 
 def shared_by(group: int) -> set[str]:
     """Return the files in /dev/shm that the processes of a group have mapped."""
-    found: set[str] = set()
+    mapped: set[str] = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -31,8 +31,8 @@ def shared_by(group: int) -> set[str]:
             for line in (entry / "maps").read_text(errors="replace").splitlines():
                 path = line[line.find("/") :]
                 if path.startswith(str(MEMORY)) and _is_ours(Path(path)):
-                    found.add(path)
-    return found
+                    mapped.add(path)
+    return mapped
 
 
 def remove(paths: Iterable[str]) -> None:
