@@ -81,11 +81,15 @@ def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> Transfor
     """Build the model without its weights; on the GPU after the trainer's, if there is one."""
     architecture = AutoConfig.from_pretrained(inputs.model)
     dtype = getattr(torch, inputs.dtype)
-    with torch.random.fork_rng(devices=[]):
+    device = "cpu"
+    if inputs.on_gpu:
+        device = f"cuda:{inputs.trainers % torch.cuda.device_count()}"
+    # Random values, which the engine's own check reads: a GPU draws them in no time.
+    with torch.random.fork_rng(), torch.device(device):
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
     model = model.eval().requires_grad_(False)
-    if inputs.on_gpu:
-        model = model.to(f"cuda:{inputs.trainers % torch.cuda.device_count()}")
+    if device != "cpu":
+        pass
     elif "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
     return TransformersCopy(model, settings, inputs.sync_mode, inputs.mixed_precision)
