@@ -81,15 +81,13 @@ def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> Transfor
     """Build the model without its weights; on the GPU after the trainer's, if there is one."""
     architecture = AutoConfig.from_pretrained(inputs.model)
     dtype = getattr(torch, inputs.dtype)
-    device = "cpu"
-    if inputs.on_gpu:
-        device = f"cuda:{inputs.trainers % torch.cuda.device_count()}"
-    # Random values, which the engine's own check reads: a GPU draws them in no time.
+    device = f"cuda:{inputs.trainers % torch.cuda.device_count()}" if inputs.on_gpu else "cpu"
+    # The engine's check of its cache reads random weights, which a GPU draws at once and a CPU in
+    # a minute per billion.
     with torch.random.fork_rng(), torch.device(device):
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
-    model = model.eval().requires_grad_(False)
-    if device != "cpu":
-        pass
-    elif "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:
+    model = model.eval().requires_grad_(False).to(device)
+    small = model.num_parameters() < SMALL
+    if small and not inputs.on_gpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return TransformersCopy(model, settings, inputs.sync_mode, inputs.mixed_precision)
