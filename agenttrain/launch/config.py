@@ -55,6 +55,9 @@ class DistributedConfig:
     """fsdp2: keep weights and optimizer in the host's memory."""
     shard_within: ShardWithin = ShardWithin.run
     """fsdp2: the processes among which a copy of the policy is spread."""
+    restarts: Whole = Field(default=0, ge=0)
+    """Times that a training run whose process was killed or hung goes on from its newest checkpoint
+    by itself; its servers stay up meanwhile."""
 
     @model_validator(mode="after")
     def _check(self) -> DistributedConfig:
@@ -78,6 +81,16 @@ class DistributedConfig:
             yield (
                 f"distributed.shard_within=node: has no effect with distributed={self.name}; add "
                 "distributed=fsdp2"
+            )
+        if self.restarts and self.name is DistributedName.single:
+            yield (
+                f"distributed.restarts={self.restarts}: distributed=single has no launcher that "
+                "could restart it; add distributed=ddp"
+            )
+        if self.restarts and self.nodes > 1:
+            yield (
+                f"distributed.restarts={self.restarts}: is for one node; leave it out, and "
+                "have the scheduler start the job again with resume=auto"
             )
         if self.nodes < 2:
             for key in ("rendezvous", "node_rank"):

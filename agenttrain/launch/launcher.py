@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing import (
     SignalException,
 )
 
+from agenttrain.engines.vllm_server.local import OWNER, end_servers
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.launch.processes import (
     EXCHANGE,
@@ -68,47 +69,73 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     """
     section = composed.config.distributed
     processes, node = resolve(section), node_rank(section)
-    shared = WorkerCommand(
-        # The launcher has asked the user already whether a saved run's code may run.
-        arguments=[
-            *command.arguments,
-            *([TRUSTED] if command.saved is not None else pins(composed.config, command.verb)),
-        ],
-        program=program,
-        verb=command.verb,
-        folder=str(folder),
-        sys_path=sys.path,
-    )
-    with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
-        exchange = Path(name)
-        try:
-            with _prepared(section, processes, exchange):
-                spec = WorkerSpec(
-                    role="worker",
-                    local_world_size=processes,
-                    entrypoint=sys.executable,
-                    args=("-u", "-m", "agenttrain.launch.worker", json.dumps(asdict(shared))),
-                    rdzv_handler=meet(section, node),
-                    max_restarts=0,
-                    monitor_interval=0.1,
-                )
-                workers = Workers(
-                    lambda ended: f"{_named(ended)} of node {node} {_how(ended)}",
-                    (exchange / SIGNAL_FILE).write_text,
-                    spec=spec,
-                    logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
-                )
-                # Elastic's own report of a failed worker; `_verdict` prints ours.
-                logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)
+    # The launcher has asked the user already whether a saved run's code may run.
+    trusted = [TRUSTED] if command.saved is not None else pins(composed.config, command.verb)
+    arguments = [*command.arguments, *trusted]
+    restarts = 0 if command.verb == "eval" else section.restarts
+    with ExitStack() as stack:
+        if restarts:
+            # The servers outlive the processes that start them; the next ones take them over.
+            os.environ[OWNER] = str(os.getpid())
+            stack.callback(end_servers, folder.resolve())
+            stack.callback(os.environ.pop, OWNER)
+        for left in range(restarts, -1, -1):
+            words = WorkerCommand(
+                arguments=arguments,
+                program=program,
+                verb=command.verb,
+                folder=str(folder),
+                sys_path=sys.path,
+            )
+            with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
+                exchange = Path(name)
                 try:
-                    workers.listen()
-                    workers.run()
-                except SignalException as error:
-                    workers.received.append(error.sigval)
-        except (NotMet, DistNetworkError, DistStoreError) as error:
-            print(f"agenttrain: {error}", file=sys.stderr)
-            return FAILED
-        return _verdict(workers, exchange, command.verb, folder, first_node=node == 0)
+                    workers = _run_once(words, section, processes, node, exchange)
+                except (NotMet, DistNetworkError, DistStoreError) as error:
+                    print(f"agenttrain: {error}", file=sys.stderr)
+                    return FAILED
+                first = _first(workers, exchange)
+                lost = first is not None and (first.code < 0 or first.code == STALLED)
+                if not (left and lost) or workers.received:
+                    return _verdict(workers, exchange, command.verb, folder, first_node=node == 0)
+            assert first is not None
+            print(
+                f"agenttrain: {_named(first)} {_how(first, folder)}; the run goes on from its "
+                f"newest checkpoint (distributed.restarts={restarts}, {left - 1} left)",
+                file=sys.stderr,
+            )
+            arguments = [*resuming(command.verb).split(), f"resume={folder}", TRUSTED]
+    raise AssertionError("the last attempt has a verdict")
+
+
+def _run_once(
+    words: WorkerCommand, section: DistributedConfig, processes: int, node: int, exchange: Path
+) -> Workers:
+    """Run the workers to their end; raises NotMet."""
+    with _prepared(section, processes, exchange):
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=processes,
+            entrypoint=sys.executable,
+            args=("-u", "-m", "agenttrain.launch.worker", json.dumps(asdict(words))),
+            rdzv_handler=meet(section, node),
+            max_restarts=0,
+            monitor_interval=0.1,
+        )
+        workers = Workers(
+            lambda ended: f"{_named(ended)} of node {node} {_how(ended)}",
+            (exchange / SIGNAL_FILE).write_text,
+            spec=spec,
+            logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
+        )
+        # Elastic's own report of a failed worker; `_verdict` prints ours.
+        logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)
+        try:
+            workers.listen()
+            workers.run()
+        except SignalException as error:
+            workers.received.append(error.sigval)
+    return workers
 
 
 @contextmanager
@@ -135,15 +162,20 @@ def _prepared(section: DistributedConfig, processes: int, exchange: Path) -> Ite
                 signal.signal(number, handler)
 
 
-def _verdict(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_node: bool) -> int:
-    """Return the run's exit code; print and record what the first rank could not report itself."""
+def _first(workers: Workers, exchange: Path) -> WorkerEnd | None:
+    """Return the worker that made the others end, of those that ended together the first one that
+    did not end for a peer's sake; None: they finished, or were asked to stop."""
 
     def when(ended: WorkerEnd) -> tuple[bool, bool, float]:
         crash = read_crash(exchange, ended.rank)
         return ended.code >= 0, crash.get("of_peer", False), crash.get("time", time.time())
 
-    # Of workers that ended together, the cause is the first one that did not end for a peer's sake.
-    first = min(workers.early, key=when, default=None)
+    return min(workers.early, key=when, default=None)
+
+
+def _verdict(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_node: bool) -> int:
+    """Return the run's exit code; print and record what the first rank could not report itself."""
+    first = _first(workers, exchange)
     if first is None and workers.other_node is None:  # they finished, or were asked to stop
         lowest = min(workers.ended, default=None)
         code = workers.ended[lowest].code if lowest is not None else INTERRUPTED

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -338,6 +339,52 @@ def test_a_run_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for name in ("reward", "loss", "grad_norm"):
             assert one[name] == pytest.approx(other[name], rel=1e-6, abs=1e-8)
     assert min(row["grad_norm"] for row in rows) > 0
+
+
+KILLS = """
+import os, signal
+from pathlib import Path
+
+ORDER = Path(__file__).with_name("kill")
+
+def drawn(rollout):
+    # In the rollout process: its parent is the trainer.
+    calls.append(1)
+    if ORDER.exists() and len(calls) > 24:
+        ORDER.unlink()
+        os.kill(os.getppid(), signal.SIGKILL)
+    return float(sum(rollout.trajectories[0].token_ids) % 2)
+
+calls = []
+"""
+
+
+def test_servers_stay_up_while_the_trainer_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same server, started once, samples for both; each task is trained on once."""
+    (tmp_path / "kills.py").write_text(KILLS)
+    (tmp_path / "kill").touch()
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", paths)
+    folder = tmp_path / "run"
+    printed = agenttrain(
+        *("debug=tiny", "engine=vllm_server", "engine.kv_cache_mb=64", "engine.max_context=1024"),
+        *("distributed=ddp", "distributed.processes=1", "distributed.restarts=1"),
+        *("async_training.max_staleness=1", "weight_sync.mode=abort_resume", "tracker=none"),
+        *("tasks_per_step=2", "algorithm.group_size=4", "steps=5", "checkpoint.every=1"),
+        *("eval.questions=0", "reward=[]", "+reward.drawn._target_=kills.drawn"),
+        *("tracker.rollouts=all", "servers.dead_s=60", f"hydra.run.dir={folder}"),
+    )
+    assert not (tmp_path / "kill").exists()
+    assert "was killed by SIGKILL" in printed and "the run goes on from its newest" in printed
+    assert "the servers of the run's earlier process go on" in printed
+    assert log_path(folder, 0).read_text().count("server 0: vllm serve ") == 1
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4, 5]
+    trained = Counter(one["group_id"] for step in range(1, 6) for one in rollouts(folder, step))
+    assert trained == {f"train-{step}-{place}": 4 for step in range(1, 6) for place in (0, 1)}
+    assert sorted(os.listdir(folder / "servers")) == ["0.log", "status.json"]
+    assert max(row["weight_sync/gap_max"] for row in metrics(folder)) < 1e-3
 
 
 @pytest.mark.slow

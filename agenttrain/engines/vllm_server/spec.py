@@ -81,6 +81,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         LocalServers,
         NodeServers,
         OutsideServers,
+        taken_over,
         weights_folder,
     )
     from agenttrain.engines.weight_files import WeightWriter
@@ -88,10 +89,14 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     folder, servers = inputs.run_folder, inputs.servers
     assert folder is not None, "servers meet the run in its folder"
     plan = server_plan(settings, inputs, module)
+    earlier = taken_over(folder, plan)
     weights: Path | None = None
     if plan.backend == FILES:
         size = sum(file.stat().st_size for file in inputs.model.glob("*.safetensors"))
-        weights = weights_folder(folder, inputs.sync_folder, size, servers)
+        if earlier is not None and earlier.weights is not None:
+            weights = Path(earlier.weights)
+        else:
+            weights = weights_folder(folder, inputs.sync_folder, size, servers)
         plan = replace(plan, weights=str(weights))
     alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
     ending: Servers
@@ -110,6 +115,8 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         ending = NodeServers(folder.resolve(), plan)
     else:
         starting = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
+        if earlier is not None:
+            starting = "the servers of the run's earlier process go on"
         print(f"engine: {starting} (logs: {folder / FOLDER})", flush=True)
         ending = LocalServers(folder.resolve(), plan, servers.count)
     form = ServedForm(

@@ -1,7 +1,7 @@
 """`Wrapper`: the life of one server: start it, register it, start it again, end all of it.
 
 `agenttrain engine-server <run folder> number=N` runs it, in a process of its own without torch; so
-does a run by `python -m agenttrain.engines.vllm_server.wrapper <run folder> N <its own process>`.
+does a run by `python -m agenttrain.engines.vllm_server.wrapper <run folder> N <owner's process>`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from agenttrain.engines.vllm_server.records import (
     text_since,
 )
 from agenttrain.utils.exit_codes import DONE, FAILED
+from agenttrain.utils.processes import process_exists, started_at
 
 LOOK_S = 0.1
-"""Seconds between two looks at the server, at the parent and for signals."""
+"""Seconds between two looks at the server, at the owner and for signals."""
 ASK_S = 5.0
 """Seconds that a starting server has for an answer."""
 SCAN_S = 5.0
@@ -63,26 +64,30 @@ SUBREAPER = 36
 class Wrapper:
     """Runs one server of the run in `folder`.
 
-    Given a `parent`, it ends with that process and takes the run's weight files along, which in
+    Given an `owner`, it ends with that process and takes the run's weight files along, which in
     memory would outlive it.
     """
 
     folder: Path
     number: int
-    parent: int | None = None
+    owner: int | None = None
     host: str = "127.0.0.1"
     """Address that the server listens on."""
     port: int | None = None
     """None: a free one, another at each start."""
     token: str | None = None
     """None: a new one at each start."""
+    _owner_started: int = 0
     _stopping: bool = False
     _next_beat: float = 0.0
     _record: ServerRecord = field(init=False)
 
     def run(self) -> int:
-        """Run until SIGTERM, the parent's end or the last restart; return the exit code."""
+        """Run until SIGTERM, the owner's end or the last restart; return the exit code."""
         plan = ServerPlan.read(self.folder)
+        if self.owner is not None:
+            started = started_at(self.owner)
+            self._owner_started, self._stopping = started or 0, started is None
         # SIGUSR1: srun passes it on, and answers SIGTERM by killing.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._stop)
@@ -113,7 +118,7 @@ class Wrapper:
             if self._is_stopping():
                 record_path(self.folder, self.number).unlink(missing_ok=True)
                 order_path(self.folder, self.number).unlink(missing_ok=True)
-                if self.parent is not None and plan.weights is not None:
+                if self.owner is not None and plan.weights is not None:
                     shutil.rmtree(plan.weights, ignore_errors=True)
 
     def _live_on_a_port(self, plan: ServerPlan) -> bool:
@@ -278,7 +283,7 @@ class Wrapper:
         """Handle a signal that means another process; the server would inherit SIG_IGN."""
 
     def _is_stopping(self) -> bool:
-        if self.parent is not None and os.getppid() != self.parent:
+        if self.owner is not None and not process_exists(self.owner, self._owner_started):
             self._stopping = True
         return self._stopping
 
