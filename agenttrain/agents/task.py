@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from agenttrain.agents.transport import EndpointClient, EndpointTransport
 from agenttrain.types import AgenttrainError, Task
 
 
@@ -38,7 +39,7 @@ class AgentTask:
     api_key: str
     model: str
     """Name of the policy in requests."""
-    transport: Callable[[], httpx.AsyncBaseTransport] | None = field(default=None, repr=False)
+    transport: Callable[[], EndpointTransport] | None = field(default=None, repr=False)
     """Makes the way to the endpoint within the run's process; None: over the network."""
 
     @property
@@ -57,9 +58,10 @@ class AgentTask:
         It reaches the endpoint without a socket and with the rollout's key, and other addresses as
         any client. `options` are those of `httpx.AsyncClient`.
         """
-        if self.transport is not None:
-            options.setdefault("transport", self.transport())
-        return httpx.AsyncClient(**{"base_url": self.url, "timeout": None, **options})
+        options = {"base_url": self.url, "timeout": None, **options}
+        if self.transport is None or "transport" in options:
+            return httpx.AsyncClient(**options)
+        return EndpointClient(self.transport(), **options)
 
     def line(self) -> str:
         """Return the task as the line of JSON that a program reads from its standard input."""

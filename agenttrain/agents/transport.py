@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 from starlette.types import ASGIApp
 
@@ -19,10 +21,14 @@ class EndpointTransport(httpx.AsyncBaseTransport):
         self._endpoint = httpx.ASGITransport(app, raise_app_exceptions=False)
         self._network: httpx.AsyncHTTPTransport | None = None
 
+    def reaches(self, url: httpx.URL) -> bool:
+        """Return True for an address of the endpoint."""
+        own = self._url
+        return (url.scheme, url.host, url.port) == (own.scheme, own.host, own.port)
+
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request, and return its response."""
-        url = request.url
-        if (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port):
+        if self.reaches(request.url):
             headers = request.headers
             if "authorization" not in headers and "x-api-key" not in headers:
                 headers["authorization"] = f"Bearer {self._key}"
@@ -35,3 +41,33 @@ class EndpointTransport(httpx.AsyncBaseTransport):
         """Close the connections to other addresses."""
         if self._network is not None:
             await self._network.aclose()
+
+
+class EndpointClient(httpx.AsyncClient):
+    """A client of which requests to the endpoint take a shorter way.
+
+    The endpoint neither redirects nor sets cookies, and asks for no login; what a client does for
+    these takes a fifth of the CPU time of a turn's request.
+    """
+
+    def __init__(self, transport: EndpointTransport, **options: Any) -> None:
+        super().__init__(transport=transport, **options)
+        self._endpoint = transport
+
+    async def send(
+        self, request: httpx.Request, *, stream: bool = False, **options: Any
+    ) -> httpx.Response:
+        """Send a request as httpx's client does, with its hooks and its own `auth`."""
+        auth = options.get("auth") not in (None, httpx.USE_CLIENT_DEFAULT) or self.auth
+        if (
+            auth
+            or any(self.event_hooks.values())
+            or self.is_closed
+            or not self._endpoint.reaches(request.url)
+        ):
+            return await super().send(request, stream=stream, **options)
+        response = await self._endpoint.handle_async_request(request)
+        response.request = request
+        if not stream:
+            await response.aread()
+        return response

@@ -23,9 +23,10 @@ dropped                   async/dropped of all these runs
 serials_lost, _twice      tasks that a run with k = 2, killed at random instants (12; --quick: 3)
                           and resumed, trained not at all, or twice
 kills                     these kills
-reward_k0, _k1, _k2       bundled agent, 40 steps (--quick: 26) at half of its experiment's learning
-                          rate (the ratio to the engine's probabilities corrects), two runs at a
-                          time: mean reward of the last ten steps, mean of 3 seeds (--quick: one)
+reward_k0, _k1, _k2       bundled agent, 40 steps (--quick: 26) with CISPO at half of its
+                          experiment's learning rate (the ratio to the engine's probabilities
+                          corrects), two runs at a time: mean reward of the last ten steps, mean of
+                          3 seeds (--quick: one)
 steps_to_0.9_k0 …         first step at which the mean reward of the latest three is at least 0.9;
                           mean of the seeds
 reward_k0_seed0 …,        the same of each run
@@ -70,8 +71,9 @@ AGENT = (
     *("experiment=shop", *COMMON, "checkpoint.every=null", "weight_sync.mode=abort_resume"),
     "stop_when.above=null",
 )
-RATE = "optimizer.lr=8e-4"
-"""Of the learning part: with updates as large as the experiment's, older rollouts teach less."""
+STALE = ("optimizer.lr=8e-4", "algorithm/objective=cispo")
+"""Settings of the learning part: with updates as large as the experiment's older rollouts teach
+less, and a clip around their probabilities takes the gradient of the tokens that decide."""
 AT_ONCE = 2
 """Runs of the learning part side by side: no time is taken of them."""
 
@@ -268,7 +270,7 @@ def learning(root: Path, quick: bool) -> dict[str, float]:
         k, seed = cell
         folder = root / f"learning-{k}-{seed}"
         mode = ("rollout.process=own", *(() if k else ("rollout.deterministic=false",)))
-        run(folder, *AGENT, RATE, *mode, ahead(k), f"steps={steps}", f"seed={seed}")
+        run(folder, *AGENT, *STALE, *mode, ahead(k), f"steps={steps}", f"seed={seed}")
         rewards = [row["reward"] for row in rows(folder / "metrics.jsonl")]
         print(f"k={k} seed={seed}:", *(f"{reward:.2f}" for reward in rewards), flush=True)
         return statistics.mean(rewards[-10:]), steps_to(rewards, 0.9)

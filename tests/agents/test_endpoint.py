@@ -44,9 +44,25 @@ async def in_process(agent: AgentTask) -> None:
         assert (await http.post("/reward", json={"reward": 0.25})).status_code == 200
         wrong = {"authorization": "Bearer another"}
         assert (await post(http, ASK, headers=wrong)).status_code == 401
+        assert (await http.post("/reward", json={}, auth=("me", "another"))).status_code == 401
         body = {"messages": [*ASK, *reply(message, "7")], "tools": TOOLS, "stream": True}
         async with http.stream("POST", "/v1/chat/completions", json=body) as response:
             assert (await response.aread()).endswith(b"data: [DONE]\n\n")
+
+
+async def hooked(agent: AgentTask) -> None:
+    """The same with hooks of httpx's client."""
+    seen = []
+
+    async def note(response: httpx.Response) -> None:
+        seen.append((response.request.url.path.rpartition("/")[2], response.status_code))
+
+    async with agent.http_client(event_hooks={"response": [note]}) as http:
+        message = await ask(http, ASK)
+        await ask(http, [*ASK, *reply(message, "7")])
+    assert seen == [("completions", 200)] * 2
+    with pytest.raises(RuntimeError, match="the client has been closed"):
+        await http.get("/v1/models")
 
 
 async def streaming(agent: AgentTask) -> None:
@@ -111,7 +127,7 @@ async def anthropics(agent: AgentTask) -> None:
         assert data[-2]["delta"]["stop_reason"] == "end_turn"
 
 
-@pytest.mark.parametrize("drive", [plain, in_process, streaming, anthropics])
+@pytest.mark.parametrize("drive", [plain, in_process, hooked, streaming, anthropics])
 def test_every_client_gives_the_ids_of_the_loop(drive) -> None:
     done, loop = rollout(drive, ADD, SEVEN), parts.rollout(ADD, SEVEN)
     (mine,), (theirs,) = done.trajectories, loop.trajectories
