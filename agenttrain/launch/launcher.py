@@ -14,13 +14,14 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
+from threading import current_thread, main_thread
 from typing import Any
 
+import psutil
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import (
@@ -29,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import (
     SignalException,
 )
 
-from agenttrain.engines.vllm_server.local import OWNER, end_servers
+from agenttrain.engines.vllm_server.local import OWNER, end_servers, server_records
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.launch.processes import (
     EXCHANGE,
@@ -46,7 +47,9 @@ from agenttrain.settings.command_line import Command, resuming
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.pinning import pins
 from agenttrain.settings.trust import TRUSTED
+from agenttrain.tools.sandbox import system
 from agenttrain.tracking.run_folder import read_summary, update_summary
+from agenttrain.training.checkpoint_files import newest_first
 from agenttrain.training.heap import MAPPED_FROM_THE_START
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
@@ -74,13 +77,18 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     arguments = [*command.arguments, *trusted]
     restarts = 0 if command.verb == "eval" else section.restarts
     with ExitStack() as stack:
+        # Between two starts of the workers, too, signals go to the launcher's record.
+        if current_thread() is main_thread():
+            for number in (*PASSED_ON, *ELASTIC):
+                stack.callback(signal.signal, number, signal.getsignal(number))
         if restarts:
-            # The servers outlive the processes that start them; the next ones take them over.
-            os.environ[OWNER] = str(os.getpid())
+            os.environ[OWNER] = f"{os.getpid()} {folder.resolve()}"
             stack.callback(end_servers, folder.resolve())
             stack.callback(os.environ.pop, OWNER)
+            with suppress(OSError):  # no Linux
+                system.prctl(system.PR_SET_CHILD_SUBREAPER, 1)
         for left in range(restarts, -1, -1):
-            words = WorkerCommand(
+            started = WorkerCommand(
                 arguments=arguments,
                 program=program,
                 verb=command.verb,
@@ -90,34 +98,74 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
             with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
                 exchange = Path(name)
                 try:
-                    workers = _run_once(words, section, processes, node, exchange)
+                    workers = _run_once(started, section, processes, node, exchange)
                 except (NotMet, DistNetworkError, DistStoreError) as error:
                     print(f"agenttrain: {error}", file=sys.stderr)
                     return FAILED
-                first = _first(workers, exchange)
-                lost = first is not None and (first.code < 0 or first.code == STALLED)
-                if not (left and lost) or workers.received:
+                if not left or not _restartable(workers, exchange, folder):
                     return _verdict(workers, exchange, command.verb, folder, first_node=node == 0)
+                first = _first(workers, exchange)
             assert first is not None
+            saved = newest_first(folder / "checkpoints")
             print(
-                f"agenttrain: {_named(first)} {_how(first, folder)}; the run goes on from its "
-                f"newest checkpoint (distributed.restarts={restarts}, {left - 1} left)",
+                f"agenttrain: {_named(first)} {_how(first, folder)}; the run is restarted from "
+                f"{f'checkpoints/{saved[0].name}' if saved else 'its beginning'} "
+                f"(distributed.restarts={restarts}, {left - 1} left)",
                 file=sys.stderr,
             )
-            arguments = [*resuming(command.verb).split(), f"resume={folder}", TRUSTED]
-    raise AssertionError("the last attempt has a verdict")
+            _end_orphans(folder)
+            if workers.received:  # meanwhile
+                return INTERRUPTED if signal.SIGINT in workers.received else TERMINATED
+            if command.saved is None and not command.auto and (folder / "config.yaml").exists():
+                words = resuming(command.verb).split()
+                arguments = [*words, f"resume={folder.resolve()}", TRUSTED]
+    raise AssertionError("the last start has a verdict")
+
+
+def _restartable(workers: Workers, exchange: Path, folder: Path) -> bool:
+    """Return True if a worker was killed by a signal or ended by the watchdog, nobody asked it to
+    end, and no other worker had an error of its own, which it would have again."""
+    first = _first(workers, exchange)
+    if first is None or workers.received or read_summary(folder).get("status") == "finished":
+        return False
+    crashes = [read_crash(exchange, ended.rank) for ended in workers.early]
+    own = any(crash and not crash["of_peer"] for crash in crashes)
+    return not own and (first.code < 0 or first.code == STALLED)
+
+
+def _end_orphans(folder: Path) -> None:
+    """Kill what dead workers have left behind, their rollout process above all: it would write the
+    journal, and use the GPU, beside the next one. Servers stay."""
+    kept = {record.wrapper for _, record in server_records(folder)}
+    left = [child for child in psutil.Process().children() if child.pid not in kept]
+    for child in [*left]:
+        with suppress(psutil.Error):
+            left += child.children(recursive=True)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)
 
 
 def _run_once(
-    words: WorkerCommand, section: DistributedConfig, processes: int, node: int, exchange: Path
+    started: WorkerCommand, section: DistributedConfig, processes: int, node: int, exchange: Path
 ) -> Workers:
     """Run the workers to their end; raises NotMet."""
-    with _prepared(section, processes, exchange):
+    share = max(len(os.sched_getaffinity(0)) // processes, 1)
+    wanted = {"OMP_NUM_THREADS": str(share), **QUIET}
+    if section.name is DistributedName.fsdp2:
+        wanted |= MAPPED_FROM_THE_START
+    if section.nodes == 1:
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name may lead nowhere
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    added[EXCHANGE] = str(exchange)
+    os.environ.update(added)  # the workers inherit them
+    try:
         spec = WorkerSpec(
             role="worker",
             local_world_size=processes,
             entrypoint=sys.executable,
-            args=("-u", "-m", "agenttrain.launch.worker", json.dumps(asdict(words))),
+            args=("-u", "-m", "agenttrain.launch.worker", json.dumps(asdict(started))),
             rdzv_handler=meet(section, node),
             max_restarts=0,
             monitor_interval=0.1,
@@ -135,31 +183,10 @@ def _run_once(
             workers.run()
         except SignalException as error:
             workers.received.append(error.sigval)
-    return workers
-
-
-@contextmanager
-def _prepared(section: DistributedConfig, processes: int, exchange: Path) -> Iterator[None]:
-    """Set the environment variables that the workers inherit; at the end restore the environment
-    and this process's signal handlers."""
-    share = max(len(os.sched_getaffinity(0)) // processes, 1)
-    wanted = {"OMP_NUM_THREADS": str(share), **QUIET}
-    if section.name is DistributedName.fsdp2:
-        wanted |= MAPPED_FROM_THE_START
-    if section.nodes == 1:
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name may lead nowhere
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    added[EXCHANGE] = str(exchange)
-    os.environ.update(added)
-    handlers = {number: signal.getsignal(number) for number in (*PASSED_ON, *ELASTIC)}
-    try:
-        yield
     finally:
         for name in added:
             del os.environ[name]
-        for number, handler in handlers.items():  # last: a restored one may raise
-            with suppress(ValueError):  # not in the main thread
-                signal.signal(number, handler)
+    return workers
 
 
 def _first(workers: Workers, exchange: Path) -> WorkerEnd | None:

@@ -146,6 +146,11 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
             adopt(run, command.overrides)
             problems += shared_problems(run.config)
             problems += engine_problems(run.config, several=True)
+            if run.config.distributed.restarts:
+                problems.append(
+                    f"distributed.restarts={run.config.distributed.restarts}: torchrun starts the "
+                    "processes; leave it out, and use its --max-restarts with resume=auto"
+                )
         section = run.config.distributed
         if command.verb in (*RUNS, CHECK):
             problems += foreign_problems(run.config.training.mixed_precision)

@@ -12,14 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fleet_kit import STUB, gone, inputs, record, sample, send, until
+from fleet_kit import STUB, alive, gone, inputs, record, sample, send, until
 from transformers import Qwen3Config
 
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.engine import VllmServerEngine
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.local import OWNER, end_servers
+from agenttrain.engines.vllm_server.records import update_path
 from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.weights_place import remove_weights_folder
 
 FIRST = """
 import asyncio, sys, time
@@ -41,7 +43,7 @@ def started(folder: Path, owner: int, restarts: int = 1) -> Iterator[None]:
         [sys.executable, "-c", FIRST, str(folder), str(restarts)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, OWNER: str(owner), "PYTHONPATH": paths},
+        env={**os.environ, OWNER: f"{owner} {folder / 'run'}", "PYTHONPATH": paths},
     )
     try:
         assert first.stdout is not None
@@ -66,7 +68,7 @@ def again(folder: Path) -> VllmServerEngine:
 def test_the_next_process_takes_the_servers_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(OWNER, str(os.getpid()))
+    monkeypatch.setenv(OWNER, f"{os.getpid()} {tmp_path / 'run'}")
 
     async def main() -> list[int]:
         before = [record(tmp_path, number) for number in (0, 1)]
@@ -80,19 +82,20 @@ def test_the_next_process_takes_the_servers_over(
         return [pid for one in after for pid in (one.pid, one.wrapper)]
 
     with started(tmp_path, os.getpid()):
+        first = Path((tmp_path / "run" / "weights.txt").read_text())
+        remove_weights_folder(tmp_path / "run")  # as the start of a resumed run does
         pids = asyncio.run(main())
-        assert "the servers of the run's earlier process go on" in capsys.readouterr().out
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)  # its end is not theirs
-        weights = Path((tmp_path / "run" / "weights.txt").read_text())
-        assert weights.is_dir()
-    assert gone(pids) and not weights.exists()
+        assert "2 of 2 servers are running, and are reused" in capsys.readouterr().out
+        assert all(map(alive, pids))  # its end is not theirs
+        folders = [first, Path((tmp_path / "run" / "weights.txt").read_text())]
+        assert [folder.stat().st_mode & 0o777 for folder in folders[1:]] == [0o700]
+    assert gone(pids) and not any(folder.exists() for folder in folders)
     assert sorted(os.listdir(tmp_path / "run" / "servers")) == ["0.log", "1.log", "status.json"]
 
 
-def test_servers_of_another_plan_are_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(OWNER, str(os.getpid()))
+@pytest.mark.parametrize("why", ["another plan", "an update was cut short"])
+def test_others_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    monkeypatch.setenv(OWNER, f"{os.getpid()} {tmp_path / 'run'}")
 
     async def main() -> None:
         engine = again(tmp_path)
@@ -100,7 +103,11 @@ def test_servers_of_another_plan_are_replaced(
         await sample(engine, 1)
         await engine.aclose()
 
-    with started(tmp_path, os.getpid(), restarts=2):
+    cut_short = why != "another plan"
+    with started(tmp_path, os.getpid(), restarts=1 if cut_short else 2):
+        if cut_short:
+            for number in (0, 1):
+                update_path(tmp_path / "run", number).write_text("1")
         before = [record(tmp_path, number).pid for number in (0, 1)]
         asyncio.run(main())
         assert gone(before)
@@ -113,8 +120,10 @@ def test_they_end_with_their_owner(tmp_path: Path) -> None:
     owner = subprocess.Popen(["sleep", "600"])
     with started(tmp_path, owner.pid):
         servers = [record(tmp_path, number) for number in (0, 1)]
-        assert all(Path(f"/proc/{one.pid}").exists() for one in servers)
+        weights = Path((tmp_path / "run" / "weights.txt").read_text())
+        assert all(alive(one.pid) for one in servers) and weights.is_dir()
         owner.kill()
         owner.wait()
         assert gone([pid for one in servers for pid in (one.pid, one.wrapper)])
         asyncio.run(until(lambda: not (tmp_path / "run" / "servers" / "0.json").exists()))
+        asyncio.run(until(lambda: not weights.exists()))

@@ -48,7 +48,7 @@ def test_a_run_whose_process_is_killed_equals_one_that_was_not(orders: Path) -> 
     agenttrain(*RUN, f"hydra.run.dir={whole}")
     (orders / "kill-1").touch()
     printed = agenttrain(*RUN, "distributed.restarts=2", f"hydra.run.dir={folder}")
-    assert printed.count("the run goes on from its newest checkpoint") == 1
+    assert printed.count("the run is restarted from checkpoints/step-") == 1
     assert "(distributed.restarts=2, 1 left)" in printed
     assert not [*orders.glob("kill-*")]
     assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
@@ -62,7 +62,7 @@ def test_the_last_death_ends_the_run(orders: Path) -> None:
     run = start(*RUN, "distributed.restarts=1", f"hydra.run.dir={orders / 'run'}")
     printed, _ = run.communicate(timeout=600)
     assert run.returncode == FAILED, printed
-    assert printed.count("the run goes on from its newest checkpoint") == 1
+    assert printed.count("the run is restarted from checkpoints/step-") == 1
     assert f"To go on: agenttrain resume={orders / 'run'}" in printed
 
 

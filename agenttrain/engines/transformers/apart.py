@@ -84,7 +84,8 @@ def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> Transfor
     device = f"cuda:{inputs.trainers % torch.cuda.device_count()}" if inputs.on_gpu else "cpu"
     # The engine's check of its cache reads random weights, which a GPU draws at once and a CPU in
     # a minute per billion.
-    with torch.random.fork_rng(), torch.device(device):
+    forked = [device] if inputs.on_gpu else []
+    with torch.random.fork_rng(devices=forked), torch.device(device):
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
     model = model.eval().requires_grad_(False).to(device)
     small = model.num_parameters() < SMALL

@@ -20,7 +20,12 @@ from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
 from agenttrain.engines.vllm_server.outside import ROUTER, Front, Outside, watch_outside
-from agenttrain.engines.vllm_server.records import ServerRecord, order_path
+from agenttrain.engines.vllm_server.records import (
+    ServerRecord,
+    order_path,
+    update_path,
+    write_private,
+)
 from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.status import StatusFile
 from agenttrain.engines.vllm_server.versions import ADAPTERS, Versions
@@ -272,6 +277,9 @@ class Fleet(WatchedServers):
         client, boot, files = member.client, member.boot, versions[-1]
         assert client is not None
         member.state = MemberState.syncing  # it need not answer examinations while it loads
+        update = update_path(self._folder, member.number)
+        if not member.outside:
+            write_private(update, boot)
         try:
             async with asyncio.timeout(self._servers.request_s):
                 for one in versions if files.adapters else ():
@@ -292,6 +300,7 @@ class Fleet(WatchedServers):
                 reason += f"; it has to see {files.folder.parent}: set weight_sync.folder"
             member.kill(reason)
             return
+        update.unlink(missing_ok=True)
         if member.boot == boot and member.state in ANSWERING:
             member.initialised, member.state = True, MemberState.loaded
             member.version = files.version

@@ -29,11 +29,13 @@ from agenttrain.engines.vllm_server.records import (
     order_path,
     read_record,
     record_path,
+    update_path,
 )
 from agenttrain.engines.vllm_server.status import OF_ROLES
 from agenttrain.engines.vllm_server.wrapper import END_S
 from agenttrain.engines.weights_place import new_weights_folder, remove_weights_folder
 from agenttrain.utils.child_process import ChildProcess
+from agenttrain.utils.processes import process_exists
 
 MEMORY = Path("/dev/shm")
 """A file system in memory, where there is one."""
@@ -42,8 +44,8 @@ VERSIONS = 3
 LOOK_S = 0.1
 """Seconds between two looks whether an earlier server has ended."""
 OWNER = "AGENTTRAIN_SERVERS_OWNER"
-"""Environment variable: the process, by its number, with which the servers of a run end, if that is
-not the one that starts them."""
+"""Environment variable with a launcher's process number and, after a space, its run's folder: the
+servers of that run are the launcher's."""
 WRAPPER = "agenttrain.engines.vllm_server.wrapper"
 """Run as a module: in a third of the time that the command line takes to import."""
 
@@ -53,17 +55,14 @@ def weights_folder(run: Path, chosen: str | None, size: int, servers: ServersCon
 
     `size`: bytes of one version. Outside servers see no other machine's memory.
     """
+    fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > VERSIONS * size
     if chosen is not None:
         parent = Path(chosen).expanduser()
-    elif not servers.outside and not servers.nodes and _fits(VERSIONS * size):
+    elif not servers.outside and not servers.nodes and fits:
         parent = MEMORY
     else:
         parent = run.resolve() / FOLDER
     return new_weights_folder(run, parent)
-
-
-def _fits(size: int) -> bool:
-    return MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > size
 
 
 def remove_record(folder: Path, number: int) -> None:
@@ -71,6 +70,7 @@ def remove_record(folder: Path, number: int) -> None:
     if (record := read_record(folder, number)) is not None:
         scratch.remove(record.scratch)
     record_path(folder, number).unlink(missing_ok=True)
+    update_path(folder, number).unlink(missing_ok=True)
 
 
 def _append(log: Path, line: str) -> None:
@@ -104,7 +104,7 @@ class NodeServers:
 
     def end(self) -> None:
         """Remove the weight files and the plan: the servers end when it is gone."""
-        if OWNER not in os.environ:
+        if launcher_of(self._folder) is None:
             _end(self._folder, {})
 
 
@@ -137,36 +137,32 @@ class KeptWrapper:
 class LocalServers:
     """The wrappers of a run's servers.
 
-    They end with this process, however it ends: each of them watches it. Where the environment
-    names another owner, the launcher of a run that restarts its processes, they end with that one,
-    and the next process of the run takes them over if it wants the same.
+    They end with this process, however it ends: each of them watches it. The servers of a launcher
+    that restarts its run (`distributed.restarts`) end with the launcher, and the next process of
+    the run reuses them.
     """
 
     def __init__(self, folder: Path, plan: ServerPlan, count: int) -> None:
         """Start them; raises EngineError if those of an earlier process still run."""
         self._folder, self._count = folder, count
-        takes = taken_over(folder, plan) is not None
-        kept = {
-            number: read_record(folder, number) if takes and is_running(folder, number) else None
-            for number in range(count)
-        }
+        reused = reusable(folder, plan)
         try:
-            self._await_end_of_earlier([number for number in kept if kept[number] is None])
+            self._await_end_of_earlier([one for one in range(count) if one not in reused])
         except EngineError:
             remove_weights_folder(folder)
             raise
         plan.write(folder)
         command = [sys.executable, "-m", WRAPPER, str(folder)]
-        owner = os.environ.get(OWNER, str(os.getpid()))
+        owner = launcher_of(folder) or os.getpid()
         self._wrappers: list[ChildProcess | KeptWrapper] = []
-        for number, record in kept.items():
-            if record is not None:
-                self._wrappers.append(KeptWrapper(record))
+        for number in range(count):
+            if number in reused:
+                self._wrappers.append(KeptWrapper(reused[number]))
                 continue
             remove_record(folder, number)
             log_path(folder, number).unlink(missing_ok=True)
             wrapper = ChildProcess(
-                [*command, str(number), owner],
+                [*command, str(number), str(owner)],
                 print_line=partial(_append, log_path(folder, number)),
             )
             self._wrappers.append(wrapper)
@@ -177,7 +173,7 @@ class LocalServers:
         deadline = time.monotonic() + 2 * END_S
         for number in numbers:
             record = read_record(self._folder, number)
-            if OWNER in os.environ and record is not None and is_running(self._folder, number):
+            if record is not None and launcher_of(self._folder) is not None:
                 KeptWrapper(record).signal(signal.SIGTERM)
             while is_running(self._folder, number):
                 if time.monotonic() > deadline:
@@ -188,45 +184,63 @@ class LocalServers:
                 time.sleep(LOOK_S)
 
     def end(self) -> None:
-        """End all servers and remove their files; the logs stay. Another owner ends its own."""
-        if OWNER not in os.environ:
+        """End all servers and remove their files; the logs stay. A launcher ends its own."""
+        if launcher_of(self._folder) is None:
             _end(self._folder, dict(enumerate(self._wrappers)))
 
 
-def taken_over(folder: Path, plan: ServerPlan) -> ServerPlan | None:
-    """Return the plan of servers that an earlier process of this run has started and left.
+def launcher_of(folder: Path) -> int | None:
+    """Return the process number of the launcher that owns the servers of the run in `folder`, or of
+    its roles; None: the process that starts them does."""
+    number, _, run = os.environ.get(OWNER, "").partition(" ")
+    own = folder.resolve()
+    owns = bool(number) and Path(run) in (own, *own.parents) and process_exists(int(number))
+    return int(number) if owns else None
 
-    None: there are none, or they cannot be taken over. They must have been started with the same
-    plan. A broadcast whose sender has ended still holds its servers, and servers with adapters have
-    those of steps that are trained again.
+
+def reusable(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
+    """Return the servers, by number, that an earlier process of this run has left to the launcher.
+
+    They have the same plan, and no update of their weights was cut short. A broadcast whose sender
+    has ended still holds its servers, and servers with adapters have those of steps that are
+    trained again: none of these can be reused.
     """
-    count = plan.servers["count"]
-    if OWNER not in os.environ or not any(is_running(folder, one) for one in range(count)):
-        return None
+    if launcher_of(folder) is None or plan.rank or plan.backend != BACKEND:
+        return {}
     try:
         earlier = ServerPlan.read(folder)
     except OSError:
-        return None
-    wanted, given = (json.dumps(asdict(replace(one, weights=None))) for one in (plan, earlier))
-    return earlier if wanted == given and not plan.rank and plan.backend == BACKEND else None
+        return {}
+    if len({json.dumps(asdict(replace(one, weights=None))) for one in (plan, earlier)}) > 1:
+        return {}
+    found = {}
+    for number in range(plan.servers["count"]):
+        record = read_record(folder, number)
+        if record is not None and record.wrapper_started and is_running(folder, number):
+            update = update_path(folder, number)
+            if not (update.exists() and update.read_text(encoding="utf-8") == str(record.boot)):
+                found[number] = record
+    return found
+
+
+def server_records(run: Path) -> list[tuple[Path, ServerRecord]]:
+    """Return the records of a run's servers on this machine, and of its roles', with their folder:
+    the run's, or the role's in it."""
+    found = []
+    for folder in (run, *(run / OF_ROLES).glob("*")):
+        for path in (folder / FOLDER).glob("[0-9]*.json"):
+            record = read_record(folder, int(path.stem))
+            if record is not None and record.host == socket.gethostname():
+                found.append((folder, record))
+    return found
 
 
 def end_servers(run: Path) -> None:
-    """End all servers of a run, those of its roles too, and remove their files; the logs stay.
-
-    For the launcher that owns them. Servers of other machines end when they miss the plan.
-    """
-    for folder in (run, *(run / OF_ROLES).glob("*")):
-        numbers = [int(path.stem) for path in (folder / FOLDER).glob("[0-9]*.json")]
-        records = {number: read_record(folder, number) for number in numbers}
-        _end(
-            folder,
-            {
-                number: KeptWrapper(record)
-                for number, record in records.items()
-                if record is not None and record.host == socket.gethostname()
-            },
-        )
+    """End the servers of a launcher's run, those of its roles too, and remove their files but the
+    logs. Servers of other machines end when they miss the plan."""
+    records = server_records(run)
+    for folder in {run, *(folder for folder, _ in records)}:
+        _end(folder, {r.number: KeptWrapper(r) for own, r in records if own == folder})
 
 
 def _end(folder: Path, wrappers: Mapping[int, ChildProcess | KeptWrapper]) -> None:

@@ -166,6 +166,11 @@ def order_path(folder: Path, number: int) -> Path:
     return folder / FOLDER / f"{number}.kill"
 
 
+def update_path(folder: Path, number: int) -> Path:
+    """Return the path of a file that is there while a server's weights are replaced: its boot."""
+    return folder / FOLDER / f"{number}.update"
+
+
 def log_path(folder: Path, number: int) -> Path:
     """Return the path of a server's log."""
     return folder / FOLDER / f"{number}.log"

@@ -81,7 +81,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         LocalServers,
         NodeServers,
         OutsideServers,
-        taken_over,
+        reusable,
         weights_folder,
     )
     from agenttrain.engines.weight_files import WeightWriter
@@ -89,14 +89,10 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     folder, servers = inputs.run_folder, inputs.servers
     assert folder is not None, "servers meet the run in its folder"
     plan = server_plan(settings, inputs, module)
-    earlier = taken_over(folder, plan)
     weights: Path | None = None
     if plan.backend == FILES:
         size = sum(file.stat().st_size for file in inputs.model.glob("*.safetensors"))
-        if earlier is not None and earlier.weights is not None:
-            weights = Path(earlier.weights)
-        else:
-            weights = weights_folder(folder, inputs.sync_folder, size, servers)
+        weights = weights_folder(folder, inputs.sync_folder, size, servers)
         plan = replace(plan, weights=str(weights))
     alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
     ending: Servers
@@ -115,8 +111,8 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         ending = NodeServers(folder.resolve(), plan)
     else:
         starting = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
-        if earlier is not None:
-            starting = "the servers of the run's earlier process go on"
+        if running := reusable(folder, plan):
+            starting = f"{len(running)} of {servers.count} servers are running, and are reused"
         print(f"engine: {starting} (logs: {folder / FOLDER})", flush=True)
         ending = LocalServers(folder.resolve(), plan, servers.count)
     form = ServedForm(
@@ -204,7 +200,7 @@ def _sample_text(folder: Path) -> tuple[str, tuple[int, ...]]:
     return text, tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def run_server(folder: Path, number: int, parent: int | None, host: str) -> int:
+def run_server(folder: Path, number: int, owner: int | None, host: str) -> int:
     """Run a server of the run in `folder`: `agenttrain engine-server`."""
     from agenttrain.engines.vllm_server.wrapper import Wrapper
 
@@ -213,7 +209,7 @@ def run_server(folder: Path, number: int, parent: int | None, host: str) -> int:
             f"number={number}: server {number} of {folder} runs already, or is started again by "
             "its wrapper; leave it alone"
         )
-    return _until_end(Wrapper(folder, number, parent, host))
+    return _until_end(Wrapper(folder, number, owner, host))
 
 
 def serve_alone(

@@ -118,6 +118,8 @@ class Wrapper:
             if self._is_stopping():
                 record_path(self.folder, self.number).unlink(missing_ok=True)
                 order_path(self.folder, self.number).unlink(missing_ok=True)
+                with suppress(OSError):  # a later process of the run has given it another folder
+                    plan = ServerPlan.read(self.folder)
                 if self.owner is not None and plan.weights is not None:
                     shutil.rmtree(plan.weights, ignore_errors=True)
 
