@@ -391,6 +391,9 @@ def test_what_torchrun_started_is_checked_as_it_is(monkeypatch):
     shared = composed("engine=vllm", "engine.tensor_parallel_size=2")
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: with distributed=ddp each"):
         check_processes(parse([]), [shared])
+    restarted = composed("distributed=ddp", "distributed.restarts=3")
+    with pytest.raises(ConfigError, match=r"distributed.restarts=3: torchrun starts the processes"):
+        check_processes(parse([]), [restarted])
 
 
 def test_what_accelerate_was_told_is_not_left_out(monkeypatch):
