@@ -56,8 +56,8 @@ class DistributedConfig:
     shard_within: ShardWithin = ShardWithin.run
     """fsdp2: the processes among which a copy of the policy is spread."""
     restarts: Whole = Field(default=0, ge=0)
-    """Number of automatic restarts from the newest checkpoint after a process was killed by a
-    signal, or ended by the watchdog; servers stay up after a signal."""
+    """Number of automatic restarts from the newest checkpoint, each after a training process was
+    killed by a signal or ended by the watchdog; servers stay up after a signal."""
 
     @model_validator(mode="after")
     def _check(self) -> DistributedConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -52,12 +53,16 @@ from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.training.checkpoint_files import newest_first
 from agenttrain.training.heap import MAPPED_FROM_THE_START
 from agenttrain.types import ConfigError
-from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
+from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
 
 ELASTIC = (signal.SIGQUIT,)
 """Signals that elastic's agent handles by itself: it stops."""
 UNFINISHED = ("running", "interrupted", "failed", None)
 """Statuses that summary.json may hold when a process of the run has died."""
+PEER_GONE = (
+    r"^WorldTimeout|^DistNetworkError|Connection (closed|reset) by peer|remote process exited"
+)
+"""Errors of a process whose peer was killed, as gloo, NCCL and the store report it."""
 WHY = {
     FAILED: "failed",
     REFUSED: "refused to start",
@@ -76,8 +81,10 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     trusted = [TRUSTED] if command.saved is not None else pins(composed.config, command.verb)
     arguments = [*command.arguments, *trusted]
     restarts = 0 if command.verb == "eval" else section.restarts
+    received: list[signal.Signals] = []
+    had_finished = _finished(folder)
     with ExitStack() as stack:
-        # Between two starts of the workers, too, signals go to the launcher's record.
+        # Between two starts of the workers, too, signals are recorded in `received`.
         if current_thread() is main_thread():
             for number in (*PASSED_ON, *ELASTIC):
                 stack.callback(signal.signal, number, signal.getsignal(number))
@@ -98,11 +105,12 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
             with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
                 exchange = Path(name)
                 try:
-                    workers = _run_once(started, section, processes, node, exchange)
+                    workers = _run_once(started, section, processes, node, exchange, received)
                 except (NotMet, DistNetworkError, DistStoreError) as error:
                     print(f"agenttrain: {error}", file=sys.stderr)
                     return FAILED
-                if not left or not _restartable(workers, exchange, folder):
+                finished = _finished(folder) and not had_finished
+                if not left or finished or not _restartable(workers, exchange):
                     return _verdict(workers, exchange, command.verb, folder, first_node=node == 0)
                 first = _first(workers, exchange)
             assert first is not None
@@ -114,22 +122,24 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                 file=sys.stderr,
             )
             _end_orphans(folder)
-            if workers.received:  # meanwhile
-                return INTERRUPTED if signal.SIGINT in workers.received else TERMINATED
-            if command.saved is None and not command.auto and (folder / "config.yaml").exists():
+            if command.saved is None and (folder / "config.yaml").exists():
                 words = resuming(command.verb).split()
                 arguments = [*words, f"resume={folder.resolve()}", TRUSTED]
     raise AssertionError("the last start has a verdict")
 
 
-def _restartable(workers: Workers, exchange: Path, folder: Path) -> bool:
+def _finished(folder: Path) -> bool:
+    return read_summary(folder).get("status") == "finished"
+
+
+def _restartable(workers: Workers, exchange: Path) -> bool:
     """Return True if a worker was killed by a signal or ended by the watchdog, nobody asked it to
     end, and no other worker had an error of its own, which it would have again."""
     first = _first(workers, exchange)
-    if first is None or workers.received or read_summary(folder).get("status") == "finished":
+    if first is None or workers.received:
         return False
-    crashes = [read_crash(exchange, ended.rank) for ended in workers.early]
-    own = any(crash and not crash["of_peer"] for crash in crashes)
+    crashes = filter(None, (read_crash(exchange, ended.rank) for ended in workers.early))
+    own = any(not (c["of_peer"] or re.search(PEER_GONE, c["error"])) for c in crashes)
     return not own and (first.code < 0 or first.code == STALLED)
 
 
@@ -137,20 +147,26 @@ def _end_orphans(folder: Path) -> None:
     """Kill what dead workers have left behind, their rollout process above all: it would write the
     journal, and use the GPU, beside the next one. Servers stay."""
     kept = {record.wrapper for _, record in server_records(folder)}
-    left = [child for child in psutil.Process().children() if child.pid not in kept]
-    for child in [*left]:
+    left = [psutil.Process()]
+    for process in left:  # it grows: their children, but not those of wrappers
         with suppress(psutil.Error):
-            left += child.children(recursive=True)
-    for process in left:
+            left += [child for child in process.children() if child.pid not in kept]
+    for process in left[1:]:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(left, timeout=5)
+    psutil.wait_procs(left[1:], timeout=5)
 
 
 def _run_once(
-    started: WorkerCommand, section: DistributedConfig, processes: int, node: int, exchange: Path
+    started: WorkerCommand,
+    section: DistributedConfig,
+    processes: int,
+    node: int,
+    exchange: Path,
+    received: list[signal.Signals],
 ) -> Workers:
-    """Run the workers to their end; raises NotMet."""
+    """Run the workers to their end; raises NotMet. Those that start after a signal of `received`
+    get it."""
     share = max(len(os.sched_getaffinity(0)) // processes, 1)
     wanted = {"OMP_NUM_THREADS": str(share), **QUIET}
     if section.name is DistributedName.fsdp2:
@@ -176,6 +192,7 @@ def _run_once(
             spec=spec,
             logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
         )
+        workers.received = received
         # Elastic's own report of a failed worker; `_verdict` prints ours.
         logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)
         try:
@@ -208,8 +225,8 @@ def _verdict(workers: Workers, exchange: Path, verb: str, folder: Path, *, first
         code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
         if code in (INTERRUPTED, TERMINATED) or code < 0:
             code = INTERRUPTED if signal.SIGINT in workers.received else TERMINATED
-            if first_node:
-                _record(folder, {"running": "interrupted"})
+        if code != DONE and first_node:
+            _record(folder, {"running": "interrupted"})
         return code
     crash: dict[str, Any] = {}
     if first is None:

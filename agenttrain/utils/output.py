@@ -64,7 +64,7 @@ def protect() -> None:
             setattr(sys, name, unfailing(number, like=getattr(sys, name)))
 
 
-def unfailing(number: int, *, like: TextIO | None = None) -> TextIO:
+def unfailing(number: int, *, like: io.TextIOWrapper | None = None) -> TextIO:
     """Make a stream on descriptor `number` that never raises.
 
     Its encoding and buffering are those of `like` (default: the locale's encoding, and blocks).
@@ -73,7 +73,8 @@ def unfailing(number: int, *, like: TextIO | None = None) -> TextIO:
         io.BufferedWriter(_Descriptor(number)),
         encoding=getattr(like, "encoding", None),
         errors="backslashreplace",
-        line_buffering=getattr(like, "line_buffering", False),
+        # Unbuffered as under PYTHONUNBUFFERED, where `like` writes through to no buffer below it.
+        line_buffering=like is not None and (like.line_buffering or like.write_through),
         write_through=getattr(like, "write_through", False),
     )
 

@@ -342,7 +342,7 @@ def test_a_run_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 KILLS = """
-import os, signal
+import ctypes, os, signal
 from pathlib import Path
 
 ORDER = Path(__file__).with_name("kill")
@@ -353,6 +353,7 @@ def drawn(rollout):
     if ORDER.exists() and len(calls) > 24:
         ORDER.unlink()
         os.kill(os.getppid(), signal.SIGKILL)
+        ctypes.PyDLL(None).sleep(2)  # it holds the interpreter: this process outlives the trainer
     return float(sum(rollout.trajectories[0].token_ids) % 2)
 
 calls = []
