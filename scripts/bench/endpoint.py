@@ -9,8 +9,7 @@ merged_share_<example>    the same of the agents in examples/, in a step of the 
                           need AGENTS_PYTHON, the Python of the environment with their packages
                           that `scripts/test-ecosystems examples` makes
 
-The bundled shop agent's training, against the run's own loop; the same ids and weights. Each run of
-an agent has a run of the loop beside it, in turn before and after it; the figures are the medians
+The bundled shop agent's training, against the run's own loop. Each run of an agent has a run of the loop beside it, in turn before and after it; the figures are the medians
 of these pairs. Wall time of a step is that of its rollouts and its update, over all steps of a run:
 
 wall_over_loop_coroutine  an async function with `agent.http_client()`
@@ -18,7 +17,7 @@ wall_over_loop_network    the same with an httpx client of its own for each roll
 wall_over_loop_reuse      a reused process with aiohttp's client, `agent.per_process=128`
 cpu_over_loop_…           CPU seconds of the whole command, agents included
 cpu_ms_per_turn_…         CPU milliseconds by which the whole command exceeds the loop's, per turn
-turns                     turns of a run, the same in all
+turns                     turns of a run of the loop; an agent's may differ by one in 200
 process_start_cpu_s       CPU seconds to start and end the agent's program, which a process for each
                           rollout adds to each of them
 """
@@ -194,7 +193,8 @@ def bench_shop(rounds: int, steps: int) -> dict[str, float]:
             order = ["loop", name] if number % 2 == 0 else [name, "loop"]
             runs = {each: shop(each, steps) for each in order}
             (loop, loop_cpu, turns), (seconds, cpu, own) = runs["loop"], runs[name]
-            assert own == turns
+            # Nearly always equal: where a turn has a malformed call and a good one, the loop stops.
+            assert abs(own - turns) <= turns / 200
             figures.setdefault(f"wall_over_loop_{name}", []).append(seconds / loop)
             figures.setdefault(f"cpu_over_loop_{name}", []).append(cpu / loop_cpu)
             more = 1000 * (cpu - loop_cpu) / turns
