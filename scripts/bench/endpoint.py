@@ -9,8 +9,9 @@ merged_share_<example>    the same of the agents in examples/, in a step of the 
                           need AGENTS_PYTHON, the Python of the environment with their packages
                           that `scripts/test-ecosystems examples` makes
 
-The bundled shop agent's training, against the run's own loop. Each run of an agent has a run of the loop beside it, in turn before and after it; the figures are the medians
-of these pairs. Wall time of a step is that of its rollouts and its update, over all steps of a run:
+The bundled shop agent's training, against the run's own loop. Each run of an agent has a run of
+the loop beside it, in turn before and after it; the figures are the medians of these pairs. Wall
+time of a step is that of its rollouts and its update, over all steps of a run:
 
 wall_over_loop_coroutine  an async function with `agent.http_client()`
 wall_over_loop_network    the same with an httpx client of its own for each rollout
