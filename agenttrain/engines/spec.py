@@ -5,7 +5,7 @@ Setup, `plan` and the checks use the spec of the chosen engine; none of them nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -117,6 +117,11 @@ def _accept(settings: EngineSettings, model: Any) -> None:
     pass
 
 
+SERVERS_OWNER = "AGENTTRAIN_SERVERS_OWNER"
+"""Environment variable with a launcher's process number and, after a space, its run's folder: the
+servers of that run are the launcher's."""
+
+
 def _no_memory(settings: EngineSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
     return EngineMemory()
 
@@ -168,6 +173,12 @@ class EngineSpec(Generic[S]):
     """Return the state of the servers of the run in a folder, with so many lines of each log:
     ``{"time": …, "pid": …, "ended": …, "servers": [{"number": 0, "state": "live", …}, …]}``; None:
     it has none. None in its place: the engine has no servers."""
+    server_wrappers: Callable[[Path], Sequence[int]] | None = None
+    """Return the processes on this machine, by number, that keep a run's servers up, those of its
+    roles too; None: the engine has no servers."""
+    end_servers: Callable[[Path], None] | None = None
+    """End the servers of a launcher's run (`SERVERS_OWNER`), and remove their files but the logs;
+    None: the engine has no servers."""
     serve_alone: Callable[[S, EngineInputs, str, int], int] | None = None
     """Run a server for runs of others at a host and a port, until it is stopped; return the exit
     code. Raises ConfigError. None: the engine has no servers."""

@@ -31,7 +31,8 @@ from torch.distributed.elastic.multiprocessing import (
     SignalException,
 )
 
-from agenttrain.engines.vllm_server.local import OWNER, end_servers, server_records
+from agenttrain.engines.registry import specs
+from agenttrain.engines.spec import SERVERS_OWNER
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.launch.processes import (
     EXCHANGE,
@@ -89,9 +90,11 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
             for number in (*PASSED_ON, *ELASTIC):
                 stack.callback(signal.signal, number, signal.getsignal(number))
         if restarts:
-            os.environ[OWNER] = f"{os.getpid()} {folder.resolve()}"
-            stack.callback(end_servers, folder.resolve())
-            stack.callback(os.environ.pop, OWNER)
+            os.environ[SERVERS_OWNER] = f"{os.getpid()} {folder.resolve()}"
+            for spec in specs().values():  # roles have servers beside any engine
+                if spec.end_servers is not None:
+                    stack.callback(spec.end_servers, folder.resolve())
+            stack.callback(os.environ.pop, SERVERS_OWNER)
             with suppress(OSError):  # no Linux
                 system.prctl(system.PR_SET_CHILD_SUBREAPER, 1)
         for left in range(restarts, -1, -1):
@@ -146,7 +149,8 @@ def _restartable(workers: Workers, exchange: Path) -> bool:
 def _end_orphans(folder: Path) -> None:
     """Kill what dead workers have left behind, their rollout process above all: it would write the
     journal, and use the GPU, beside the next one. Servers stay."""
-    kept = {record.wrapper for _, record in server_records(folder)}
+    ways = [spec.server_wrappers for spec in specs().values() if spec.server_wrappers is not None]
+    kept = {number for wrappers in ways for number in wrappers(folder)}
     left = [psutil.Process()]
     for process in left:  # it grows: their children, but not those of wrappers
         with suppress(psutil.Error):

@@ -15,10 +15,11 @@ import pytest
 from fleet_kit import STUB, alive, gone, inputs, record, sample, send, until
 from transformers import Qwen3Config
 
+from agenttrain.engines.spec import SERVERS_OWNER
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.engine import VllmServerEngine
 from agenttrain.engines.vllm_server.health import MemberState
-from agenttrain.engines.vllm_server.local import OWNER, end_servers
+from agenttrain.engines.vllm_server.local import end_servers
 from agenttrain.engines.vllm_server.records import update_path
 from agenttrain.engines.vllm_server.spec import build
 from agenttrain.engines.weights_place import remove_weights_folder
@@ -43,7 +44,7 @@ def started(folder: Path, owner: int, restarts: int = 1) -> Iterator[None]:
         [sys.executable, "-c", FIRST, str(folder), str(restarts)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, OWNER: f"{owner} {folder / 'run'}", "PYTHONPATH": paths},
+        env={**os.environ, SERVERS_OWNER: f"{owner} {folder / 'run'}", "PYTHONPATH": paths},
     )
     try:
         assert first.stdout is not None
@@ -68,7 +69,7 @@ def again(folder: Path) -> VllmServerEngine:
 def test_the_next_process_takes_the_servers_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(OWNER, f"{os.getpid()} {tmp_path / 'run'}")
+    monkeypatch.setenv(SERVERS_OWNER, f"{os.getpid()} {tmp_path / 'run'}")
 
     async def main() -> list[int]:
         before = [record(tmp_path, number) for number in (0, 1)]
@@ -95,7 +96,7 @@ def test_the_next_process_takes_the_servers_over(
 
 @pytest.mark.parametrize("why", ["another plan", "an update was cut short"])
 def test_others_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    monkeypatch.setenv(OWNER, f"{os.getpid()} {tmp_path / 'run'}")
+    monkeypatch.setenv(SERVERS_OWNER, f"{os.getpid()} {tmp_path / 'run'}")
 
     async def main() -> None:
         engine = again(tmp_path)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import ServersConfig
+from agenttrain.engines.spec import SERVERS_OWNER
 from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.files_transport import BACKEND
 from agenttrain.engines.vllm_server.records import (
@@ -43,9 +44,6 @@ VERSIONS = 3
 """Versions of the weights that may be on disk at once: two, and one that is being written."""
 LOOK_S = 0.1
 """Seconds between two looks whether an earlier server has ended."""
-OWNER = "AGENTTRAIN_SERVERS_OWNER"
-"""Environment variable with a launcher's process number and, after a space, its run's folder: the
-servers of that run are the launcher's."""
 WRAPPER = "agenttrain.engines.vllm_server.wrapper"
 """Run as a module: in a third of the time that the command line takes to import."""
 
@@ -192,7 +190,7 @@ class LocalServers:
 def launcher_of(folder: Path) -> int | None:
     """Return the process number of the launcher that owns the servers of the run in `folder`, or of
     its roles; None: the process that starts them does."""
-    number, _, run = os.environ.get(OWNER, "").partition(" ")
+    number, _, run = os.environ.get(SERVERS_OWNER, "").partition(" ")
     own = folder.resolve()
     owns = bool(number) and Path(run) in (own, *own.parents) and process_exists(int(number))
     return int(number) if owns else None
@@ -235,9 +233,13 @@ def server_records(run: Path) -> list[tuple[Path, ServerRecord]]:
     return found
 
 
+def server_wrappers(run: Path) -> list[int]:
+    """Implement `EngineSpec.server_wrappers`."""
+    return [record.wrapper for _, record in server_records(run)]
+
+
 def end_servers(run: Path) -> None:
-    """End the servers of a launcher's run, those of its roles too, and remove their files but the
-    logs. Servers of other machines end when they miss the plan."""
+    """Implement `EngineSpec.end_servers`; servers of other machines end when they miss the plan."""
     records = server_records(run)
     for folder in {run, *(folder for folder, _ in records)}:
         _end(folder, {r.number: KeptWrapper(r) for own, r in records if own == folder})

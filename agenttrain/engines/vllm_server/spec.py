@@ -21,6 +21,15 @@ from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.files_transport import BACKEND as FILES
 from agenttrain.engines.vllm_server.files_transport import PLUGIN
 from agenttrain.engines.vllm_server.guard import TOKEN
+from agenttrain.engines.vllm_server.local import (
+    LocalServers,
+    NodeServers,
+    OutsideServers,
+    end_servers,
+    reusable,
+    server_wrappers,
+    weights_folder,
+)
 from agenttrain.engines.vllm_server.memory import memory, server_memory
 from agenttrain.engines.vllm_server.nccl_transport import BACKEND as NCCL
 from agenttrain.engines.vllm_server.nccl_transport import NcclSender
@@ -77,13 +86,6 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         VllmServerEngine,
     )
     from agenttrain.engines.vllm_server.fleet import Fleet
-    from agenttrain.engines.vllm_server.local import (
-        LocalServers,
-        NodeServers,
-        OutsideServers,
-        reusable,
-        weights_folder,
-    )
     from agenttrain.engines.weight_files import WeightWriter
 
     folder, servers = inputs.run_folder, inputs.servers
@@ -337,6 +339,8 @@ SPEC = EngineSpec(
     grammars=True,
     run_server=run_server,
     read_servers=read_status,
+    server_wrappers=server_wrappers,
+    end_servers=end_servers,
     serve_alone=serve_alone,
     sender=NcclSender,
     too_cold=f"vLLM would sample at {LEAST_TEMPERATURE:g} instead",
