@@ -232,7 +232,10 @@ def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tupl
     '12:00'")``
     """
     pairs = zip(sent, issued, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if not _equal(a, b)), None)
+    differs = (
+        _canonical(a) != _canonical(b) or not _reasoning_agrees((a,), (b,)) for a, b in pairs
+    )
+    place = next((place for place, other in enumerate(differs) if other), None)
     if place is None:
         if len(sent) > len(issued):
             return Restart.edited, f"message {len(issued)} was not issued"
@@ -264,10 +267,6 @@ def _shown(message: Message) -> str:
     text = str(message["content"]) + (_json(calls) if calls else "")
     reasoning = message.get("reasoning_content")
     return text if reasoning is None else f"{text} (reasoning: {reasoning})"
-
-
-def _equal(sent: Message, issued: Message) -> bool:
-    return _canonical(sent) == _canonical(issued) and _reasoning_agrees((sent,), (issued,))
 
 
 def _reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> bool:

@@ -119,12 +119,7 @@ def _summary(components: Components, context: int | None) -> Iterator[str]:
         columns = []
         for name in column_names(source):
             values = [task.columns[name] for task in first if name in task.columns]
-            kinds = sorted(
-                {
-                    next((name for k, name in TYPES.items() if isinstance(v, k)), "list")
-                    for v in values
-                }
-            )
+            kinds = sorted({_kind(value) for value in values})
             gaps = "" if len(values) == len(first) else f" in {len(values)} of {len(first)}"
             columns.append(f"{name} ({' or '.join(kinds)}{gaps})")
         yield f"  columns  {', '.join(columns or ['none beside the messages'])}"
@@ -146,6 +141,11 @@ def _images(first: Sequence[Task], components: Components, note: str) -> Iterato
         f"  images  {len(images)} in {rows} of {len(first):,} rows, {span} pixels, {each} tokens "
         f"each{note}"
     )
+
+
+def _kind(value: object) -> str:
+    """Return the name of a value's type."""
+    return next((name for kind, name in TYPES.items() if isinstance(value, kind)), "list")
 
 
 def _lengths(source: TaskSource, components: Components, context: int | None) -> Iterator[str]:

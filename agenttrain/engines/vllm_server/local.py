@@ -53,10 +53,10 @@ def weights_folder(run: Path, chosen: str | None, size: int, servers: ServersCon
 
     `size`: bytes of one version. Outside servers see no other machine's memory.
     """
-    fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > VERSIONS * size
+    seen = not servers.outside and not servers.nodes and MEMORY.is_dir()
     if chosen is not None:
         parent = Path(chosen).expanduser()
-    elif not servers.outside and not servers.nodes and fits:
+    elif seen and shutil.disk_usage(MEMORY).free > VERSIONS * size:
         parent = MEMORY
     else:
         parent = run.resolve() / FOLDER
@@ -211,26 +211,26 @@ def reusable(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
         return {}
     if len({json.dumps(asdict(replace(one, weights=None))) for one in (plan, earlier)}) > 1:
         return {}
-    found = {}
+    servers = {}
     for number in range(plan.servers["count"]):
         record = read_record(folder, number)
         if record is not None and record.wrapper_started and is_running(folder, number):
             update = update_path(folder, number)
             if not (update.exists() and update.read_text(encoding="utf-8") == str(record.boot)):
-                found[number] = record
-    return found
+                servers[number] = record
+    return servers
 
 
 def server_records(run: Path) -> list[tuple[Path, ServerRecord]]:
     """Return the records of a run's servers on this machine, and of its roles', with their folder:
     the run's, or the role's in it."""
-    found = []
+    records = []
     for folder in (run, *(run / OF_ROLES).glob("*")):
         for path in (folder / FOLDER).glob("[0-9]*.json"):
             record = read_record(folder, int(path.stem))
             if record is not None and record.host == socket.gethostname():
-                found.append((folder, record))
-    return found
+                records.append((folder, record))
+    return records
 
 
 def server_wrappers(run: Path) -> list[int]:
