@@ -128,7 +128,8 @@ def _holds(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[str]]:
         return {}
     model = llm.model_executor.driver_worker.worker.get_model()
     packed = getattr(model, "packed_modules_mapping", {})
-    held = {}
+    made_of: dict[str, list[str]] = {}
+    differences: list[Tensor] = []
     for name, parameter in model.named_parameters():
         path, parts = name.split("."), [name]
         for index, module in enumerate(path):
@@ -136,10 +137,16 @@ def _holds(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[str]]:
                 parts = [".".join((*path[:index], p, *path[index + 1 :])) for p in packed[module]]
                 break
         if parameter.numel() and all(part in sums for part in parts):
-            sent = sum(int(sums[part]) for part in parts)
-            if (sent - int(checksum(parameter))) % 2**64 == 0:
-                held[name] = parts
-    return held
+            made_of[name] = parts
+            # Checksums are of 64 bits and wrap around, as these sums do.
+            device = parameter.device
+            sent = torch.stack([sums[part].to(device, non_blocking=True) for part in parts]).sum()
+            differences.append(sent - checksum(parameter))
+    if not made_of:
+        return {}
+    # One copy for all: each would wait for everything that the device still has to do.
+    equal = [difference == 0 for difference in torch.stack(differences).tolist()]
+    return {name: made_of[name] for name, same in zip(made_of, equal, strict=True) if same}
 
 
 def folder_for(tensors: dict[str, Tensor]) -> tempfile.TemporaryDirectory[str]:
