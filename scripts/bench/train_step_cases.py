@@ -38,6 +38,8 @@ class Case:
     median: int = 192
     """Tokens after the prompt: half of the rollouts have fewer."""
     longest: int = 2048
+    seed: int = 1
+    """Of lengths and tokens."""
 
 
 def model(case: Case) -> Qwen3ForCausalLM:
@@ -59,7 +61,7 @@ def model(case: Case) -> Qwen3ForCausalLM:
 
 def rollouts(case: Case) -> list[Rollout]:
     """Rollouts whose every fourth token after the prompt is a tool's, in runs of 16."""
-    noise = torch.Generator().manual_seed(1)
+    noise = torch.Generator().manual_seed(case.seed)
     lengths = torch.empty(case.tasks, case.group_size).log_normal_(0, case.sigma, generator=noise)
     system = torch.randint(case.vocabulary, (case.system,), generator=noise).tolist()
     made = []
@@ -148,7 +150,7 @@ def trl_step(net: Any, made: Sequence[Rollout]) -> Step:
     return step
 
 
-def _trl_trainer(net: Any) -> Any:
+def _trl_trainer(net: Any, *, use_cpu: bool = True, bf16: bool = False) -> Any:
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -160,8 +162,8 @@ def _trl_trainer(net: Any) -> Any:
     )
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
-        bf16=False,
+        use_cpu=use_cpu,
+        bf16=bf16,
         gradient_checkpointing=False,
         loss_type="dapo",
         per_device_train_batch_size=2,
