@@ -277,6 +277,11 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
             "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "
             "of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
         )
+    if config.training.compile and config.distributed.name is DistributedName.fsdp2:
+        yield (
+            "training.compile=true: is not made for distributed=fsdp2, which gathers a layer's "
+            "weights around its forward pass; set training.compile=false, or distributed=ddp"
+        )
 
 
 def _environments(config: RunConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ The two ways that transformers offers are silently wrong with its `sdpa` attenti
 This attention takes the layout explicitly, honours sliding windows, soft caps and sinks, and
 refuses every keyword and mask that it does not know. With the kernel for sequences of any length,
 on a GPU, it is one call per layer (`attend_varlen`), elsewhere one per block (`attend`).
+The layout reaches every layer as the one keyword `blocks` (`PackedTree`).
 
 Shapes: T packed tokens of all rollouts, U keys with shared prefixes repeated, B segments (sequences
 of a block), h heads (k of keys and values), m queries, n keys, d head size.
@@ -16,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -28,7 +29,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from agenttrain.engines.vision import language_attention
-from agenttrain.training.batch import Block, Segment, packed_positions
+from agenttrain.training.batch import Block, Segment, make_blocks, packed_positions
 from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
 from agenttrain.types import AgenttrainError
 
@@ -64,15 +65,13 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    blocks: tuple[Block, ...] | None = None,
-    varlen: Varlen | None = None,
+    blocks: PackedTree | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: returns [1, T, heads, head size] and no weights.
 
-    `sliding_window` includes the token itself, `s_aux` [heads] are the scores of the sinks. With
-    `varlen`, layers that the kernel supports are one call. Raises UnsupportedAttention for other
-    masks, caches, dropout and unknown keywords.
+    `sliding_window` includes the token itself, `s_aux` [heads] are the scores of the sinks. Raises
+    UnsupportedAttention for other masks, caches, dropout and unknown keywords.
     """
     window = attention_mask.window if isinstance(attention_mask, WindowMask) else None
     if window is None:
@@ -86,16 +85,16 @@ def packed_attention(
         )
     scoring = Scoring(scale=scaling, window=window, softcap=softcap, sinks=s_aux)
     states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    if varlen is not None and (kernel := varlen_kernel()) is not None:
+    if blocks.use_varlen and (kernel := varlen_kernel()) is not None:
         short = in_format(*states)
         if takes(short[0], short[2], scoring):
             count_call(Kernel.varlen)
-            return attend_varlen(*short, varlen, scaling, kernel)[None], None
+            return attend_varlen(*short, blocks.varlen, scoring, kernel)[None], None
     # Split once: the gradient of a slice is as large as the tensor that it was taken from.
-    sizes = [block.tokens for block in blocks]
+    sizes = [block.tokens for block in blocks.blocks]
     queries, keys, values = (tensor.split(sizes) for tensor in states)
     outputs = []
-    for block, own, own_key, own_value in zip(blocks, queries, keys, values, strict=True):
+    for block, own, own_key, own_value in zip(blocks.blocks, queries, keys, values, strict=True):
         output = attend(
             _padded(block, own),
             _padded(block, own_key, keys),
@@ -202,6 +201,12 @@ AttentionMaskInterface.register(NAME, packed_mask)
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
     """Return the model without its head; `base_model` does not find it in some models (Llama4)."""
     return model.model if model.base_model is model else model.base_model
+
+
+@cache
+def exclude_from_compilation() -> None:
+    """Have torch.compile call packed attention as it is: its layout changes with the microbatch."""
+    AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
 
 
 @contextmanager
@@ -344,8 +349,8 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Te
     return weights[..., : key.shape[2]].to(value.dtype) @ value
 
 
-NEEDED = {"scale", "window_size", "enable_gqa"}
-"""Keywords of the kernel that this module uses; torch 2.13 has them."""
+NEEDED = {"scale", "window_size"}
+"""Keywords that this module needs of the kernel; torch has them from 2.11 on."""
 CAUSAL = (-1, 0)
 SHORT_FORMATS = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -380,9 +385,10 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
     keys = [segment.prefix_length + segment.length for segment in segments]
     gather = None
     if keys != queries:
-        gather = torch.cat([packed_positions(segment) for segment in segments]).to(device)
+        gather = torch.cat([packed_positions(segment) for segment in segments])
+        gather = gather.to(device, non_blocking=True)
     queries_B, keys_B = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
         for lengths in (queries, keys)
     )
     return Varlen(
@@ -394,6 +400,29 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
     )
 
 
+class PackedTree:
+    """Layout of packed segments, in the form that each kernel takes.
+
+    Each form is made when a layer first asks for it, on the host, and copied without waiting for
+    the device.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], device: torch.device, *, use_varlen: bool = False
+    ) -> None:
+        self.segments, self.device, self.use_varlen = segments, device, use_varlen
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Blocks for `attend`, one call each."""
+        return make_blocks(self.segments, self.device)
+
+    @cached_property
+    def varlen(self) -> Varlen:
+        """Layout for `attend_varlen`, one call per layer."""
+        return make_varlen(self.segments, self.device)
+
+
 @cache
 def varlen_kernel() -> VarlenKernel | None:
     """Return the kernel of the installed torch; None if it lacks one or a keyword in `NEEDED`."""
@@ -402,7 +431,13 @@ def varlen_kernel() -> VarlenKernel | None:
     except ImportError:
         return None
     function: Any = varlen_attn
-    return function if inspect.signature(function).parameters.keys() >= NEEDED else None
+    keywords = inspect.signature(function).parameters.keys()
+    if not keywords >= NEEDED:
+        return None
+    if "enable_gqa" in keywords:
+        return function
+    # torch before 2.13 takes fewer heads of keys than of queries without being told.
+    return lambda *states, enable_gqa, **keywords: function(*states, **keywords)
 
 
 def has_kernel(device: torch.device) -> bool:
@@ -414,7 +449,7 @@ def has_kernel(device: torch.device) -> bool:
 
 def takes(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     """Return True if the kernel supports this attention of states [T, h, d]."""
-    plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
+    plain = scoring.softcap is None and scoring.sinks is None
     size = query.shape[-1]
     return (
         plain and query.dtype in SHORT_FORMATS and size == value.shape[-1] and size <= LARGEST_HEAD
@@ -426,13 +461,13 @@ def attend_varlen(
     key: Tensor,
     value: Tensor,
     varlen: Varlen,
-    scale: float | None,
+    scoring: Scoring,
     varlen_kernel: VarlenKernel,
 ) -> Tensor:
     """Compute causal attention of each segment to its prefix and itself, [T, h, d].
 
-    torch's `varlen_attn` (FlashAttention) supports plain causal attention in 16 bits. Layers with
-    windows, soft caps or sinks, float32, and CPUs use `attend` block by block.
+    torch's `varlen_attn` (FlashAttention) supports causal attention in 16 bits, with a window or
+    without. Layers with soft caps or sinks, float32, and CPUs use `attend` block by block.
 
     If a segment has more keys than queries, FlashAttention aligns the last of both, as needed here.
     """
@@ -446,7 +481,8 @@ def attend_varlen(
         varlen.keys_B,
         varlen.longest_query,
         varlen.longest_key,
-        scale=scale,
-        window_size=CAUSAL,
+        scale=scoring.scale,
+        # The kernel counts the keys before a query's own, `Scoring.window` includes that one.
+        window_size=CAUSAL if scoring.window is None else (scoring.window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )

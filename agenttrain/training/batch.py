@@ -337,27 +337,29 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
             alike.append([segment])
 
     blocks: list[Block] = []
-    for own in alike:
-        longest, start = own[0], own[0].start
+    for run in alike:
+        longest, start = run[0], run[0].start
         prefix = []
         for part in longest.prefix:
             index = bisect_right(blocks, part.start, key=lambda block: block.start) - 1
             first = part.start - blocks[index].start
             prefix.append((index, first, first + part.length))
-        steps_L = torch.arange(longest.length, device=device)
-        lengths_B1 = torch.tensor([segment.length for segment in own], device=device)[:, None]
-        starts_B1 = torch.tensor([segment.start - start for segment in own], device=device)[:, None]
+        # Made on the host: on a GPU `nonzero` would wait for all work that is queued there.
+        steps_L = torch.arange(longest.length)
+        lengths_B1 = torch.tensor([segment.length for segment in run])[:, None]
+        starts_B1 = torch.tensor([segment.start - start for segment in run])[:, None]
         real = (steps_L < lengths_B1).flatten()
+        gather = (starts_B1 + torch.minimum(steps_L, lengths_B1 - 1)).flatten()
         blocks.append(
             Block(
                 start=start,
-                tokens=own[-1].end - start,
-                segments=len(own),
+                tokens=run[-1].end - start,
+                segments=len(run),
                 length=longest.length,
                 prefix=tuple(prefix),
-                gather=(starts_B1 + torch.minimum(steps_L, lengths_B1 - 1)).flatten(),
-                scatter=real.nonzero()[:, 0],
-                padding=(~real).nonzero()[:, 0],
+                gather=gather.to(device, non_blocking=True),
+                scatter=real.nonzero()[:, 0].to(device, non_blocking=True),
+                padding=(~real).nonzero()[:, 0].to(device, non_blocking=True),
             )
         )
     return tuple(blocks)

@@ -243,6 +243,9 @@ class TrainingConfig:
     """accelerate's `no`, `bf16` or `fp16`."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    compile: bool = False
+    """Fuse the elementwise work of layers and head with torch.compile. On a GPU a step takes less
+    time and memory; the first takes half a minute longer."""
     offload_during_rollouts: bool = False
     """Keep the optimizer's state and float32 copies in host memory but for the updates, so that an
     engine on the same GPU has their memory."""

@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from agenttrain.chat.vision import SEEING
-from agenttrain.training.attention import packing
-from agenttrain.training.batch import make_blocks, one_after_the_other
+from agenttrain.training.attention import PackedTree, packing
+from agenttrain.training.batch import one_after_the_other
 from agenttrain.training.config import LoraSettings, OptimizerConfig
 from agenttrain.training.head import CPU_TILE, GPU_TILE
 from agenttrain.training.logprobs import backbone
@@ -128,8 +128,9 @@ class Saved:
         """Return the bytes that autograd saves in a forward pass over fake tensors; cached."""
         if tokens in self._traced:
             return self._traced[tokens]
-        # Before entering the mode: the layout depends on values, which fake tensors lack.
-        blocks = make_blocks(one_after_the_other([tokens]), torch.device("cpu"))
+        tree = PackedTree(one_after_the_other([tokens]), torch.device("cpu"))
+        # Made before entering the mode: they depend on values, which fake tensors lack.
+        assert tree.blocks
         net = backbone(self._model)
         mode = FakeTensorMode()
         with mode:
@@ -148,7 +149,7 @@ class Saved:
 
         autocast = self._autocast
         cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-        keywords = {"position_ids": positions, "blocks": blocks, "use_cache": False}
+        keywords = {"position_ids": positions, "blocks": tree, "use_cache": False}
         with packing(self._model), mode, cast, saved_tensors_hooks(save, lambda tensor: tensor):
             # Hold the output until the sum is taken, or storages would be freed and reused.
             output = functional_call(net, state, (ids,), keywords)

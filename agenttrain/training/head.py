@@ -7,7 +7,7 @@ and N vocabulary entries of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from agenttrain.training.compilation import compiled
+
 CPU_TILE = (256, 2**19)
 """(tokens, logits) of a tile: 2 MiB in fp32, which fit into a CPU core's cache."""
 GPU_TILE = (4096, 2**25)
 """128 MiB in fp32: large enough for a GPU's matrix products."""
+ALIGNED = 64
+"""On a GPU the vocabulary entries of a tile are a multiple of this: it multiplies matrices whose
+rows begin at odd addresses without its fast kernels."""
 LOWEST = -1e30
 """Below every logit, and far enough from infinity to subtract from."""
 
@@ -59,16 +64,32 @@ def linear_logprobs(
     *,
     keep: bool,
     entropy_grad: bool = False,
+    compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(transform(hidden @ weight.T + bias)) at the labels; entropies; [S] each.
 
     Products have the type of `hidden` (under autocast, autocast's); everything else is at least
-    fp32. The entropies carry a gradient only with `entropy_grad`.
+    fp32. The entropies carry a gradient only with `entropy_grad`. `compile`: the arithmetic of a
+    tile is fused by torch.compile.
     """
     logprobs_S, entropy_S = _LinearLogprobs.apply(
-        hidden_SH, weight_VH, bias_V, labels_S, transform, keep and torch.is_grad_enabled()
+        hidden_SH,
+        weight_VH,
+        bias_V,
+        labels_S,
+        transform,
+        keep and torch.is_grad_enabled(),
+        compiled if compile else _as_it_is,
     )
     return logprobs_S, entropy_S if entropy_grad else entropy_S.detach()
+
+
+Prepare = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a function as it is to be called: itself, or compiled."""
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -81,13 +102,14 @@ class _LinearLogprobs(torch.autograd.Function):
         labels_S: Tensor,
         transform: LogitTransform,
         keep: bool,
+        prepare: Prepare,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         device = hidden_SH.device.type
         cast = torch.is_autocast_enabled(device) and hidden_SH.dtype is not torch.float64
         type = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
         product = _Product(hidden_SH, weight_VH, bias_V, type)
-        statistics = _Statistics(labels_S, product.exact)
+        statistics = _Statistics(labels_S, product.exact, prepare(_fold))
         kept = []
         for tokens, vocabulary in product.tiles():
             logits = transform(product(tokens, vocabulary))
@@ -101,7 +123,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *kept
         )
-        ctx.transform, ctx.type = transform, type
+        ctx.transform, ctx.type, ctx.prepare = transform, type, prepare
         return statistics.label_S - normaliser_S, entropy_S
 
     @staticmethod
@@ -123,7 +145,7 @@ class _LinearLogprobs(torch.autograd.Function):
         tiles = iter(kept)
         for tokens, vocabulary in product.tiles():
             logits = next(tiles) if kept else ctx.transform(product(tokens, vocabulary))
-            slope = _slope(
+            slope = ctx.prepare(_slope)(
                 logits - normaliser_S[tokens, None],
                 entropy_S[tokens, None],
                 grad_logprobs_S[tokens, None],
@@ -141,7 +163,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if sum_bias_V is not None:
                 sum_bias_V[vocabulary] += slope.sum(0)
             del typed  # in 16 bits a copy; free it before the next tile is computed
-        return *sums, None, None, None
+        return *sums, None, None, None, None
 
 
 class _Product:
@@ -153,9 +175,11 @@ class _Product:
         self.type = type
         self.exact = torch.promote_types(torch.float32, type)
         self.hidden_SH, self.weight_VH, self.bias_V = hidden_SH.to(type), weight_VH, bias_V
-        tokens, logits = CPU_TILE if hidden_SH.device.type == "cpu" else GPU_TILE
+        on_cpu = hidden_SH.device.type == "cpu"
+        tokens, logits = CPU_TILE if on_cpu else GPU_TILE
         self.tokens = max(1, min(tokens, hidden_SH.shape[0]))
-        self.entries = max(1, logits // self.tokens)
+        entries = max(1, logits // self.tokens)
+        self.entries = entries if on_cpu else entries - entries % ALIGNED
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield the tokens and vocabulary entries of each tile, always in the same order."""
@@ -169,15 +193,17 @@ class _Product:
 
     def __call__(self, tokens: slice, vocabulary: slice) -> Tensor:
         """Return the output of a tile, [C, N]."""
-        output = torch.mm(self.hidden_SH[tokens], self.weight_VH[vocabulary].to(self.type).T)
-        output = output.to(self.exact)
+        weight_NH = self.weight_VH[vocabulary].to(self.type)
+        output = _multiply(self.hidden_SH[tokens], weight_NH.T, self.exact)
         return output if self.bias_V is None else output + self.bias_V[vocabulary].to(self.exact)
 
 
 class _Statistics:
     """Sums of each token's softmax over the tiles so far, with d = logit - highest_S."""
 
-    def __init__(self, labels_S: Tensor, type: torch.dtype) -> None:
+    def __init__(self, labels_S: Tensor, type: torch.dtype, fold: Callable[..., None]) -> None:
+        """`fold` is `_fold`, or compiled."""
+        self._fold = fold
         zeros_S = torch.zeros(labels_S.shape, dtype=type, device=labels_S.device)
         self.labels_S = labels_S
         self.highest_S = zeros_S + LOWEST
@@ -190,17 +216,21 @@ class _Statistics:
 
     def fold(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
         """Add the logits [C, N] of a tile."""
-        before, exp, product = self.highest_S[tokens], self.exp_S[tokens], self.product_S[tokens]
-        highest = torch.maximum(before, logits.amax(-1))
-        shift = before - highest
-        distance = logits - highest[:, None]
-        weight = distance.exp()
-        product.add_(exp * shift).mul_(shift.exp()).add_((distance.mul_(weight)).sum(-1))
-        exp.mul_(shift.exp()).add_(weight.sum(-1))
-        before.copy_(highest)
+        self._fold(logits, self.highest_S[tokens], self.exp_S[tokens], self.product_S[tokens])
         index, inside = _in_tile(self.labels_S[tokens], vocabulary)
         label = logits.gather(-1, index[:, None])[:, 0]
         self.label_S[tokens] += torch.where(inside, label, 0.0)
+
+
+def _fold(logits: Tensor, highest: Tensor, exp: Tensor, product: Tensor) -> None:
+    """Add the logits [C, N] of a tile to the sums [C] of its tokens, in place."""
+    before = highest.clone()
+    torch.maximum(before, logits.amax(-1), out=highest)
+    shift = before - highest
+    distance = logits - highest[:, None]
+    weight = distance.exp()
+    product.add_(exp * shift).mul_(shift.exp()).add_((distance.mul_(weight)).sum(-1))
+    exp.mul_(shift.exp()).add_(weight.sum(-1))
 
 
 def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
@@ -228,4 +258,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype is left.dtype:
         total.addmm_(left, right)
     else:
-        total += left @ right
+        total += _multiply(left, right, total.dtype)
+
+
+def _multiply(left: Tensor, right: Tensor, exact: torch.dtype) -> Tensor:
+    """Return left @ right in `exact`; on a GPU without rounding the sums to 16 bits before."""
+    if left.dtype is not exact and left.device.type == "cuda":
+        return torch.mm(left, right, out_dtype=exact)
+    return (left @ right).to(exact)

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenttrain.engines.vision import Features, Piece, Vision, embed
-from agenttrain.training.attention import make_varlen
-from agenttrain.training.batch import Microbatch, PackedImages, make_blocks, packed_positions
+from agenttrain.training.attention import PackedTree
+from agenttrain.training.batch import Microbatch, PackedImages, packed_positions
 
 
 def hidden_with_images(
@@ -45,13 +45,11 @@ def hidden_with_images(
         images.positions_3T.device,
     )
     if packed:
-        keywords = {"varlen": make_varlen(segments, device)} if varlen else {}
         output = language(
             **embed(model, ids_T[None], images.pieces, known),
             position_ids=images.positions_3T[:, None],
-            blocks=make_blocks(segments, device),
+            blocks=PackedTree(segments, device, use_varlen=varlen),
             use_cache=False,
-            **keywords,
         )
         hidden_TH: Tensor = output.last_hidden_state[0]
         return hidden_TH

@@ -25,10 +25,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agenttrain.engines.vision import Vision
 from agenttrain.training.attention import (
+    PackedTree,
     UnsupportedAttention,
     backbone,
+    exclude_from_compilation,
     has_kernel,
-    make_varlen,
     packing,
 )
 from agenttrain.training.batch import (
@@ -36,13 +37,13 @@ from agenttrain.training.batch import (
     Segment,
     SequenceKey,
     TrainingSequence,
-    make_blocks,
     one_after_the_other,
     pack,
     packed_positions,
     positions,
     stand_in,
 )
+from agenttrain.training.compilation import compiled_layers
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.head import LogitTransform, linear_logprobs
 from agenttrain.training.images import hidden_with_images
@@ -57,6 +58,8 @@ Value = TypeVar("Value")
 LOGIT_BYTES = 4
 """Bytes of a logit in fp32, in which logits are normalised."""
 MEGABYTE = 2**20
+EXACT = (torch.float32, torch.float64)
+"""Formats in which two ways to compute the same hidden states agree to 1e-4."""
 CHUNK_LOGITS = 2**24
 """Most logits at once of a head that is more than a linear layer (64 MiB in fp32)."""
 
@@ -92,17 +95,22 @@ class Scorer(nn.Module):
         logits_budget_mb: int,
         share_prefix: SharePrefix = SharePrefix.auto,
         entropy_grad: bool = False,
+        compile: bool = False,
         defer: bool = False,
         key: str = "model.path",
         vision: Vision | None = None,
     ) -> None:
-        """`key` is the setting that names the model, for errors; `vision` reads its images."""
+        """`key` is the setting that names the model, for errors; `vision` reads its images.
+
+        `compile`: layers and head are compiled (`agenttrain.training.compilation`).
+        """
         super().__init__()
         self.model = model
         self.vision = vision
         self.transform = replace(logit_transform(model), temperature=temperature)
         self.logits_budget_mb = logits_budget_mb
         self.entropy_grad = entropy_grad
+        self.use_compile = compile
         self.lengths = length_limits(model)
         self._share_prefix, self._key = share_prefix, key
         if not defer:
@@ -158,16 +166,37 @@ class Scorer(nn.Module):
         elif self.packed and self._share_prefix is SharePrefix.auto:
             self.least_shared = least_prefix(model.config.get_text_config().hidden_size)
         ids_T = trial_ids(model, device)
-        with (
-            torch.no_grad(),
-            self.ready(),
-            autocast or nullcontext(),
-            counting_calls() as self.kernels,
-        ):
-            inside(lambda _: self._hidden(ids_T, TRIAL))
+        with self._ready(), autocast or nullcontext():
+            with torch.no_grad(), counting_calls() as self.kernels:
+                hidden_TH = inside(lambda _: self._hidden(ids_T, TRIAL))
+            if self.use_compile:
+                self._check_compiled(ids_T, hidden_TH)
         # In float32 without autocast no layer used the kernel.
         self.varlen = self.varlen and Kernel.varlen in self.kernels
         release_gathered(self)
+
+    def _check_compiled(self, ids_T: Tensor, hidden_TH: Tensor) -> None:
+        """Compile the layers by a pass in both directions over the trial.
+
+        Raises UnsupportedModel if that fails, or gives other hidden states than `hidden_TH`.
+        """
+        exclude_from_compilation()
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        try:
+            with torch.enable_grad(), compiled_layers(self.model):
+                compiled_TH = self._hidden(ids_T, TRIAL)
+                if trained:
+                    torch.autograd.grad(compiled_TH.float().sum(), trained, allow_unused=True)
+            gap = (compiled_TH.detach() - hidden_TH).abs().max() / hidden_TH.abs().max()
+            reason = f"its hidden states differ by {gap.item():.2g} (relative)"
+        except Exception as error:  # torch's compiler raises whatever its parts raise
+            gap, reason = torch.tensor(torch.inf), f"{type(error).__name__}: {error}"
+        # Not `gap > allowed`: NaN has to count as a difference.
+        if not gap.item() <= (1e-4 if hidden_TH.dtype in EXACT else 5e-2):
+            raise UnsupportedModel(
+                f"training.compile=true: {type(self.model).__name__} cannot be compiled: {reason}. "
+                "Set training.compile=false."
+            )
 
     def copy_layout(self, other: Scorer) -> None:
         """Compute as another scorer does whose model differs only in its weights."""
@@ -193,6 +222,11 @@ class Scorer(nn.Module):
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Prepare the model for calls of `forward` and their backward passes in the block."""
+        with self._ready(), compiled_layers(self.model) if self.use_compile else nullcontext():
+            yield
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
         training = self.model.training
         # With dropout the policy would not be the one that sampled.
         self.model.eval()
@@ -232,6 +266,7 @@ class Scorer(nn.Module):
             transform=self.transform,
             logits_budget_mb=self.logits_budget_mb,
             entropy_grad=self.entropy_grad,
+            compile=self.use_compile,
         )
 
     def _hidden(self, token_ids_T: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -295,6 +330,7 @@ def head_logprobs(
     transform: LogitTransform,
     logits_budget_mb: int,
     entropy_grad: bool = False,
+    compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(transform(head(hidden))) at the labels, and the entropies, [S] each.
 
@@ -312,6 +348,7 @@ def head_logprobs(
             transform,
             keep=logits * LOGIT_BYTES <= logits_budget_mb * MEGABYTE,
             entropy_grad=entropy_grad,
+            compile=compile,
         )
     with torch.no_grad():
         vocabulary = head(hidden_SH[:1]).shape[-1]
@@ -397,13 +434,11 @@ def packed_hidden(
     `varlen`: use the kernel for sequences of any length, which the device must have.
     """
     device = token_ids_T.device
-    keywords = {"varlen": make_varlen(segments, device)} if varlen else {}
     output = backbone(model)(
         input_ids=token_ids_T[None],
-        position_ids=positions(segments)[None].to(device),
-        blocks=make_blocks(segments, device),
+        position_ids=positions(segments)[None].to(device, non_blocking=True),
+        blocks=PackedTree(segments, device, use_varlen=varlen),
         use_cache=False,
-        **keywords,
     )
     return output.last_hidden_state[0]
 
@@ -476,7 +511,7 @@ def why_not_packed(
         return f"the kernel for sequences of any length fails ({error})"
     finally:
         model.train(training)
-    exact = packed_TH.dtype in (torch.float32, torch.float64) and not cast
+    exact = packed_TH.dtype in EXACT and not cast
     allowed = 1e-4 if exact else 5e-2
     packed_TH, separate_TH = packed_TH.float(), separate_TH.float()
     gap = (packed_TH - separate_TH).abs().max().item() / separate_TH.abs().max().item()

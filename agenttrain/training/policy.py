@@ -140,6 +140,7 @@ class Policy:
             logits_budget_mb=training.logits_budget_mb,
             entropy_grad=algorithm.has_bonus,
             share_prefix=training.share_prefix,
+            compile=training.compile,
             defer=True,
             vision=vision,
         )

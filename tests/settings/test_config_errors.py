@@ -316,6 +316,10 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         ),
         (("distributed=fsdp2", "distributed.node_rank=0"), "is for distributed.nodes > 1"),
         (
+            ("distributed=fsdp2", "training.compile=true"),
+            "set training.compile=false, or distributed=ddp",
+        ),
+        (
             ("distributed=ddp", "distributed.cpu_offload=true"),
             "has no effect with distributed=ddp; add distributed=fsdp2",
         ),

@@ -22,6 +22,7 @@ from agenttrain.training.attention import (
     varlen_kernel,
 )
 from agenttrain.training.batch import Segment, one_after_the_other
+from agenttrain.training.kernels import Kernel, counting_calls
 from agenttrain.training.logprobs import (
     TRIAL,
     Scorer,
@@ -35,11 +36,22 @@ PREFIX = Segment(5, 3)
 SHARED = (Segment(0, 5), PREFIX, Segment(8, 2, PREFIX), Segment(10, 1, PREFIX))
 
 
-def plain(query, key, value, queries_B, keys_B, longest_q, longest_k, **keywords):
+def plain(
+    query,
+    key,
+    value,
+    queries_B,
+    keys_B,
+    longest_q,
+    longest_k,
+    *,
+    scale,
+    window_size,
+    enable_gqa=False,
+):
     """What torch's documentation says of `varlen_attn`, sequence by sequence, in any format."""
-    assert keywords.pop("window_size") == (-1, 0)
-    scale, gqa = keywords.pop("scale"), keywords.pop("enable_gqa")
-    assert not keywords
+    before, after = window_size
+    assert after == 0
     lengths_q, lengths_k = queries_B.diff().tolist(), keys_B.diff().tolist()
     assert (max(lengths_q), max(lengths_k)) == (longest_q, longest_k)
     outputs = []
@@ -52,8 +64,12 @@ def plain(query, key, value, queries_B, keys_B, longest_q, longest_k, **keywords
         strict=True,
     ):
         mask = torch.ones(m, n, dtype=torch.bool).tril(n - m)  # the last of both together
+        if before >= 0:
+            mask = mask.triu(n - m - before)
         states = (state.transpose(0, 1)[None] for state in (q, k, v))
-        out = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=gqa)
+        out = scaled_dot_product_attention(
+            *states, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -90,6 +106,44 @@ def test_hidden_states_are_those_of_separate_passes(monkeypatch, segments):
     with torch.no_grad():
         expected_TH = separate_hidden(model, ids_T, segments)
     assert torch.allclose(found_TH, expected_TH, atol=1e-5)
+
+
+def test_the_kernel_honours_a_window(monkeypatch):
+    """Query i attends to keys i - 2 … i, also where these are of the prefix."""
+    on_cpu(monkeypatch)
+    model = tiny.model(
+        initializer_range=0.4,
+        use_sliding_window=True,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    ids_T = torch.arange(11) * 7 % 300
+    with torch.no_grad(), packing(model), counting_calls() as kernels:
+        found_TH = packed_hidden(model, ids_T, SHARED, varlen=True)
+    assert kernels[Kernel.varlen] == 2
+    with torch.no_grad():
+        expected_TH = separate_hidden(model, ids_T, SHARED)
+    assert torch.allclose(found_TH, expected_TH, atol=1e-5)
+
+
+def test_a_kernel_without_the_keyword_for_grouped_queries_is_called_without_it(monkeypatch):
+    """torch 2.11 and 2.12 take fewer heads of keys, and have no `enable_gqa`."""
+
+    def older(query, key, value, a, b, m, n, *, return_aux=None, scale=None, window_size=(-1, -1)):
+        return plain(
+            query, key, value, a, b, m, n, scale=scale, window_size=window_size, enable_gqa=True
+        )
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(11, 4, 8), torch.randn(11, 2, 8), torch.randn(11, 2, 8)
+    layout = make_varlen(SHARED, CPU)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
+    varlen_kernel.cache_clear()
+    try:
+        found = attend_varlen(query, key, value, layout, Scoring(), varlen_kernel())
+    finally:
+        varlen_kernel.cache_clear()
+    assert torch.equal(found, attend_varlen(query, key, value, layout, Scoring(), plain))
 
 
 def test_the_kernel_is_called_once_per_layer(monkeypatch):
@@ -164,7 +218,7 @@ def test_a_kernel_that_fails_is_not_used(monkeypatch):
         (torch.bfloat16, 128, 128, Scoring(), True),
         (torch.float16, 64, 64, Scoring(scale=0.1), True),
         (torch.float32, 64, 64, Scoring(), False),
-        (torch.bfloat16, 64, 64, Scoring(window=128), False),
+        (torch.bfloat16, 64, 64, Scoring(window=128), True),
         (torch.bfloat16, 64, 64, Scoring(softcap=50.0), False),
         (torch.bfloat16, 64, 64, Scoring(sinks=torch.zeros(2)), False),
         (torch.bfloat16, 192, 128, Scoring(), False),
@@ -193,5 +247,5 @@ def test_torchs_kernel_takes_what_it_is_given():
     with mode:
         query = torch.empty(11, 4, 8, dtype=torch.bfloat16)
         key, value = torch.empty(2, 11, 2, 8, dtype=torch.bfloat16)
-        output = attend_varlen(query, key, value, layout, None, varlen_kernel())
+        output = attend_varlen(query, key, value, layout, Scoring(), varlen_kernel())
     assert output.shape == (11, 4, 8)

@@ -1,0 +1,53 @@
+"""torch.compile for the layers of the policy and the arithmetic of its head.
+
+A layer's elementwise work (norms, rotary positions, gates, residuals) is then a few fused kernels:
+on a GPU a step takes less time and memory. Attention is left as it is. Code is made once for all
+layers of a class and all lengths, at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from agenttrain.training.sharding import layers
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled for any shape."""
+    return torch.compile(function, dynamic=True)
+
+
+@contextmanager
+def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Compile the layers' forward passes in the block.
+
+    Only there: an engine that samples from the same model calls its layers in other ways.
+    """
+    changed: list[Any] = layers(model)
+    for layer in changed:
+        layer.forward = partial(_forward, layer)
+    try:
+        yield
+    finally:
+        for layer in changed:
+            del layer.forward
+
+
+def _forward(layer: Any, *states: Any, **keywords: Any) -> Any:
+    function = type(layer).forward
+    # From transformers 5.23 on, checkpointing is part of `forward`, and torch compiles nothing
+    # inside a checkpoint that it meets while it compiles. Before, it is around `forward`.
+    if function.__code__.co_name != "forward_with_checkpointing":
+        return compiled(function)(layer, *states, **keywords)
+    layer_forward = compiled(function.__wrapped__)
+    if layer.gradient_checkpointing and layer.training:
+        call = partial(layer_forward, layer, **keywords)
+        return layer._gradient_checkpointing_func(call, *states)
+    return layer_forward(layer, *states, **keywords)
