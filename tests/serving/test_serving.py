@@ -312,7 +312,8 @@ def test_bad_requests_get_openais_errors(serve, body, problem) -> None:
 
 def test_a_body_that_is_nested_too_deeply_is_refused(serve) -> None:
     url = f"{serve('never').url}/chat/completions"
-    response = httpx.post(url, content=b'{"messages":' + b"[" * 100_000, timeout=30)
+    body, headers = b'{"messages":' + b"[" * 100_000, {"content-type": "application/json"}
+    response = httpx.post(url, content=body, headers=headers, timeout=30)
     assert response.status_code == 400
     assert "the body is not JSON" in response.json()["error"]["message"]
 
