@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from agenttrain.agents.attempt import EndpointRollout
 from agenttrain.agents.replays import Delivery, Replays
 from agenttrain.chat.wire import anthropic, openai
+from agenttrain.chat.wire.fields import shown
 from agenttrain.chat.wire.http import read, read_body
 from agenttrain.chat.wire.normal import Answer, Question
 from agenttrain.chat.wire.openai import RequestError, read_object
@@ -277,9 +277,9 @@ def _ending(data: Mapping[str, Any]) -> list[Message]:
 def read_reward(value: object) -> float:
     """Return an agent's reward; raises RequestError for anything but a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"reward={value}: needs a number", param="reward")
-    if not (math.isfinite(value) and abs(value) <= LARGEST):
-        raise RequestError(f"reward={value}: must be at most {LARGEST:g}", param="reward")
+        raise RequestError(f"reward={shown(value)}: needs a number", param="reward")
+    if not abs(value) <= LARGEST:
+        raise RequestError(f"reward={shown(value)}: must be at most {LARGEST:g}", param="reward")
     return float(value)
 
 
