@@ -270,15 +270,13 @@ class EndpointRollout:
             "min_p": (ours.min_p, 0),
         }
         changing = {k: v for k, v in question.sampling.items() if v not in neutral.get(k, ())}
-        if question.stops:
-            changing["stop"] = list(question.stops)
         if not changing:
             return
         if self.settings.on_sampling is OnSampling.override:
             self.counts["agent/overridden"] += 1
             return
         name, value = next(iter(changing.items()))
-        if name == "stop":
+        if name in ("stop", "stop_sequences"):
             reason = "a completion is never cut after it was sampled"
         elif name in neutral or name == "seed":
             reason = (

@@ -60,6 +60,8 @@ def read_question(data: Mapping[str, Any]) -> Question:
             )
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
     sampling |= _edits(request.context_management)
+    if request.stop_sequences:
+        sampling["stop_sequences"] = request.stop_sequences
     form, one_call = _form(request)
     if one_call:
         sampling["tool_choice.disable_parallel_tool_use"] = True
@@ -93,7 +95,6 @@ def read_question(data: Mapping[str, Any]) -> Question:
         model=request.model,
         max_tokens=request.max_tokens,
         sampling=sampling,
-        stops=tuple(text for text in request.stop_sequences or () if text),
         stream=request.stream,
     )
 

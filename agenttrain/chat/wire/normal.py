@@ -28,9 +28,8 @@ class Question:
     model: str | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters that change the distribution sampled from, and fields that nobody follows, as the
-    request names them."""
-    stops: tuple[str, ...] = ()
+    """Parameters that change the distribution sampled from, texts that end the answer, and fields
+    that nobody follows, as the request names them."""
     form: AnswerForm = ANY_FORM
     """Calls or JSON that the request demands."""
     stream: bool = False

@@ -178,6 +178,8 @@ def read_question(data: Mapping[str, Any]) -> Question:
     schemas = request.schemas
     check_form(form, schemas)
     sampling = {name: data[name] for name in SAMPLING if data.get(name) is not None}
+    if request.stops:
+        sampling["stop"] = request.stops
     return Question(
         messages=read_messages(request, text_arguments=True),
         schemas=schemas,
@@ -185,7 +187,6 @@ def read_question(data: Mapping[str, Any]) -> Question:
         model=request.model,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         sampling=sampling | changing,
-        stops=request.stops,
         stream=request.stream,
         include_usage=bool((request.stream_options or {}).get("include_usage")),
     )
