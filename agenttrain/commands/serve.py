@@ -91,8 +91,8 @@ def serve(config: RunConfig, options: ServeOptions, *, engine_named: bool = Fals
         own_server = not problems
     if own_server and options.hosts:
         raise ConfigError(
-            f"hosts={','.join(options.hosts)}: the own server of engine={config.engine.name} answers "
-            "to every name; leave it out"
+            f"hosts={','.join(options.hosts)}: the own server of engine={config.engine.name} "
+            "answers to every name; leave it out"
         )
     try:
         listener = listen(options.host, options.port)  # before the model is loaded
