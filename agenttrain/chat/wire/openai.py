@@ -126,12 +126,17 @@ def _finite(text: str) -> float:
     return value
 
 
+STRICT = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
+
+
 def read_json(text: str | bytes) -> Any:
     """Parse JSON without Python's NaN and Infinity, which no answer could repeat.
 
     Raises ValueError or RecursionError.
     """
-    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "surrogatepass")
+    return STRICT.decode(text)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
