@@ -453,8 +453,8 @@ def _play(arguments: Sequence[str]) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    """Run `serve [run=<folder>] [step=N|best] [host=…] [port=…] [name=…] [overrides]`: answer
-    chat requests."""
+    """Run `serve [run=<folder>] [step=N|best] [host=…] [port=…] [hosts=…] [name=…] [overrides]`:
+    answer chat requests."""
     from agenttrain.commands import serve
 
     options, overrides = serve.parse(arguments)

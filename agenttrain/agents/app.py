@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
 import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -26,14 +25,15 @@ from starlette.types import Receive, Scope, Send
 from agenttrain.agents.attempt import EndpointRollout
 from agenttrain.agents.replays import Delivery, Replays
 from agenttrain.chat.wire import anthropic, openai
+from agenttrain.chat.wire.fields import shown
+from agenttrain.chat.wire.http import read, read_body
 from agenttrain.chat.wire.normal import Answer, Question
 from agenttrain.chat.wire.openai import RequestError, read_object
 from agenttrain.rewards.function import LARGEST
+from agenttrain.types import Message
 
 KEPT_ALIVE_S = 10.0
 """Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
-MAX_BODY = 64 * 2**20
-"""Bytes of a request at most."""
 ON_RESET = "agenttrain.on_reset"
 """Key of a request's scope: called when its connection is reset after the answer was written."""
 LOST_S = 10.0
@@ -74,8 +74,14 @@ class Api:
 
     def question(self, body: bytes) -> Question:
         """Read a request; raises RequestError."""
-        data = read_object(body)
-        return anthropic.read_question(data) if self.anthropic else openai.read_question(data)
+        return replace(self.question_of(read_object(body)), size=len(body))
+
+    def question_of(self, data: Mapping[str, Any]) -> Question:
+        """Read a request that is parsed; raises RequestError."""
+        try:
+            return anthropic.read_question(data) if self.anthropic else openai.read_question(data)
+        except RecursionError as error:
+            raise RequestError("the request is nested too deeply") from error
 
     def body(self, answer: Answer) -> dict[str, Any]:
         """Return an answer in one piece."""
@@ -179,9 +185,9 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
     async def complete(request: Request) -> Response:
         api = APIS[request.url.path.partition("/v1/")[2]]
         opened = _authorised(request, find)
-        body = await _body(request)
         try:
-            question = api.question(body)
+            body = await read_body(request, opened.rollout.max_context)
+            question = await read(len(body), api.question, body)
         except RequestError as error:
             opened.rollout.refuse(error)
             raise
@@ -190,14 +196,15 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
             request.url.path,
             body,
             key=request.headers.get("idempotency-key"),
-            retry=retries.isdecimal() and int(retries) > 0,
+            retry=retries.isdecimal() and bool(retries.strip("0")),
             sample=lambda: opened.rollout.answer(question, text_arguments=not api.anthropic),
         )
         return AnswerResponse(opened, delivery, api, question)
 
     async def count_tokens(request: Request) -> Response:
         opened = _authorised(request, find)
-        question = APIS["messages"].question(await _body(request))
+        body = await read_body(request, opened.rollout.max_context)
+        question = await read(len(body), APIS["messages"].question, body)
         count = await asyncio.to_thread(opened.rollout.count_tokens, question)
         return JSONResponse({"input_tokens": count})
 
@@ -212,24 +219,19 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
 
     async def reward(request: Request) -> Response:
         opened = _authorised(request, find)
-        value = read_object(await _body(request)).get("reward")
-        opened.rollout.reward = read_reward(value)
+        body = await read_body(request, opened.rollout.max_context)
+        opened.rollout.reward = read_reward(read_object(body).get("reward"))
         return JSONResponse({"reward": opened.rollout.reward})
 
     async def finish(request: Request) -> Response:
         opened = _authorised(request, find)
-        body = await _body(request)
-        data = read_object(body) if body.strip() else {}
-        if data.get("reward") is not None:
-            opened.rollout.reward = read_reward(data["reward"])
-        messages = []
-        if data.get("messages"):
-            # A conversation that ends with replies: the last answer may stand at its end too.
-            ends = {"role": "user", "content": ""}
-            api = APIS["messages" if data.get("api") == "anthropic" else "chat/completions"]
-            given = [*data["messages"], ends]
-            messages = api.question(json.dumps({"messages": given}).encode()).messages[:-1]
-        opened.rollout.finish(messages)
+        body = await read_body(request, opened.rollout.max_context)
+        data = await read(len(body), read_object, body) if body.strip() else {}
+        given = None if data.get("reward") is None else read_reward(data["reward"])
+        messages = await read(len(body), _ending, data)
+        await opened.rollout.finish(messages, size=len(body))
+        if given is not None:
+            opened.rollout.reward = given
         return JSONResponse({"finished": True})
 
     async def refuse(request: Request, error: Exception) -> Response:
@@ -259,12 +261,25 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
     )
 
 
+def _ending(data: Mapping[str, Any]) -> list[Message]:
+    """Return the conversation with which a rollout is finished. Raises RequestError."""
+    given = data.get("messages")
+    if not given:
+        return []
+    if not isinstance(given, list):
+        raise RequestError("messages: needs a list of messages", param="messages")
+    api = APIS["messages" if data.get("api") == "anthropic" else "chat/completions"]
+    # It ends with replies, and the last answer may stand at its end too.
+    asked = [*given, {"role": "user", "content": ""}]
+    return api.question_of({"messages": asked}).messages[:-1]
+
+
 def read_reward(value: object) -> float:
     """Return an agent's reward; raises RequestError for anything but a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"reward={value}: needs a number", param="reward")
-    if not (math.isfinite(value) and abs(value) <= LARGEST):
-        raise RequestError(f"reward={value}: must be at most {LARGEST:g}", param="reward")
+        raise RequestError(f"reward={shown(value)}: needs a number", param="reward")
+    if not abs(value) <= LARGEST:
+        raise RequestError(f"reward={shown(value)}: must be at most {LARGEST:g}", param="reward")
     return float(value)
 
 
@@ -283,21 +298,6 @@ def _authorised(request: Request, find: Callable[[str], Open | None]) -> Open:
         )
     opened.seen()
     return opened
-
-
-async def _body(request: Request) -> bytes:
-    pieces, size = [], 0
-    try:
-        async for piece in request.stream():
-            size += len(piece)
-            if size > MAX_BODY:
-                raise RequestError(
-                    f"the body has more than {MAX_BODY:,} bytes; shorten it", status=413
-                )
-            pieces.append(piece)
-    except ClientDisconnect as error:
-        raise RequestError("the client left in the middle of its request") from error
-    return b"".join(pieces)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, served
 from agenttrain.agents.conversations import (
@@ -22,9 +21,11 @@ from agenttrain.agents.conversations import (
     in_call_order,
     tools_digest,
 )
-from agenttrain.agents.plans import Plan, RequestPlanner
+from agenttrain.agents.plans import Plan, RequestPlanner, Suffix
 from agenttrain.agents.transcript import Transcript, call_error
 from agenttrain.chat.chat import Chat
+from agenttrain.chat.wire.fields import MOST_SHOWN, shown
+from agenttrain.chat.wire.http import read
 from agenttrain.chat.wire.normal import Answer, Question, issued_calls, issued_message
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine, EngineDead, EngineError
@@ -46,8 +47,6 @@ from agenttrain.utils.seeds import derive_seed
 
 SIDE = "agent"
 """Role of the trajectories of conversations that begin unlike the first one."""
-LARGE = 2**15
-"""Characters of a request that is read in a thread, so that other rollouts go on."""
 BUSY = "one_request_at_a_time"
 """Code of the error that a request gets while another one is in flight, in lockstep."""
 
@@ -124,10 +123,16 @@ class EndpointRollout:
         self.failure: EngineDead | None = None
         self.over = asyncio.Event()
         """Set once no request is answered any more."""
+        self._closed = False
         self._in_engine: set[str] = set()
         """Sessions with a request in flight."""
         self._answered: set[IssuedTurn] = set()
         """Turns the results of whose calls are recorded."""
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of one trajectory."""
+        return self.policy.engine.max_context
 
     async def answer(self, question: Question, *, text_arguments: bool = True) -> Answer:
         """Sample the answer to a request. Raises RequestError.
@@ -157,10 +162,11 @@ class EndpointRollout:
         """Return the number of tokens of a request's prompt. Raises RequestError."""
         return len(self._planner.render(in_call_order(question.messages), question.schemas))
 
-    def finish(self, messages: Sequence[Message] = ()) -> None:
+    async def finish(self, messages: Sequence[Message] = (), *, size: int = 0) -> None:
         """End the rollout; a conversation's replies to its last turn's calls become part of it.
 
-        Raises RequestError for messages that do not continue the newest turn.
+        `size` is that of the request in bytes. Raises RequestError for messages that do not
+        continue the newest turn.
         """
         if messages:
             if self._changing.locked():
@@ -168,27 +174,33 @@ class EndpointRollout:
                     "messages: a request of this rollout is being read; wait for its answer",
                     param="messages",
                 )
-            ordered = in_call_order(messages)
-            transcript = self.trained
-            match = _match(transcript, ordered)
-            turn = match.turn
-            if turn is None or not transcript.is_tail(turn):
-                raise RequestError(
-                    "messages: they do not continue the last turn of a trajectory; send the "
-                    "conversation with the replies to its last calls, or leave them out",
-                    param="messages",
-                )
-            replies = self._planner.replies(turn, match.added)
-            trajectory = self.rollout.trajectories[turn.trajectory]
-            suffix = self._planner.suffix(turn, replies, generation_prompt=False) if replies else []
-            if trajectory.length + sum(len(ids) for _, ids in suffix) <= (
-                self.policy.engine.max_context
-            ):
-                self._record_results(turn, replies)
-                for origin, ids in suffix:
-                    trajectory.append_context(ids, origin)
-                trajectory.messages += replies
+            async with self._changing:
+                turn, replies, suffix = await read(size, self._read_ending, messages)
+                if self._closed:
+                    raise RequestError("the rollout has ended", status=403)
+                trajectory = self.rollout.trajectories[turn.trajectory]
+                length = trajectory.length + sum(len(ids) for _, ids in suffix)
+                if length <= self.max_context:
+                    self._record_results(turn, replies)
+                    for origin, ids in suffix:
+                        trajectory.append_context(ids, origin)
+                    trajectory.messages += replies
         self.end(StopReason.completed, "the agent has finished")
+
+    def _read_ending(self, messages: Sequence[Message]) -> tuple[IssuedTurn, list[Message], Suffix]:
+        """Return the turn that a conversation ends, the replies behind it, and their ids."""
+        transcript = self.trained
+        match = _match(transcript, in_call_order(messages))
+        turn = match.turn
+        if turn is None or not transcript.is_tail(turn):
+            raise RequestError(
+                "messages: they do not continue the last turn of a trajectory; send the "
+                "conversation with the replies to its last calls, or leave them out",
+                param="messages",
+            )
+        replies = self._planner.replies(turn, match.added)
+        suffix = self._planner.suffix(turn, replies, generation_prompt=False) if replies else []
+        return turn, replies, suffix
 
     def end(self, reason: StopReason, message: str) -> None:
         """Refuse further requests; the first reason stays."""
@@ -198,6 +210,7 @@ class EndpointRollout:
 
     async def close(self) -> Rollout:
         """Release the sessions, and return the rollout with its counts and results of calls."""
+        self._closed = True
         for transcript in (self.untrained, self.trained):
             for session in reversed(transcript.sessions):
                 if session != self.attempt.rollout_id:
@@ -235,14 +248,7 @@ class EndpointRollout:
                 code="model_not_found",
                 status=404,
             )
-        if question.stops:
-            raise RequestError(
-                "stop: is not supported, because a completion is never cut after it was sampled; "
-                "leave it out",
-                param="stop",
-                code="unsupported_value",
-            )
-        self._check_sampling(question.sampling)
+        self._check_sampling(question)
         if problem is not None:
             raise problem
         if self.policy.lockstep and (self._in_engine or self._changing.locked()):
@@ -254,7 +260,8 @@ class EndpointRollout:
             )
         return self.untrained if kind is Served.frozen else self.trained
 
-    def _check_sampling(self, given: Mapping[str, Any]) -> None:
+    def _check_sampling(self, question: Question) -> None:
+        """Raise RequestError for what would change samples or prompt, or count it as replaced."""
         ours = self.attempt.sampling
         neutral: dict[str, tuple[object, ...]] = {
             "temperature": (ours.temperature, self.policy.limits.temperature),
@@ -262,17 +269,25 @@ class EndpointRollout:
             "top_k": (ours.top_k, 0, -1),
             "min_p": (ours.min_p, 0),
         }
-        biasing = {k: v for k, v in given.items() if v not in neutral.get(k, ())}
-        if not biasing:
+        changing = {k: v for k, v in question.sampling.items() if v not in neutral.get(k, ())}
+        if not changing:
             return
         if self.settings.on_sampling is OnSampling.override:
             self.counts["agent/overridden"] += 1
             return
-        name, value = next(iter(biasing.items()))
+        name, value = next(iter(changing.items()))
+        if name in ("stop", "stop_sequences"):
+            reason = "a completion is never cut after it was sampled"
+        elif name in neutral or name == "seed":
+            reason = (
+                f"the run samples from its policy at temperature {ours.temperature:g}, and other "
+                "samples would bias what it learns"
+            )
+        else:
+            reason = "prompts and samples are the run's, which this could change"
         raise RequestError(
-            f"{name}={value}: the run samples from its policy at temperature "
-            f"{ours.temperature:g}, and other samples would bias what it learns; leave it out, or "
-            "set agent.on_sampling=override, which ignores it",
+            f"{name[:MOST_SHOWN]}={shown(value)}: {reason}; leave it out, or set "
+            "agent.on_sampling=override, which ignores and counts it",
             param=name,
             code="unsupported_value",
         )
@@ -284,11 +299,8 @@ class EndpointRollout:
         async with self._changing:
             # Nothing is awaited from here on until the engine has the request, unless it is large.
             self._check_open()
-            if sum(len(message["content"]) for message in question.messages) < LARGE:
-                request = self._read(transcript, question)
-            else:
-                request = await asyncio.to_thread(self._read, transcript, question)
-                self._check_open()
+            request = await read(question.size, self._read, transcript, question)
+            self._check_open()
             transcript, plan = request.transcript, request.plan
             budget = self._budget(transcript, plan, question.max_tokens)
             if request.match.ambiguous:

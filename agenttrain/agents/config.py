@@ -44,7 +44,7 @@ class Trained(StrEnum):
 
 
 class OnSampling(StrEnum):
-    """Consequence of sampling parameters that are not the run's."""
+    """Consequence of fields that would change samples or prompt, which are the run's."""
 
     refuse = "refuse"
     override = "override"
@@ -105,7 +105,8 @@ class AgentConfig:
     train: Trained = Trained.all
     """Conversations of a rollout that are trained; main: those that begin like the first one."""
     on_sampling: OnSampling = OnSampling.refuse
-    """Consequence of a temperature, top_p, seed … in a request that is not the run's."""
+    """Consequence of a temperature, top_p, seed, stop … in a request that is not the run's, and of
+    other fields that would change samples or prompt."""
     on_failure: OnFailure = OnFailure.error
     """Consequence of an agent that crashes, times out or disconnects."""
     timeout_s: Number = Field(default=600.0, gt=0)

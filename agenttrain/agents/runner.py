@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from agenttrain.agents.app import ON_RESET, Open, build_app
 from agenttrain.agents.attempt import Attempt, EndpointRollout, ServedPolicy
@@ -36,6 +35,7 @@ from agenttrain.agents.workers import WorkerAgent
 from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.grammar import ANY_FORM, AnswerForm, grammar_problem
+from agenttrain.chat.wire.http import BoundedHead
 from agenttrain.chat.wire.normal import Question
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine
@@ -118,7 +118,7 @@ class ExternalAgent:
         """Nothing is kept between rollouts."""
 
 
-class EndpointProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class EndpointProtocol(BoundedHead):
     """uvicorn's HTTP, which also says when a client has not read an answer that was written.
 
     A client that closes its connection with unread bytes resets it.
@@ -379,11 +379,11 @@ class Agents:
 
 def unstructured(form: AnswerForm) -> RequestError:
     """Return the answer to a request that demands a form of an engine without grammars."""
-    param, demanded = "response_format", "JSON"
+    param, field, demanded = "response_format", "response_format or output_config.format", "JSON"
     if form.call:
-        param, demanded = "tool_choice", "a call"
+        param, field, demanded = "tool_choice", "tool_choice", "a call"
     return RequestError(
-        f"{param}: demands {demanded}, which needs a grammar; leave it out, or set "
+        f"{field}: demands {demanded}, which needs a grammar; leave it out, or set "
         f"{names_with(grammars=True)} and rollout.structured_calls=true, and "
         "algorithm.correction=token, which weighs what the grammar rules out",
         param=param,

@@ -231,7 +231,16 @@ class Chat:
         arguments in formats that write them as text. `after` is the role of the message before the
         completion: some generation prompts open the reasoning only after a user's message.
         """
-        text = self.decode([token for token in token_ids if token not in self._stripped])
+        return self.parse_text(self.text_of(token_ids), schemas, turn=turn, after=after)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return a completion's text as `parse` reads it: without what only ends its turn."""
+        return self.decode([token for token in token_ids if token not in self._stripped])
+
+    def parse_text(
+        self, text: str, schemas: Sequence[dict], *, turn: int | str, after: str = "user"
+    ) -> AssistantTurn:
+        """Parse a completion's `text_of` as `parse` does; it may be cut anywhere."""
         return parse_response(
             text,
             self.response,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from socket import socket
+from socket import gethostname, socket
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
@@ -40,15 +40,18 @@ class ServeOptions:
     """0: a free one."""
     name: str
     """Name of the model for clients."""
+    hosts: tuple[str, ...] = ()
+    """Further names by which the server may be asked; "*" stands for all."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[ServeOptions, list[str]]:
-    """Take ``host=``, ``port=``, ``name=`` and ``step=`` out of the arguments.
+    """Take ``host=``, ``port=``, ``hosts=``, ``name=`` and ``step=`` out of the arguments.
 
     `run=` then names the step's checkpoint. Raises ConfigError.
     """
     words, host = first_value(arguments, "host")
     words, port = first_value(words, "port")
+    words, hosts = first_value(words, "hosts")
     words, name = first_value(words, "name")
     words, step = first_value(words, "step")
     if port is not None and (not port.isdecimal() or int(port) > 65535):
@@ -60,7 +63,8 @@ def parse(arguments: Sequence[str]) -> tuple[ServeOptions, list[str]]:
         words = [text for text in words if not text.startswith("run=")]
         words.append(f"run={checkpoint_of(folder, step)}")
     served = name or ("agent" if folder is None else run_of(folder).resolve().name)
-    return ServeOptions(host=host or HOST, port=int(port or PORT), name=served), words
+    names = tuple(name.strip() for name in (hosts or "").strip("[]").split(",") if name.strip())
+    return ServeOptions(host=host or HOST, port=int(port or PORT), name=served, hosts=names), words
 
 
 def serve(config: RunConfig, options: ServeOptions, *, engine_named: bool = False) -> int:
@@ -85,6 +89,11 @@ def serve(config: RunConfig, options: ServeOptions, *, engine_named: bool = Fals
         for problem in problems:
             print(f"note: {problem}; until then engine={DEFAULT_ENGINE} answers")
         own_server = not problems
+    if own_server and options.hosts:
+        raise ConfigError(
+            f"hosts={','.join(options.hosts)}: the own server of engine={config.engine.name} "
+            "answers to every name; leave it out"
+        )
     try:
         listener = listen(options.host, options.port)  # before the model is loaded
     except OSError as error:
@@ -130,7 +139,10 @@ def _serve_here(config: RunConfig, options: ServeOptions, listener: socket) -> N
         engine=engine, chat=chat, model=options.name, defaults=config.eval.sampling()
     )
     _announce(config, options, listener.getsockname()[1])
-    run(build_app(server, on_end=engine.aclose), listener)
+    local = options.host in LOOPBACK
+    names = {*LOOPBACK, *options.hosts} | (set() if local else {options.host, gethostname()})
+    app = build_app(server, hosts=names, any_address=not local, on_end=engine.aclose)
+    run(app, listener)
 
 
 def _serve_by_engine(config: RunConfig, options: ServeOptions, listener: socket) -> None:

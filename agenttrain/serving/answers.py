@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from bisect import bisect_left
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.stop_texts import StopScan, before_stop
 from agenttrain.chat.wire.openai import (
     ChatRequest,
     RequestError,
@@ -23,7 +23,7 @@ from agenttrain.chat.wire.openai import (
 from agenttrain.engines.base import Engine, EngineError, Streaming
 from agenttrain.engines.config import Sampling
 from agenttrain.serving.conversations import Conversations, Prompt
-from agenttrain.types import AssistantTurn, Completion, Finish, Message
+from agenttrain.types import AssistantTurn, Finish, Message
 
 KEPT_ALIVE_S = 10.0
 """Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
@@ -53,6 +53,16 @@ class Answering:
         return str(self.messages[-1]["role"])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """An answer's tokens and their reading, up to the first text of `stop`."""
+
+    token_ids: tuple[int, ...]
+    finish: Finish
+    """abort: it ends at a text of `stop`, or the engine ended it."""
+    turn: AssistantTurn
+
+
 @dataclass(slots=True, kw_only=True)
 class ChatServer:
     """Chat completions over an engine, token-exact from turn to turn of a conversation.
@@ -73,14 +83,17 @@ class ChatServer:
 
     async def answer(self, request: ChatRequest) -> dict[str, Any]:
         """Return the `chat.completion`; raises RequestError. Cancelling it aborts the sampling."""
-        answering = self.begin(request)
-        completion, turn = await self._sample(answering)
-        message = await self._remember(answering, completion, turn)
+        return await self.complete(self.begin(request))
+
+    async def complete(self, answering: Answering) -> dict[str, Any]:
+        """Return the `chat.completion` of a request that was begun, as `answer`."""
+        sampled = await self._sample(answering)
+        message = await self._remember(answering, sampled)
         choice: dict[str, Any] = {
             "index": 0,
             "message": message,
             "logprobs": None,
-            "finish_reason": finish_reason(completion.finish, message),
+            "finish_reason": finish_reason(sampled.finish, message),
         }
         body: dict[str, Any] = {
             "id": answering.id,
@@ -88,10 +101,10 @@ class ChatServer:
             "created": answering.created,
             "model": self.model,
             "choices": [choice],
-            "usage": _usage(answering.prompt, completion),
+            "usage": _usage(answering.prompt, sampled),
         }
-        if request.return_token_ids:
-            choice["token_ids"] = list(completion.token_ids)
+        if answering.request.return_token_ids:
+            choice["token_ids"] = list(sampled.token_ids)
             body["prompt_token_ids"] = list(answering.prompt.token_ids)
         return body
 
@@ -113,17 +126,18 @@ class ChatServer:
                 await asyncio.wait((sampling,), timeout=PARSED_S if live else KEPT_ALIVE_S)
                 if live and len(answering.sampled) > parsed and not sampling.done():
                     parsed = len(answering.sampled)
-                    delta = _delta(self._parse(answering, answering.sampled), sent)
+                    text = self.chat.text_of(answering.sampled)
+                    delta = _delta(self._parse(answering, text), sent)
                     if delta:
                         silent_since = time.monotonic()
                         yield self._chunk(answering, delta)
                 if time.monotonic() - silent_since >= KEPT_ALIVE_S:
                     silent_since = time.monotonic()
                     yield None
-            completion, turn = sampling.result()
+            sampled = sampling.result()
         finally:
             sampling.cancel()
-        message = await self._remember(answering, completion, turn)
+        message = await self._remember(answering, sampled)
         final: dict[str, Any] = {}
         for key, before in sent.items():
             text = message.get(key) or ""
@@ -136,13 +150,13 @@ class ChatServer:
             final["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         if final:
             yield self._chunk(answering, final)
-        end = self._chunk(answering, {}, finish_reason(completion.finish, message))
+        end = self._chunk(answering, {}, finish_reason(sampled.finish, message))
         if request.return_token_ids:
             end["prompt_token_ids"] = list(answering.prompt.token_ids)
-            end["choices"][0]["token_ids"] = list(completion.token_ids)
+            end["choices"][0]["token_ids"] = list(sampled.token_ids)
         yield end
         if (request.stream_options or {}).get("include_usage"):
-            usage = _usage(answering.prompt, completion)
+            usage = _usage(answering.prompt, sampled)
             yield {**self._chunk(answering, {}), "choices": [], "usage": usage}
 
     def begin(self, request: ChatRequest) -> Answering:
@@ -186,52 +200,64 @@ class ChatServer:
             request=request, messages=messages, schemas=schemas, prompt=prompt, sampling=sampling
         )
 
-    async def _sample(self, answering: Answering) -> tuple[Completion, AssistantTurn]:
-        """Sample and parse an answer, up to the first text of `stop`."""
-        session = answering.prompt.session
+    async def _sample(self, answering: Answering) -> Sampled:
+        """Sample and parse an answer; an engine that reports tokens ends it at a text of `stop`."""
+        session, stops = answering.prompt.session, answering.request.stops
+        scan = StopScan(self.chat.text_of, stops)
+        generating = asyncio.ensure_future(
+            self.engine.generate(answering.prompt.token_ids, answering.sampling, session=session)
+        )
+
+        def listen(token_id: int) -> None:
+            answering.sampled.append(token_id)
+            if stops and scan.push(token_id):
+                generating.cancel()
+
         if isinstance(self.engine, Streaming):
-            self.engine.watch(session, answering.sampled.append)
+            self.engine.watch(session, listen)
         try:
-            completion = await self.engine.generate(
-                answering.prompt.token_ids, answering.sampling, session=session
-            )
+            completion = await generating
+            token_ids, finish = completion.token_ids, completion.finish
         except BaseException as error:
-            await self.engine.release(session)
-            if isinstance(error, EngineError):
-                raise RequestError(str(error), status=500) from error
-            raise
-        stops = answering.request.stops
+            task = asyncio.current_task()
+            if scan.end is None or (task is not None and task.cancelling()):
+                await self.engine.release(session)
+                if isinstance(error, EngineError):
+                    raise RequestError(str(error), status=500) from error
+                raise
+            token_ids, finish = tuple(answering.sampled), Finish.abort  # `listen` has ended it
+        if not stops:
+            turn = self._parse(answering, self.chat.text_of(token_ids))
+            return Sampled(token_ids=token_ids, finish=finish, turn=turn)
+        for token_id in token_ids[scan.count :]:
+            scan.push(token_id)
+        scan.finish()
+        # What follows a stop text is no part of the answer: nothing continues from there.
+        return Sampled(
+            token_ids=token_ids[: scan.end],
+            finish=finish if scan.end is None else Finish.abort,
+            turn=self._parse(answering, scan.text),
+        )
 
-        def stopped(end: int) -> bool:
-            text = self.chat.decode(completion.token_ids[:end])
-            return any(stop in text for stop in stops)
-
-        count = len(completion.token_ids)
-        if not stops or not stopped(count):
-            return completion, self._parse(answering, completion.token_ids)
-        end = bisect_left(range(count), True, key=stopped)
-        turn = self._parse(answering, completion.token_ids[:end])
-        for stop in stops:
-            turn = replace(turn, content=turn.content.partition(stop)[0])
-        # What follows was sampled and is no part of the answer: nothing continues from there.
-        return replace(completion, finish=Finish.abort), turn
-
-    def _parse(self, answering: Answering, token_ids: Sequence[int]) -> AssistantTurn:
+    def _parse(self, answering: Answering, text: str) -> AssistantTurn:
         turns = sum(message["role"] == "assistant" for message in answering.messages)
-        return self.chat.parse(token_ids, answering.schemas, turn=turns, after=answering.after)
+        return self.chat.parse_text(text, answering.schemas, turn=turns, after=answering.after)
 
-    async def _remember(
-        self, answering: Answering, completion: Completion, turn: AssistantTurn
-    ) -> dict[str, Any]:
+    async def _remember(self, answering: Answering, sampled: Sampled) -> dict[str, Any]:
         """Return the answer's message, and remember it for the request that continues it."""
+        turn = sampled.turn
         call_ids = [f"call_{secrets.token_hex(12)}" for _ in well_formed(turn)]
         message = answer_message(turn, call_ids)
-        if completion.finish is not Finish.abort:  # its end is not the model's
+        for key in ("content", "reasoning_content"):
+            if text := message.get(key):  # its parts may complete a stop text once they are joined
+                message[key] = before_stop(text, answering.request.stops)
+        if sampled.finish is not Finish.abort:  # its end is not the model's
             forgotten = self.conversations.record(
                 answering.messages,
                 answering.schemas,
                 answering.prompt,
-                completion,
+                sampled.token_ids,
+                sampled.finish,
                 turn,
                 message,
                 call_ids,
@@ -254,12 +280,12 @@ class ChatServer:
         }
 
 
-def _usage(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    count, sampled = len(prompt.token_ids), len(completion.token_ids)
+def _usage(prompt: Prompt, sampled: Sampled) -> dict[str, Any]:
+    count, answered = len(prompt.token_ids), len(sampled.token_ids)
     return {
         "prompt_tokens": count,
-        "completion_tokens": sampled,
-        "total_tokens": count + sampled,
+        "completion_tokens": answered,
+        "total_tokens": count + answered,
         "prompt_tokens_details": {"cached_tokens": prompt.known},
     }
 

@@ -1,6 +1,9 @@
 """The HTTP front: OpenAI's routes over a `ChatServer`, as an ASGI application, and its server.
 
-Nothing is authenticated: it binds to 127.0.0.1 unless it is told otherwise.
+Nothing is authenticated: it binds to 127.0.0.1 unless it is told otherwise. So that no web page
+that the user looks at can ask it, requests need a `Host` of this server, which a name that was
+bound to its address (DNS rebinding) is not, and bodies the type of JSON, which browsers send to
+another origin only if that allows it.
 """
 
 from __future__ import annotations
@@ -10,28 +13,82 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+)
 from contextlib import asynccontextmanager, suppress
+from ipaddress import ip_address
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agenttrain.chat.wire.fields import MOST_SHOWN
+from agenttrain.chat.wire.http import BoundedHead, read, read_body
 from agenttrain.chat.wire.openai import RequestError, parse_request
 from agenttrain.serving.answers import ChatServer
 
 T = TypeVar("T")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine for itself."""
 GRACE_S = 30
 """Seconds that answers in flight have left once the server is asked to end."""
 
 
 class Disconnected(Exception):
     """The client has gone before its answer was complete."""
+
+
+class HostCheck:
+    """Refuses requests whose `Host` names no server here, before they reach `app`."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], any_address: bool) -> None:
+        self.app, self.any_address = app, any_address
+        self.hosts = frozenset(host.lower().strip("[]") for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with an error."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = Headers(scope=scope).get("host", "")
+        if self._is_ours(given):
+            return await self.app(scope, receive, send)
+        error = RequestError(
+            f"Host: {given[:MOST_SHOWN]} is no name of this server; ask for one of "
+            f"{', '.join(sorted(self.hosts))}, or start it with hosts=[name]",
+            code="unknown_host",
+        )
+        await JSONResponse(error.body(), status_code=error.status)(scope, receive, send)
+
+    def _is_ours(self, given: str) -> bool:
+        try:
+            name = urlsplit(f"//{given}").hostname or ""
+        except ValueError:
+            return False
+        if "*" in self.hosts or name in self.hosts:
+            return True
+        # A page can have a name of its own bound to this address, and not an address.
+        return self.any_address and _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return False
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -92,9 +149,17 @@ async def _send_text(send: Send, text: str) -> None:
 
 
 def build_app(
-    server: ChatServer, *, on_end: Callable[[], Awaitable[None]] | None = None
+    server: ChatServer,
+    *,
+    hosts: Collection[str] = LOOPBACK,
+    any_address: bool = False,
+    on_end: Callable[[], Awaitable[None]] | None = None,
 ) -> Starlette:
-    """Return the application; `on_end` is awaited after its last answer."""
+    """Return the application; `on_end` is awaited after its last answer.
+
+    `hosts` are the names by which it may be asked, "*" for all; with `any_address` also by every
+    number, as of the machine in front of a container.
+    """
 
     async def models(_: Request) -> Response:
         model = {"id": server.model, "object": "model", "created": 0, "owned_by": "agenttrain"}
@@ -102,11 +167,20 @@ def build_app(
         return JSONResponse({"object": "list", "data": [model]})
 
     async def complete(request: Request) -> Response:
-        parsed = parse_request(await request.body())
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError(
+                f"Content-Type: {kind[:MOST_SHOWN]}: send application/json, which no web page can "
+                "send to another server unasked",
+                status=415,
+            )
+        body = await read_body(request, server.engine.max_context)
+        parsed = await read(len(body), parse_request, body)
+        answering = await read(len(body), server.begin, parsed)
         if parsed.stream:
-            return EventStream(server.stream(server.begin(parsed)))
+            return EventStream(server.stream(answering))
         try:
-            return JSONResponse(await while_connected(request.receive, server.answer(parsed)))
+            return JSONResponse(await while_connected(request.receive, server.complete(answering)))
         except Disconnected:
             return Response(status_code=499)  # nobody reads it
 
@@ -116,6 +190,8 @@ def build_app(
     async def refuse(_: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             error = RequestError(f"{error.detail}", status=error.status_code)
+        elif isinstance(error, RecursionError):
+            error = RequestError("the request is nested too deeply")
         elif not isinstance(error, RequestError):
             error = RequestError(f"{type(error).__name__}: {error}", status=500)
         return JSONResponse(error.body(), status_code=error.status)
@@ -132,7 +208,10 @@ def build_app(
             Route("/v1/chat/completions", complete, methods=["POST"]),
             Route("/health", health),
         ],
-        exception_handlers={RequestError: refuse, HTTPException: refuse, Exception: refuse},
+        exception_handlers=dict.fromkeys(
+            (RequestError, HTTPException, RecursionError, Exception), refuse
+        ),
+        middleware=[Middleware(HostCheck, hosts=hosts, any_address=any_address)],
         lifespan=lifespan,
     )
 
@@ -149,7 +228,11 @@ def run(app: Starlette, listener: socket.socket) -> None:
     A second signal ends them at once.
     """
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S
+        app,
+        http=BoundedHead,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_S,
     )
     # uvicorn handles both signals and, once it has ended, raises them again for these handlers.
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -15,12 +15,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.wire.openai import RequestError, well_formed
-from agenttrain.types import AssistantTurn, Completion, Finish, Message
+from agenttrain.types import AssistantTurn, Finish, Message
 
 MOST_TOKENS = 4_000_000
 """Ids of all remembered conversations together; the least recently used are forgotten."""
@@ -59,6 +60,7 @@ class Conversations:
     most_tokens: int = MOST_TOKENS
     _exchanges: OrderedDict[str, Exchange] = field(default_factory=OrderedDict)
     _tokens: int = 0
+    _taking: Lock = field(default_factory=Lock)
 
     def prompt(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> Prompt:
         """Return the ids for a request's messages.
@@ -75,7 +77,8 @@ class Conversations:
                 # A role that the template refuses behind an answer: rendered with all the others.
                 with suppress(ChatError):
                     suffix = self._suffix(exchange, messages[last + 1 :])
-                    session, exchange.session = exchange.session, None
+                    with self._taking:  # large requests are read in threads
+                        session, exchange.session = exchange.session, None
                     return Prompt(
                         token_ids=exchange.token_ids + array("q", suffix),
                         session=session or secrets.token_hex(8),
@@ -89,17 +92,18 @@ class Conversations:
         messages: Sequence[Message],
         schemas: Sequence[dict[str, Any]],
         prompt: Prompt,
-        completion: Completion,
+        completion_ids: tuple[int, ...],
+        finish: Finish,
         turn: AssistantTurn,
         answer: Mapping[str, Any],
         call_ids: Sequence[str],
     ) -> list[str]:
         """Remember an answer, as the client will send it; return the sessions to release."""
         exchange = Exchange(
-            token_ids=prompt.token_ids + array("q", completion.token_ids),
-            completion_ids=completion.token_ids,
+            token_ids=prompt.token_ids + array("q", completion_ids),
+            completion_ids=completion_ids,
             turn=turn,
-            finish=completion.finish,
+            finish=finish,
             call_ids=tuple(call_ids),
             session=prompt.session,
         )

@@ -284,6 +284,7 @@ VERBS: dict[str, Verb] = {
             "step=N": "a checkpoint's step, or best",
             "host=ADDRESS": "the address to listen on (127.0.0.1); nothing is authenticated",
             "port=N": "the port (8000); 0 takes a free one",
+            "hosts=NAME,…": "further names that clients ask by, as behind a proxy; * for all",
             "name=NAME": "the model's name for clients (the run folder's)",
             "engine=vllm": "vLLM's own server, where vLLM is installed",
             "trust=true": SAVED["trust=true"],

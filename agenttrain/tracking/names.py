@@ -79,7 +79,7 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("agent/requests", "Requests that agents sent."),
         ("agent/merged_share", "Share of turns after the first that continue a trajectory."),
         ("agent/ambiguous", "Requests that matched several turns; the newest was taken."),
-        ("agent/overridden", "Requests whose sampling parameters were replaced."),
+        ("agent/overridden", "Requests with fields that were replaced by the run's."),
         ("agent/restarts/system", "Trajectories begun because a system message changed."),
         ("agent/restarts/tools", "Trajectories begun because tools or tool texts changed."),
         ("agent/restarts/edited", "Trajectories begun because other messages changed."),

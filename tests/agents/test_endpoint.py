@@ -7,6 +7,9 @@ import copy
 import json
 import socket
 import sys
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
 
 import agent_kit
 import httpx
@@ -20,6 +23,8 @@ from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import AgentConfig
 from agenttrain.agents.runner import Agents
 from agenttrain.agents.task import AgentTask
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.wire.http import body_limit
 from agenttrain.engines.config import Sampling
 from agenttrain.rollout.ledger import verify
 from agenttrain.tracking.rollouts import read_rollout, rollout_record
@@ -367,13 +372,76 @@ def test_an_agent_that_recovers_from_an_error_goes_on() -> None:
     assert (done.stop_reason, done.error) == (StopReason.completed, None)
 
 
-def test_overridden_sampling_is_counted() -> None:
+@pytest.mark.parametrize(
+    ("fields", "overridden"),
+    [
+        ({"temperature": 0.5, "seed": 1}, 1),
+        ({"stop": ["Observation:"]}, 1),
+        ({"parallel_tool_calls": False}, 1),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 1),
+        ({"repetition_penalty": 1.2, "unheard_of": [1]}, 1),
+        ({"store": False, "metadata": {}, "thinking": {}, "parallel_tool_calls": True}, 0),
+    ],
+)
+def test_what_would_change_samples_or_prompt_is_refused_or_replaced_and_counted(
+    fields: dict[str, Any], overridden: int
+) -> None:
     async def drive(agent: AgentTask) -> None:
         async with client(agent) as http:
-            await ask(http, ASK, temperature=0.5, seed=1)
+            response = await post(http, ASK, **fields)
+            statuses.append(response.status_code)
+            if response.status_code == 400:
+                error = response.json()["error"]
+                assert (error["param"] in fields, error["code"]) == (True, "unsupported_value")
+                assert "agent.on_sampling=override" in error["message"]
 
-    done = rollout(drive, SEVEN, on_sampling="override")
-    assert done.counts["agent/overridden"] == 1
+    statuses: list[int] = []
+    replaced, refused = agent_kit.engine_of(SEVEN), agent_kit.engine_of(SEVEN)
+    done = rollout(drive, engine=replaced, on_sampling="override")
+    assert done.counts.get("agent/overridden", 0) == overridden
+    rollout(drive, engine=refused)
+    assert statuses == [200, 400 if overridden else 200]
+    assert len(refused.sent) == 1 - overridden
+    (sent,) = replaced.sent
+    assert list(sent.token_ids) == agent_kit.shared_chat().prompt_ids(ASK, TOOLS)
+    assert (sent.sampling.temperature, sent.sampling.grammar) == (1.0, None)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_body_that_no_context_holds_is_not_read(path: str) -> None:
+    limit, piece, taken = body_limit(4096), 2**16, []
+
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            taken.append(piece)
+            yield b" " * piece
+
+    async def drive(agent: AgentTask) -> None:
+        async with agent.http_client() as http:
+            response = await http.post(path, content=endless())
+            assert response.status_code == 413
+
+    done = rollout(drive, SEVEN)
+    assert (done.stop_reason, done.error) == (StopReason.context_full, None)
+    assert sum(taken) <= limit + piece
+
+
+def test_a_large_request_is_read_in_a_thread(monkeypatch) -> None:
+    prompt_ids, in_loop = Chat.prompt_ids, []
+
+    def noted(self: Chat, *arguments: Any) -> list[int]:
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return prompt_ids(self, *arguments)
+
+    async def drive(agent: AgentTask) -> None:
+        async with client(agent) as http:
+            for size in (10, 2**15):
+                await ask(http, ASK, tools=[], metadata={"x": "y" * size})
+
+    monkeypatch.setattr(Chat, "prompt_ids", noted)
+    with pytest.warns(RuntimeWarning, match="dropped"):
+        rollout(drive, SEVEN)
+    assert in_loop == [True, False]
 
 
 def test_limits_end_the_rollout() -> None:

@@ -6,13 +6,16 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from served_kit import ask_again, greedy, served, tools_of
 
 from agenttrain.cli import main
+from agenttrain.commands.serve import parse
 
 MODEL = "experiment=shop"
 
@@ -27,6 +30,22 @@ def test_a_client_gets_the_ids_of_a_greedy_evaluation(server, tmp_path: Path) ->
     _, client = server
     trajectories = greedy(tmp_path / "eval", MODEL)
     assert ask_again(client, trajectories, tools_of(MODEL)) > len(trajectories)
+
+
+def test_only_its_own_names_and_small_heads_are_answered(server) -> None:
+    _, client = server
+    url = f"{client.base_url}models"
+    statuses = {"localhost": 200, "evil.example": 400}
+    assert {host: httpx.get(url, headers={"host": host}).status_code for host in statuses} == (
+        statuses
+    )
+    with suppress(httpx.TransportError):  # it closes the connection
+        assert httpx.get(url, headers={"a": "x" * 2**20}).status_code == 400
+
+
+def test_names_of_a_proxy() -> None:
+    options, _ = parse(["hosts=[a.example,b.example]", "host=0.0.0.0"])
+    assert (options.host, options.hosts) == ("0.0.0.0", ("a.example", "b.example"))
 
 
 def test_sigterm_lets_answers_end(server) -> None:

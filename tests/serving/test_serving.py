@@ -169,10 +169,11 @@ def test_a_stream_has_the_answers_chunks(serve) -> None:
 
 
 class Dripping(ScriptedEngine):
-    """Reports one token of its answer every 80 ms."""
+    """Reports one token of its answer every 80 ms, or as often as `seconds` says."""
 
     listener: Callable[[int], None] = print
     aborted = 0
+    seconds = 0.08
 
     def watch(self, session: str, listener: Callable[[int], None]) -> None:
         self.listener = listener
@@ -181,7 +182,7 @@ class Dripping(ScriptedEngine):
         completion = await super().generate(token_ids, sampling, **words)
         try:
             for token_id in completion.token_ids:
-                await asyncio.sleep(0.08)
+                await asyncio.sleep(self.seconds)
                 self.listener(token_id)
         except asyncio.CancelledError:
             self.aborted += 1
@@ -265,6 +266,58 @@ def test_stop_texts_seed_and_limits(serve) -> None:
     assert (sampling.seed, sampling.temperature, sampling.top_p) == (5, 0.5, 0.9)
 
 
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("written", "stop", "content", "reasoning", "calls"),
+    [
+        ("It is Paris.", "Paris", "It is", None, 0),
+        (ADD, '"b"', '<tool_call>\n{"name": "add", "arguments": {"a": 3, ', None, 0),
+        (ADD, "</tool_call>", ADD.removesuffix("</tool_call>"), None, 0),
+        (ADD, "<tool_call>", "", None, 0),
+        (f"{ADD}\n{ADD}", "</tool_call>\n<tool", ADD.removesuffix("</tool_call>"), None, 0),
+        (f"Now {ADD}\nThen {ADD} Done", "Done", "Now \nThen", None, 2),
+        ("<think>I see Paris</think>Lyon", "Paris", "", "I see", 0),
+        ("<think>I see</think>Lyon and", "</think>", "", "I see", 0),
+        ("<think>I see</think>Lyon and", " and", "Lyon", "I see", 0),
+    ],
+)
+@pytest.mark.parametrize("dripping", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_part_of_an_answer_holds_a_stop_text(
+    written: str, stop: str, content: str, reasoning, calls: int, dripping: bool, stream: bool
+) -> None:
+    ids = parts.ids(f"{written} And a long rest of the turn, which nobody reads.<|im_end|>")
+    engine = (Dripping if dripping else ScriptedEngine)([ids], max_context=400)
+    engine.seconds = 0.0
+    server = ChatServer(engine=engine, chat=parts.chat(), model="agent")
+    body = {"messages": ASK, "stop": [stop], "tools": TOOLS, "return_token_ids": True}
+
+    async def ask() -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+        answering = server.begin(ChatRequest(**body, stream_options={"include_usage": True}))
+        if stream:
+            chunks = [chunk async for chunk in server.stream(answering) if chunk is not None]
+            deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+            return deltas, chunks[-2]["choices"][0], chunks[-1]["usage"]
+        answer = await server.complete(answering)
+        return [answer["choices"][0]["message"]], answer["choices"][0], answer["usage"]
+
+    deltas, choice, usage = asyncio.run(ask())
+    got = "".join(delta.get("content") or "" for delta in deltas)
+    thought = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+    made = sum(len(delta.get("tool_calls") or ()) for delta in deltas)
+    assert (got, thought or None, made) == (content, reasoning, calls)
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+    # The tokens end with the one that completes the text.
+    text_of = parts.chat().text_of
+    assert stop in text_of(choice["token_ids"]) and stop not in text_of(choice["token_ids"][:-1])
+    assert usage["completion_tokens"] == len(choice["token_ids"])
+    assert engine.released
+    if dripping:
+        assert engine.aborted == 1
+
+
 def calls(*messages: Any) -> dict[str, Any]:
     return {"messages": list(messages), "tools": TOOLS}
 
@@ -312,7 +365,8 @@ def test_bad_requests_get_openais_errors(serve, body, problem) -> None:
 
 def test_a_body_that_is_nested_too_deeply_is_refused(serve) -> None:
     url = f"{serve('never').url}/chat/completions"
-    response = httpx.post(url, content=b'{"messages":' + b"[" * 100_000, timeout=30)
+    body, headers = b'{"messages":' + b"[" * 100_000, {"content-type": "application/json"}
+    response = httpx.post(url, content=body, headers=headers, timeout=30)
     assert response.status_code == 400
     assert "the body is not JSON" in response.json()["error"]["message"]
 

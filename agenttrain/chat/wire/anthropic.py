@@ -10,12 +10,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from agenttrain.chat.grammar import AnswerForm
+from agenttrain.chat.wire.fields import ANTHROPIC, SHAPE, field_problem, shown, unfollowed
 from agenttrain.chat.wire.normal import HANDLE, Answer, Question, call_message
-from agenttrain.chat.wire.openai import RequestError, check_form
+from agenttrain.chat.wire.openai import RequestError, check_form, validated
 from agenttrain.types import Finish, Message
 
-BIASING = ("temperature", "top_p", "top_k")
+SAMPLING = ("temperature", "top_p", "top_k")
 """Fields that change the distribution sampled from."""
 ERROR_TYPES = {
     401: "authentication_error",
@@ -27,28 +30,48 @@ ERROR_TYPES = {
 """Anthropic's names of errors by status; others are invalid_request_error and api_error."""
 
 
+class MessagesRequest(BaseModel):
+    """The supported fields of a request, but those of sampling."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str | None = None
+    system: str | list[Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    output_config: dict[str, Any] | None = None
+    """`format` demands JSON; `effort` is for models that have one."""
+    context_management: dict[str, Any] | None = None
+
+
 def read_question(data: Mapping[str, Any]) -> Question:
-    """Return a request in the form of all APIs; raises RequestError."""
-    given = data.get("messages")
-    if not isinstance(given, list) or not given:
-        raise RequestError("messages: needs a list with at least one message", param="messages")
-    choice = data.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    tool = choice.get("name") if isinstance(choice, Mapping) and kind == "tool" else None
-    if kind not in (None, "auto", "none", "any") and not isinstance(tool, str):
-        raise RequestError(
-            f"tool_choice={json.dumps(choice)}: expected the type auto, none, any, or tool with a "
-            "name",
-            param="tool_choice",
-            code="unsupported_value",
-        )
+    """Return a request in the form of all APIs; raises RequestError.
+
+    Sampling parameters and fields that nobody follows are in its `sampling`.
+    """
+    request = validated(MessagesRequest, data)
+    sampling = unfollowed(data, {*MessagesRequest.model_fields, *SAMPLING}, ANTHROPIC)
+    for name in SHAPE:
+        if name in sampling:
+            raise RequestError(
+                field_problem(name, sampling[name], {name}), param=name, code="unsupported_value"
+            )
+    sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
+    sampling |= _edits(request.context_management)
+    if request.stop_sequences:
+        sampling["stop_sequences"] = request.stop_sequences
+    form, one_call = _form(request)
+    if one_call:
+        sampling["tool_choice.disable_parallel_tool_use"] = True
     messages: list[Message] = []
-    if data.get("system"):
-        messages.append({"role": "system", "content": _text(data["system"], "system")})
+    if request.system:
+        messages.append({"role": "system", "content": _text(request.system, "system")})
     names: dict[str, str] = {}
-    for index, message in enumerate(given):
+    for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
-        if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
+        if message.get("role") not in ("user", "assistant"):
             raise RequestError(f"{where}: needs the role user or assistant", param=where)
         blocks = _blocks(message.get("content"), where)
         if message["role"] == "assistant":
@@ -61,28 +84,72 @@ def read_question(data: Mapping[str, Any]) -> Question:
             "message of the user",
             param="messages",
         )
-    most = data.get("max_tokens")
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-        raise RequestError(f"max_tokens={most}: needs a number of at least 1", param="max_tokens")
-    schemas = [] if kind == "none" else _schemas(data.get("tools") or [])
-    form = AnswerForm(call=kind in ("any", "tool"), tool=tool)
+    choice = request.tool_choice
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    schemas = [] if kind == "none" else _schemas(request.tools or [])
     check_form(form, schemas)
     return Question(
         messages=messages,
         schemas=schemas,
         form=form,
-        model=data.get("model"),
-        max_tokens=most,
-        sampling={name: data[name] for name in BIASING if data.get(name) is not None},
-        stops=tuple(data.get("stop_sequences") or ()),
-        stream=data.get("stream") is True,
+        model=request.model,
+        max_tokens=request.max_tokens,
+        sampling=sampling,
+        stream=request.stream,
     )
 
 
-def _schemas(tools: Any) -> list[dict[str, Any]]:
+def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
+    """Return the calls or JSON that a request demands, and True if it forbids a second call.
+
+    Raises RequestError.
+    """
+    choice = request.tool_choice
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    tool = choice.get("name") if isinstance(choice, Mapping) and kind == "tool" else None
+    if kind not in (None, "auto", "none", "any") and not isinstance(tool, str):
+        raise RequestError(
+            f"tool_choice={shown(choice)}: expected the type auto, none, any, or tool with a name",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    one_call = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") is True
+    demanded = (request.output_config or {}).get("format")
+    schema = demanded.get("schema") if isinstance(demanded, Mapping) else None
+    if demanded is not None and not (
+        isinstance(demanded, Mapping)
+        and demanded.get("type") == "json_schema"
+        and isinstance(schema, Mapping)
+    ):
+        raise RequestError(
+            f"output_config.format={shown(demanded)}: expected the type json_schema with a schema",
+            param="output_config.format",
+            code="unsupported_value",
+        )
+    form = AnswerForm(
+        call=kind in ("any", "tool"),
+        tool=tool,
+        schema=None if schema is None else json.dumps(schema),
+    )
+    return form, one_call
+
+
+def _edits(management: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what `context_management` would change of the prompt; nothing if it keeps all."""
+    edits = (management or {}).get("edits") or []
+    keeps_all = isinstance(edits, list) and all(
+        isinstance(edit, Mapping)
+        and str(edit.get("type")).startswith("clear_thinking_")
+        and edit.get("keep") == "all"
+        for edit in edits
+    )
+    return {} if keeps_all else {"context_management": management}
+
+
+def _schemas(tools: list[Any]) -> list[dict[str, Any]]:
     """Return the tools as OpenAI's schemas, which chat templates take."""
     schemas = []
-    for index, tool in enumerate(tools if isinstance(tools, list) else [tools]):
+    for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         parameters = tool.get("input_schema") if isinstance(tool, Mapping) else None
         if not isinstance(parameters, Mapping) or not isinstance(tool.get("name"), str):

@@ -28,13 +28,15 @@ class Question:
     model: str | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters that change the distribution sampled from, as the request names them."""
-    stops: tuple[str, ...] = ()
+    """Parameters that change the distribution sampled from, texts that end the answer, and fields
+    that nobody follows, as the request names them."""
     form: AnswerForm = ANY_FORM
     """Calls or JSON that the request demands."""
     stream: bool = False
     include_usage: bool = False
     """A stream ends with the numbers of tokens."""
+    size: int = 0
+    """Bytes of its body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

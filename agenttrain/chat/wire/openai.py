@@ -1,18 +1,22 @@
 """OpenAI's chat completions: requests as this package's messages, answers in OpenAI's shape.
 
-Fields that would change an answer and are not supported are refused; all others are ignored.
+Fields that would change an answer are followed or refused; `wire/fields.py` names the others.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from agenttrain.chat.grammar import AnswerForm
+from agenttrain.chat.wire.fields import OPENAI, SHAPE, field_problem, shown, unfollowed
 from agenttrain.chat.wire.normal import Answer, Question, call_message
+from agenttrain.engines.config import LEAST_TEMPERATURE
 from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
 
 ROLES = {
@@ -23,29 +27,10 @@ ROLES = {
     "tool": "tool",
 }
 """OpenAI's roles, mapped to those of chat templates."""
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "functions": ([],),
-    "function_call": (),
-}
-"""Fields that are refused, mapped to values that change nothing; null is always one."""
-BIASING: dict[str, tuple[object, ...]] = {
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "temperature": (),
-    "top_p": (),
-    "top_k": (),
-    "min_p": (),
-    "seed": (),
-}
-"""Fields that change the distribution sampled from, mapped to values that do not."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+"""Fields that change the distribution sampled from, and that `ChatRequest` reads."""
+GREATEST_TOP_K = 2**31 - 1
+"""More tokens than any vocabulary has."""
 
 
 class RequestError(Exception):
@@ -56,13 +41,27 @@ class RequestError(Exception):
     ) -> None:
         # A lone surrogate in what the message repeats could not be sent.
         super().__init__(message.encode(errors="replace").decode())
-        self.param, self.code, self.status = param, code, status
+        self.param = param and param.encode(errors="replace").decode()
+        self.code, self.status = code, status
 
     def body(self) -> dict[str, Any]:
         """Return the answer's body."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def _not_too_cold(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise PydanticCustomError(
+            "too_cold",
+            "logits divided by so little overflow; take {least} or more, or 0",
+            {"least": LEAST_TEMPERATURE},
+        )
+    return value
+
+
+Temperature = Annotated[float, AfterValidator(_not_too_cold)]
 
 
 class ChatRequest(BaseModel):
@@ -72,9 +71,9 @@ class ChatRequest(BaseModel):
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
+    temperature: Temperature | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=GREATEST_TOP_K)
     min_p: float | None = Field(default=None, ge=0, le=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -116,10 +115,34 @@ class ChatRequest(BaseModel):
         return schemas
 
 
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("a number is beyond the range of floats")
+    return value
+
+
+STRICT = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
+
+
+def read_json(text: str | bytes) -> Any:
+    """Parse JSON without Python's NaN and Infinity, which no answer could repeat.
+
+    Raises ValueError or RecursionError.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "surrogatepass")
+    return STRICT.decode(text)
+
+
 def read_object(body: bytes) -> dict[str, Any]:
     """Parse a body that has to be a JSON object; raises RequestError."""
     try:
-        data = json.loads(body)
+        data = read_json(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):
@@ -129,50 +152,73 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def parse_request(body: bytes) -> ChatRequest:
     """Parse a request's body; raises RequestError that names the first field at fault."""
-    return _validated(read_object(body))
+    data = read_object(body)
+    for name, value in unfollowed(data, ChatRequest.model_fields, OPENAI).items():
+        raise _refused(name, value)
+    if data.get("tool_choice") not in (None, "auto", "none"):
+        raise RequestError(
+            f"tool_choice={shown(data['tool_choice'])}: only auto and none are supported, because "
+            "calls are not forced; leave it out",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    return validated(ChatRequest, data)
 
 
 def read_question(data: Mapping[str, Any]) -> Question:
-    """Return a request in the form of all APIs; raises RequestError as `parse_request` does."""
-    biasing = {
-        name: value
-        for name, harmless in BIASING.items()
-        if (value := data.get(name)) is not None and value not in harmless
-    }
+    """Return a request in the form of all APIs; raises RequestError as `parse_request` does.
+
+    Sampling parameters and fields that nobody follows are in its `sampling`.
+    """
     form = _form(data)
-    taken = {*BIASING, "response_format"}
-    if form.call:
-        taken.add("tool_choice")
-    request = _validated({name: value for name, value in data.items() if name not in taken})
+    taken = {*SAMPLING, "tool_choice", "response_format"}
+    rest = {name: value for name, value in data.items() if name not in taken}
+    changing = unfollowed(rest, ChatRequest.model_fields, OPENAI)
+    for name in SHAPE:
+        if name in changing:
+            raise _refused(name, changing[name])
+    if data.get("tool_choice") == "none":
+        rest["tool_choice"] = "none"
+    request = validated(ChatRequest, rest)
     schemas = request.schemas
     check_form(form, schemas)
+    sampling = {name: data[name] for name in SAMPLING if data.get(name) is not None}
+    if request.stops:
+        sampling["stop"] = request.stops
     return Question(
         messages=read_messages(request, text_arguments=True),
         schemas=schemas,
         form=form,
         model=request.model,
         max_tokens=request.max_completion_tokens or request.max_tokens,
-        sampling=biasing,
-        stops=request.stops,
+        sampling=sampling | changing,
         stream=request.stream,
         include_usage=bool((request.stream_options or {}).get("include_usage")),
     )
 
 
+def _refused(name: str, value: object) -> RequestError:
+    known = {*OPENAI, *ChatRequest.model_fields}
+    return RequestError(field_problem(name, value, known), param=name, code="unsupported_value")
+
+
 def _form(data: Mapping[str, Any]) -> AnswerForm:
     """Return the calls or JSON that a request demands; raises RequestError."""
-    choice, given = data.get("tool_choice"), data.get("response_format")
+    choice = data.get("tool_choice")
     tool = None
     if isinstance(choice, Mapping):
         function = choice.get("function")
         tool = function.get("name") if isinstance(function, Mapping) else None
-        if choice.get("type") != "function" or not isinstance(tool, str):
-            raise RequestError(
-                f"tool_choice={json.dumps(choice)}: expected auto, none, required, or "
-                '{"type": "function", "function": {"name": …}}',
-                param="tool_choice",
-                code="unsupported_value",
-            )
+    if choice not in (None, "auto", "none", "required") and not (
+        isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(tool, str)
+    ):
+        raise RequestError(
+            f"tool_choice={shown(choice)}: expected auto, none, required, or "
+            '{"type": "function", "function": {"name": …}}',
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    given = data.get("response_format")
     schema: Any = None
     kind = given.get("type") if isinstance(given, Mapping) else given
     if isinstance(given, Mapping) and kind == "json_object":
@@ -182,7 +228,7 @@ def _form(data: Mapping[str, Any]) -> AnswerForm:
         schema = named.get("schema") if isinstance(named, Mapping) else None
     if kind not in (None, "text") and not isinstance(schema, Mapping):
         raise RequestError(
-            f"response_format={json.dumps(given)}: expected the type text, json_object, or "
+            f"response_format={shown(given)}: expected the type text, json_object, or "
             'json_schema with {"json_schema": {"schema": …}}',
             param="response_format",
             code="unsupported_value",
@@ -205,27 +251,15 @@ def check_form(form: AnswerForm, schemas: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _validated(data: dict[str, Any]) -> ChatRequest:
-    for name, harmless in UNSUPPORTED.items():
-        value = data.get(name)
-        if value is not None and value not in harmless:
-            raise RequestError(
-                f"{name}={json.dumps(value)}: is not supported here; leave it out",
-                param=name,
-                code="unsupported_value",
-            )
-    if data.get("tool_choice") not in (None, "auto", "none"):
-        choice = json.dumps(data["tool_choice"])
-        raise RequestError(
-            f"tool_choice={choice}: only auto and none are supported, because calls are not "
-            "forced; leave it out",
-            param="tool_choice",
-            code="unsupported_value",
-        )
+M = TypeVar("M", bound=BaseModel)
+
+
+def validated(kind: type[M], data: Mapping[str, Any]) -> M:
+    """Return a request of this kind; raises RequestError that names the first field at fault."""
     try:
-        return ChatRequest.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_input=False)[0]
         param = ".".join(str(part) for part in first["loc"])
         raise RequestError(f"{param}: {first['msg']}", param=param) from error
 
@@ -247,8 +281,18 @@ def read_messages(request: ChatRequest, *, text_arguments: bool = False) -> list
                 f"{where}.role={given.get('role')}: expected one of {', '.join(ROLES)}",
                 param=f"{where}.role",
             )
+        for key in ("function_call", "audio"):
+            if given.get(key) is not None:
+                raise RequestError(
+                    f"{where}.{key}: is not supported here; write calls as tool_calls, and text as "
+                    "content",
+                    param=f"{where}.{key}",
+                    code="unsupported_value",
+                )
         message: Message = {"role": role, "content": _text(given.get("content"), where)}
         if role == "assistant":
+            if not message["content"] and isinstance(given.get("refusal"), str):
+                message["content"] = given["refusal"]
             reasoning = given.get("reasoning_content", given.get("reasoning"))
             if isinstance(reasoning, str) and reasoning:
                 message["reasoning_content"] = reasoning
@@ -304,7 +348,7 @@ def _call(given: Any, where: str, text_arguments: bool) -> dict[str, Any]:
         )
     arguments = function.get("arguments") or "{}"
     try:
-        decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
+        decoded = read_json(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(decoded, dict):
             raise ValueError("it is no object")
     except (ValueError, RecursionError) as error:

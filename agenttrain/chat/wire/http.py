@@ -1,0 +1,115 @@
+"""Bounds of what the HTTP fronts keep of a request: of its body by the context, and of its head."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from agenttrain.chat.wire.openai import RequestError
+
+T = TypeVar("T")
+BYTES_PER_TOKEN = 8
+"""Bytes of a request for each token of the context: twice those of English text and its JSON."""
+MOST_BESIDE = 2**18
+"""Bytes of a request that the context does not bound: what JSON writes around its texts, and texts
+whose tokens are long, such as blanks."""
+MOST_HEAD = 2**16
+"""Bytes of a request's address and headers."""
+LARGE = 2**15
+"""Bytes of a request that is read in a thread, so that others go on."""
+
+
+def body_limit(max_context: int) -> int:
+    """Return the most bytes of a request that can fit a context; images are no part of one."""
+    return MOST_BESIDE + BYTES_PER_TOKEN * max_context
+
+
+async def read_body(request: Request, max_context: int) -> bytes:
+    """Return a request's body; raises RequestError for one that no context of this size holds.
+
+    No more than that is kept, whatever the client sends.
+    """
+    limit = body_limit(max_context)
+    length = request.headers.get("content-length", "").lstrip("0")
+    if length.isdecimal() and (len(length) > len(str(limit)) or int(length) > limit):
+        raise _too_long(max_context)
+    pieces, size = [], 0
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size > limit:
+                raise _too_long(max_context)
+            pieces.append(piece)
+    except ClientDisconnect as error:
+        raise RequestError("the client left in the middle of its request") from error
+    return b"".join(pieces)
+
+
+def _too_long(max_context: int) -> RequestError:
+    return RequestError(
+        f"the body has more than {body_limit(max_context):,} bytes, which a context of "
+        f"{max_context} tokens cannot hold; shorten the messages",
+        param="messages",
+        code="context_length_exceeded",
+        status=413,
+    )
+
+
+async def read(size: int, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function that reads a request of `size` bytes, in a thread if these are many."""
+    if size < LARGE:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
+
+
+class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's HTTP, which refuses a head of more than `MOST_HEAD` bytes.
+
+    h11 has such a bound, and httptools keeps whatever comes: this counts its callbacks' bytes, and
+    those that arrive between two callbacks, which are one unfinished header.
+    """
+
+    _callbacks = _head = _unfinished = 0
+
+    def on_message_begin(self) -> None:
+        """Begin to count."""
+        self._callbacks, self._head = self._callbacks + 1, 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Count a part of the address; raises ValueError, which httptools makes a bad request."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header, or one behind the body, as `on_url`."""
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Note progress."""
+        self._callbacks += 1
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Note progress."""
+        self._callbacks += 1
+        super().on_body(body)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what arrived, and close a connection with too long a header."""
+        before = self._callbacks
+        super().data_received(data)
+        self._unfinished = self._unfinished + len(data) if before == self._callbacks else 0
+        if self._unfinished > MOST_HEAD and self._callbacks and not self.transport.is_closing():
+            self.send_400_response("The headers are too long.")
+
+    def _count(self, size: int) -> None:
+        self._callbacks += 1
+        self._head += size
+        if self._head > MOST_HEAD:
+            raise ValueError(f"more than {MOST_HEAD} bytes of headers")
