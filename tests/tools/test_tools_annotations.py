@@ -692,7 +692,6 @@ TABLE: list[tuple[Any, str]] = [
             '"additionalProperties": false, "description": "It."}'
         ),
     ),
-    (list[Annotated[Line, "A line."]], '{"type": "array", "items": <Line>, "description": "It."}'),
     (
         Annotated[Color, "A color."] | None,
         ('{"type": "string", "enum": ["r", "b"], "nullable": true, "description": "It."}'),

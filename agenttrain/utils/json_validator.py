@@ -1,0 +1,131 @@
+"""Validators of JSON schemas that fetch nothing, and match patterns in linear time.
+
+Values are written by models, and Python's `re` can take hours for a few letters. Patterns are
+matched by the regular expressions of pydantic's core, which know no look-around and no
+back-references; `pattern_problem` names a pattern that they refuse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from jsonschema import Draft202012Validator, FormatChecker, ValidationError
+from jsonschema.validators import extend, validator_for
+from pydantic_core import SchemaError as PatternError
+from pydantic_core import SchemaValidator, core_schema
+from referencing import Registry
+
+from agenttrain.utils.json_schema import subschemas
+
+NO_FORMATS = FormatChecker(formats=())
+"""Leaves patterns to `pattern_problem`: Python's `re` does not know all that JSON schemas allow."""
+_TOKEN = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
+_TOKEN_INSIDE = re.compile(r"\\.|.", re.DOTALL)
+
+
+def make_validator(schema: Any, *, default: Any = Draft202012Validator) -> Any:
+    """Make a validator; a schema may name another draft than the default.
+
+    It raises ValueError for a pattern that `pattern_problem` would have named.
+    """
+    return _linear(validator_for(schema, default=default))(schema, registry=Registry())
+
+
+def pattern_problem(schema: Any) -> str | None:
+    """Return the pattern of a schema that cannot be matched in linear time, and why; else None."""
+    names = False
+    for part in subschemas(schema):
+        patterns = part.get("patternProperties", ())
+        names = names or bool(patterns)
+        for pattern in (*([part["pattern"]] if "pattern" in part else ()), *patterns):
+            try:
+                _compiled(pattern)
+            except ValueError as error:
+                return str(error)
+    if names and any("unevaluatedProperties" in part for part in subschemas(schema)):
+        return "unevaluatedProperties cannot stand beside patternProperties; list the properties"
+    return None
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Return True if a pattern occurs in a text. Raises ValueError for a pattern without a match.
+
+    Lone surrogates of the text match as U+FFFD.
+    """
+    if not text.isascii():
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return _compiled(pattern)(text)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> Callable[[str], bool]:
+    string = core_schema.str_schema(pattern=_escaped(pattern), regex_engine="rust-regex")
+    try:
+        return SchemaValidator(string).isinstance_python
+    except PatternError as error:
+        reason = str(error).strip().splitlines()[-1].removeprefix("error: ")
+        raise ValueError(
+            f"pattern {pattern!r} cannot be matched in linear time: {reason}; write it without "
+            "look-around and back-references, and with escaped brackets"
+        ) from error
+
+
+def _escaped(pattern: str) -> str:
+    """Escape what only Rust's regular expressions read as operators of sets: ``[a&&b]``."""
+    tokens: list[str] = []
+    inside, at = False, 0
+    while at < len(pattern):
+        token = (_TOKEN_INSIDE if inside else _TOKEN).match(pattern, at)[0]  # type: ignore[index]
+        at += len(token)
+        if not inside:
+            inside = token.startswith("[")
+        elif token == "]":
+            inside = False
+        elif token in ("[", "&", "~") or (token == "-" and tokens[-1] == "-"):
+            token = f"\\{token}"
+        tokens.append(token)
+    return "".join(tokens)
+
+
+@lru_cache(maxsize=8)
+def _linear(kind: Any) -> Any:
+    """Return a class of validators whose keywords match patterns by `matches`."""
+    stock = kind.VALIDATORS["additionalProperties"]
+
+    def additional_properties(
+        validator: Any, allowed: Any, instance: Any, schema: Any
+    ) -> Iterator[ValidationError]:
+        patterns = schema.get("patternProperties", ())
+        if patterns and validator.is_type(instance, "object"):
+            schema = {key: value for key, value in schema.items() if key != "patternProperties"}
+            instance = {
+                name: value
+                for name, value in instance.items()
+                if not any(matches(pattern, name) for pattern in patterns)
+            }
+        yield from stock(validator, allowed, instance, schema) or ()
+
+    keywords = {
+        "pattern": _pattern,
+        "patternProperties": _pattern_properties,
+        "additionalProperties": additional_properties,
+    }
+    return extend(kind, keywords)
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "string") and not matches(pattern, instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _pattern_properties(
+    validator: Any, patterns: Mapping[str, Any], instance: Any, schema: Any
+) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "object"):
+        for pattern, part in patterns.items():
+            for name, value in instance.items():
+                if matches(pattern, name):
+                    yield from validator.descend(value, part, path=name, schema_path=pattern)
