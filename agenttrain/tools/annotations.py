@@ -283,7 +283,8 @@ def _typed_dict(cls: Any, within: tuple[Any, ...]) -> Any:
             default = {"default": fields.defaults[name]}
             kind = Annotated[kind, Field(json_schema_extra=default)]
         members[name] = NotRequired[kind] if name in fields.optional else kind
-    closed: Any = TypedDict(cls.__name__, members)  # type: ignore[misc]
+    make: Any = TypedDict  # called as a function, which type checkers do not follow
+    closed = make(cls.__name__, members)
     closed.__pydantic_config__ = ConfigDict(extra="forbid")
     return closed
 

@@ -21,6 +21,8 @@ OF_SCHEMAS = (
     *("unevaluatedItems", "unevaluatedProperties"),
 )
 """Keywords whose value is a schema."""
+COMBINED = {"$ref", "allOf", "const"}
+"""Keywords that `SchemaResolver.expand` replaces."""
 MAX_DEPTH = 8
 """Schemas inside of each other that are searched for types and names."""
 JSON_TYPES: dict[type, str] = {
@@ -124,7 +126,7 @@ class SchemaResolver:
         except (Unresolvable, ValueError, TypeError, AttributeError):
             return None
 
-    def expand(self, schema: Any) -> dict[str, Any]:
+    def expand(self, schema: Any) -> Schema:
         """Return a schema without `$ref`, `allOf` and `const` at its top, which allows the same.
 
         Where schemas of `allOf` have the same keyword with values that cannot be joined, the first
@@ -133,6 +135,8 @@ class SchemaResolver:
         Example: ``{"allOf": [{"$ref": "#/$defs/Id"}], "const": 3}`` with the definition ``{"type":
         "integer"}`` is ``{"enum": [3], "type": "integer"}``.
         """
+        if isinstance(schema, Mapping) and COMBINED.isdisjoint(schema):
+            return schema
         merged: dict[str, Any] = {}
         for part in self._parts(schema, ()):
             _merge(merged, part)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +24,10 @@ from agenttrain.utils.json_schema import subschemas
 
 NO_FORMATS = FormatChecker(formats=())
 """Leaves patterns to `pattern_problem`: Python's `re` does not know all that JSON schemas allow."""
+_CHECKED: ContextVar[dict[tuple[int, int], tuple[Any, Any, bool]] | None]
+_CHECKED = ContextVar("_CHECKED", default=None)
+"""By the identities of a value and a schema with `$ref`: both, which so stay alive, and whether the
+value is valid."""
 _TOKEN = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 _TOKEN_INSIDE = re.compile(r"\\.|.", re.DOTALL)
 
@@ -32,6 +38,20 @@ def make_validator(schema: Any, *, default: Any = Draft202012Validator) -> Any:
     It raises ValueError for a pattern that `pattern_problem` would have named.
     """
     return _linear(validator_for(schema, default=default))(schema, registry=Registry())
+
+
+@contextmanager
+def remembered_checks() -> Iterator[None]:
+    """Check each value once by each reference of a schema.
+
+    Otherwise, in a schema that contains itself, each level of a value is checked by each option of
+    a union, many times as often as the level above.
+    """
+    token = _CHECKED.set({})
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
 
 
 def pattern_problem(schema: Any) -> str | None:
@@ -94,6 +114,7 @@ def _escaped(pattern: str) -> str:
 def _linear(kind: Any) -> Any:
     """Return a class of validators whose keywords match patterns by `matches`."""
     stock = kind.VALIDATORS["additionalProperties"]
+    follow = kind.VALIDATORS["$ref"]
 
     def additional_properties(
         validator: Any, allowed: Any, instance: Any, schema: Any
@@ -108,12 +129,47 @@ def _linear(kind: Any) -> Any:
             }
         yield from stock(validator, allowed, instance, schema) or ()
 
+    def reference(
+        validator: Any, target: Any, instance: Any, schema: Any
+    ) -> Iterator[ValidationError]:
+        checked, key = _CHECKED.get(), (id(instance), id(schema))
+        if checked is not None and key in checked:
+            if not checked[key][2]:
+                yield ValidationError(f"{instance!r} does not fit {target}")
+            return
+        valid = True
+        for error in follow(validator, target, instance, schema) or ():
+            valid = False
+            if checked is not None:
+                checked[key] = instance, schema, False
+            yield error
+        if checked is not None:
+            checked[key] = instance, schema, valid
+
     keywords = {
+        "$ref": reference,
+        "anyOf": _any_of,
+        "oneOf": _one_of,
         "pattern": _pattern,
         "patternProperties": _pattern_properties,
         "additionalProperties": additional_properties,
     }
     return extend(kind, keywords)
+
+
+def _any_of(validator: Any, options: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    """Stop at the first option that fits, and at the first error of those that do not."""
+    if not any(validator.evolve(schema=option).is_valid(instance) for option in options):
+        yield ValidationError(f"{instance!r} is not valid under any of the given schemas")
+
+
+def _one_of(validator: Any, options: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    fitting = [option for option in options if validator.evolve(schema=option).is_valid(instance)]
+    if not fitting:
+        yield ValidationError(f"{instance!r} is not valid under any of the given schemas")
+    elif len(fitting) > 1:
+        listed = ", ".join(map(repr, fitting))
+        yield ValidationError(f"{instance!r} is valid under each of {listed}")
 
 
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
