@@ -22,15 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from jsonschema import Draft202012Validator, SchemaError
-
 from agenttrain.utils.json_schema import SchemaResolver, schema_types, without_nullable
-from agenttrain.utils.json_validator import (
-    NO_FORMATS,
-    make_validator,
-    pattern_problem,
-    remembered_checks,
-)
+from agenttrain.utils.json_validator import make_validator, remembered_checks, schema_problem
 from agenttrain.utils.names import did_you_mean
 
 Schema = Mapping[str, Any]
@@ -53,13 +46,9 @@ class ArgumentSchema:
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         """Raises ValueError if `parameters` is not a JSON schema, and names what it cannot read."""
         schema = without_nullable(parameters)
-        try:
-            Draft202012Validator.check_schema(schema, format_checker=NO_FORMATS)
-        except SchemaError as error:
-            raise ValueError(f"not a JSON schema: {error.json_path}: {error.message}") from error
+        if problem := schema_problem(schema):
+            raise ValueError(f"not a JSON schema: {problem}")
         self._resolver = SchemaResolver(schema)
-        if problem := self._resolver.problem() or pattern_problem(schema):
-            raise ValueError(f"not a schema that can be checked: {problem}")
         self._validator = make_validator(schema)
         self._schema = self._resolver.expand(schema)
         self.names = self._resolver.property_names(schema)

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import json
 from collections import UserString
-from collections.abc import AsyncIterator, Iterator, Mapping, MappingView, Sequence, Set
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, MappingView, Sequence, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -178,7 +178,8 @@ def plain_form(value: Any) -> Any:
             return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, Sequence | Set | MappingView) and not isinstance(value, UserString):
+    finite = isinstance(value, Iterable) and isinstance(value, Sequence | Set | MappingView)
+    if finite and not isinstance(value, UserString):
         return list(value)
     if type(value).__str__ is not object.__str__ or isinstance(value, complex):
         return str(value)

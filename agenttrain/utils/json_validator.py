@@ -14,13 +14,13 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
-from jsonschema import Draft202012Validator, FormatChecker, ValidationError
+from jsonschema import Draft202012Validator, FormatChecker, SchemaError, ValidationError
 from jsonschema.validators import extend, validator_for
 from pydantic_core import SchemaError as PatternError
 from pydantic_core import SchemaValidator, core_schema
 from referencing import Registry
 
-from agenttrain.utils.json_schema import subschemas
+from agenttrain.utils.json_schema import SchemaResolver, subschemas
 
 NO_FORMATS = FormatChecker(formats=())
 """Leaves patterns to `pattern_problem`: Python's `re` does not know all that JSON schemas allow."""
@@ -32,12 +32,20 @@ _TOKEN = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 _TOKEN_INSIDE = re.compile(r"\\.|.", re.DOTALL)
 
 
-def make_validator(schema: Any, *, default: Any = Draft202012Validator) -> Any:
-    """Make a validator; a schema may name another draft than the default.
+def schema_problem(schema: Any) -> str | None:
+    """Return why a value is no JSON schema that can be checked here; None: it is one."""
+    kind: Any = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema, format_checker=NO_FORMATS)
+    except SchemaError as error:
+        return f"{error.json_path}: {error.message}"
+    return SchemaResolver(schema).problem() or pattern_problem(schema)
 
-    It raises ValueError for a pattern that `pattern_problem` would have named.
-    """
-    return _linear(validator_for(schema, default=default))(schema, registry=Registry())
+
+def make_validator(schema: Any) -> Any:
+    """Make a validator of a schema in which `schema_problem` finds nothing."""
+    kind = validator_for(schema, default=Draft202012Validator)
+    return _linear(kind)(schema, registry=Registry())
 
 
 @contextmanager
