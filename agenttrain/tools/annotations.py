@@ -42,7 +42,7 @@ from pydantic import (
 from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 from typing_extensions import TypedDict
 
 from agenttrain.tools.arguments import InvalidArguments
@@ -235,7 +235,7 @@ def _fields(cls: Any) -> _Fields:
     """Return the fields of a dataclass, a named tuple or a TypedDict."""
     hints = typing.get_type_hints(cls, include_extras=True)
     defaults: dict[str, Any] = {}
-    words: dict[str, str] = dict(DESCRIBED.findall(inspect.getdoc(cls) or ""))
+    words: dict[str, str] = dict(DESCRIBED.findall((inspect.getdoc(cls) or "").replace("\r", "")))
     if dataclasses.is_dataclass(cls):
         fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         missing = dataclasses.MISSING
@@ -321,7 +321,7 @@ def _builder(adapter: TypeAdapter[Any]) -> Build:
             raise
         except ValidationError as error:
             problems = [
-                f"{where}{_place(value, problem['loc'])}: {problem['msg']}"
+                f"{where}{_place(value, problem)}: {problem['msg']}"
                 for problem in error.errors()[:MAX_PROBLEMS]
             ]
             raise InvalidArguments("; ".join(problems)) from error
@@ -331,17 +331,19 @@ def _builder(adapter: TypeAdapter[Any]) -> Build:
     return build
 
 
-def _place(value: Any, steps: Sequence[int | str]) -> str:
-    """Return the place in a value that pydantic names: ``[1].color``.
+def _place(value: Any, problem: ErrorDetails) -> str:
+    """Return the place in a value where pydantic found a problem: ``[1].color``.
 
-    Its steps also name the options of unions, which are no part of the value.
+    pydantic's steps also name the options of unions, which are no part of the value.
     """
+    steps = problem["loc"]
     place = ""
-    for step in steps:
-        if isinstance(value, dict) and step in value:
-            place, value = f"{place}.{step}", value[step]
-        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
-            place, value = f"{place}[{step}]", value[step]
+    for number, step in enumerate(steps):
+        missing = problem["type"] == "missing" and number == len(steps) - 1
+        if isinstance(value, dict) and (step in value or missing):
+            place, value = f"{place}.{step}", value.get(step)
+        elif isinstance(value, list) and isinstance(step, int) and (step < len(value) or missing):
+            place, value = f"{place}[{step}]", value[step] if step < len(value) else None
     return place
 
 

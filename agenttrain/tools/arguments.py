@@ -157,15 +157,20 @@ def coerce(value: Any, schema: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Coercion:
-    """Converts the values of one call by parts of a schema, each value once by each part."""
+    """Converts the values of one call by parts of a schema."""
 
     resolver: SchemaResolver
     validator: Any
     converted: dict[tuple[int, int], tuple[Any, Any, Any]] = field(default_factory=dict)
-    """By the identities of a value and a part: both, which so stay alive, and the result."""
+    """By the identities of a value and a part with `$ref`: both, which so stay alive, and the
+    result. Without it, a schema that contains itself takes exponential time."""
 
     def convert(self, value: Any, part: Any) -> Any:
         """Return a value as a part of the schema asks for it."""
+        if not isinstance(part, Mapping):
+            return value
+        if "$ref" not in part:
+            return self._convert(value, self.resolver.expand(part))
         key = id(value), id(part)
         if key not in self.converted:
             result = self._convert(value, self.resolver.expand(part))

@@ -178,15 +178,16 @@ def plain_form(value: Any) -> Any:
             return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
+    has_text = type(value).__str__ is not object.__str__ or isinstance(value, complex)
+    if not (has_text or isinstance(value, type)) and hasattr(value, "keys"):
+        return {key: value[key] for key in value.keys()}  # noqa: SIM118 - a database's row, a table
     finite = isinstance(value, Iterable) and isinstance(value, Sequence | Set | MappingView)
     if finite and not isinstance(value, UserString):
         return list(value)
-    if type(value).__str__ is not object.__str__ or isinstance(value, complex):
+    if has_text:
         return str(value)
     if isinstance(value, SimpleNamespace):
         return vars(value)
-    if not isinstance(value, type) and hasattr(value, "keys") and hasattr(value, "__getitem__"):
-        return {key: value[key] for key in value.keys()}  # noqa: SIM118 - a row, a table of columns
     remedy = "return text, numbers, or lists and dicts of them"
     if isinstance(value, Iterator | AsyncIterator):
         remedy = "it may have no end: return list(…) of it"
