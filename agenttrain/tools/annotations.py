@@ -96,7 +96,7 @@ def describe_type(hint: Any, *, shown: bool = True) -> ParameterType:
     If it is not `shown` to a model, its schema stays empty.
     """
     readable = _for_pydantic(hint, ())
-    dialect = PlainDialect if _is_plain(hint) else Dialect
+    dialect = PlainToolDialect if _is_plain(hint) else ToolDialect
     try:
         adapter = TypeAdapter(readable)
         schema = _json_schema(adapter, dialect) if shown else {}
@@ -185,7 +185,7 @@ def _leaf(hint: Any) -> Any:
         return Annotated[concrete, WithJsonSchema({"type": BARE[concrete]})]
     if hint not in JSON_TYPES:
         try:
-            _json_schema(TypeAdapter(hint), Dialect)
+            _json_schema(TypeAdapter(hint), ToolDialect)
         except UNREADABLE as error:
             raise ValueError(f"{hint!r} {NO_JSON}") from error
     return hint
@@ -368,7 +368,7 @@ def _values(values: list[Any], name: str) -> dict[str, Any]:
     return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
 
 
-class Dialect(GenerateJsonSchema):
+class ToolDialect(GenerateJsonSchema):
     """Writes schemas as chat templates know them: those of transformers' `get_json_schema`."""
 
     def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
@@ -413,7 +413,7 @@ def _items_first(schema: JsonSchemaValue) -> JsonSchemaValue:
     return {"type": schema["type"], "items": schema["items"], **schema}
 
 
-class PlainDialect(Dialect):
+class PlainToolDialect(ToolDialect):
     """Writes annotations without classes, for which transformers has shorter forms."""
 
     def tuple_schema(self, schema: core_schema.TupleSchema) -> JsonSchemaValue:
