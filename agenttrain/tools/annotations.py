@@ -160,9 +160,8 @@ def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
         return fields if typing.is_typeddict(hint) else Annotated[fields, _constructor(hint)]
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        about = _metadata(parts[1:])
-        # Without Annotated[*…]: ruff's target knows that syntax, the type checker's does not.
-        return Annotated.__class_getitem__((_for_pydantic(parts[0], within), *about))
+        form: Any = Annotated
+        return form[(_for_pydantic(parts[0], within), *_metadata(parts[1:]))]
     if origin in (Union, types.UnionType):
         return _union(parts, within)
     if not parts:  # typing.List is list
@@ -197,7 +196,7 @@ def _metadata(metadata: Sequence[Any]) -> list[Any]:
     about: list[Any] = [Field(description=text) for text in texts[:1]]
     for part in metadata:
         if isinstance(part, FieldInfo) and part.discriminator is not None:
-            part = Field(description=part.description)  # the classes of a union are told by theirs
+            part = Field(description=part.description)  # options are tried one after the other
         if not isinstance(part, str):
             about.append(part)
     return about
@@ -214,10 +213,11 @@ def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Any:
             kind = _for_pydantic(option, within)
             base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
             readable.append(Annotated[kind, Strict()] if base in SCALARS else kind)
-    union: Any = Union[tuple(readable)]  # noqa: UP007
+    form: Any = Union
+    union = form[tuple(readable)]
     if len(readable) > 1:
         union = Annotated[union, Field(union_mode="left_to_right")]
-    return union | None if type(None) in options else union
+    return form[union, None] if type(None) in options else union
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,8 +381,7 @@ class ToolDialect(GenerateJsonSchema):
 
     def literal_schema(self, schema: core_schema.LiteralSchema) -> JsonSchemaValue:
         """Write the values of a Literal with their types."""
-        values = [v.value if isinstance(v, enum.Enum) else v for v in schema["expected"]]
-        return _values(values, "Literal")
+        return _values(list(schema["expected"]), "Literal")
 
     def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
         """Write the values alone: keys are strings in JSON."""

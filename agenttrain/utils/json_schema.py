@@ -10,7 +10,10 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 Schema = Mapping[str, Any]
-OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+OF_NAMES = (
+    *("properties", "patternProperties", "$defs", "definitions"),
+    *("dependentSchemas", "dependencies"),
+)
 """Keywords that map names to schemas."""
 OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 """Keywords that list schemas."""
@@ -18,9 +21,9 @@ IN_PLACE = ("if", "then", "else")
 """Keywords whose schemas describe the same value as the schema around them."""
 OF_SCHEMAS = (
     *("items", "additionalProperties", "contains", "propertyNames", "not", *IN_PLACE),
-    *("unevaluatedItems", "unevaluatedProperties"),
+    *("unevaluatedItems", "unevaluatedProperties", "additionalItems", "contentSchema"),
 )
-"""Keywords whose value is a schema."""
+"""Keywords whose value is a schema; `items` lists schemas in older drafts."""
 COMBINED = {"$ref", "allOf", "const"}
 """Keywords that `SchemaResolver.expand` replaces."""
 MAX_DEPTH = 8
@@ -51,10 +54,8 @@ def subschemas(schema: Any) -> Iterator[Schema]:
         parts: Sequence[Any] = ()
         if key in OF_NAMES and isinstance(value, Mapping):
             parts = list(value.values())
-        elif key in OF_LISTS and isinstance(value, Sequence):
-            parts = value
-        elif key in OF_SCHEMAS:
-            parts = [value]
+        elif key in (*OF_LISTS, *OF_SCHEMAS):
+            parts = value if isinstance(value, list) else [value]
         for part in parts:
             yield from subschemas(part)
 
@@ -107,9 +108,22 @@ class SchemaResolver:
         resource = DRAFT202012.create_resource(schema)
         self._resolver = Registry().resolver_with_root(resource)
 
+    def schemas(self) -> Iterator[Schema]:
+        """Yield all schemas that the root holds or refers to."""
+        seen: set[int] = set()
+        waiting = [self.root]
+        while waiting:
+            for schema in subschemas(waiting.pop()):
+                if id(schema) not in seen:
+                    seen.add(id(schema))
+                    yield schema
+                    if "$ref" in schema:
+                        target = self.follow(schema["$ref"])
+                        waiting += [target] if id(target) not in seen else []
+
     def problem(self) -> str | None:
         """Return the reference that leads nowhere, and why; None: all lead to a schema."""
-        for schema in subschemas(self.root):
+        for schema in self.schemas():
             for key in ("$ref", "$dynamicRef"):
                 reference = schema.get(key)
                 if reference is not None and self.follow(reference) is None:

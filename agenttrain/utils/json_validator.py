@@ -2,13 +2,13 @@
 
 Values are written by models, and Python's `re` can take hours for a few letters. Patterns are
 matched by the regular expressions of pydantic's core, which know no look-around and no
-back-references; `pattern_problem` names a pattern that they refuse.
+back-references; `schema_problem` names a pattern that they refuse.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -20,10 +20,10 @@ from pydantic_core import SchemaError as PatternError
 from pydantic_core import SchemaValidator, core_schema
 from referencing import Registry
 
-from agenttrain.utils.json_schema import SchemaResolver, subschemas
+from agenttrain.utils.json_schema import Schema, SchemaResolver, map_subschemas
 
 NO_FORMATS = FormatChecker(formats=())
-"""Leaves patterns to `pattern_problem`: Python's `re` does not know all that JSON schemas allow."""
+"""Leaves patterns to `schema_problem`: Python's `re` does not know all that JSON schemas allow."""
 _CHECKED: ContextVar[dict[tuple[int, int], tuple[Any, Any, bool]] | None]
 _CHECKED = ContextVar("_CHECKED", default=None)
 """By the identities of a value and a schema with `$ref`: both, which so stay alive, and whether the
@@ -39,13 +39,23 @@ def schema_problem(schema: Any) -> str | None:
         kind.check_schema(schema, format_checker=NO_FORMATS)
     except SchemaError as error:
         return f"{error.json_path}: {error.message}"
-    return SchemaResolver(schema).problem() or pattern_problem(schema)
+    resolver = SchemaResolver(schema)
+    return resolver.problem() or _pattern_problem(list(resolver.schemas()))
 
 
 def make_validator(schema: Any) -> Any:
     """Make a validator of a schema in which `schema_problem` finds nothing."""
     kind = validator_for(schema, default=Draft202012Validator)
-    return _linear(kind)(schema, registry=Registry())
+    return _linear(kind)(_without_draft(schema), registry=Registry())
+
+
+def _without_draft(schema: Any) -> Any:
+    """Leave out `$schema`, for which jsonschema would take its own class of validators."""
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = map_subschemas(schema, _without_draft)
+    changed.pop("$schema", None)
+    return changed
 
 
 @contextmanager
@@ -62,26 +72,27 @@ def remembered_checks() -> Iterator[None]:
         _CHECKED.reset(token)
 
 
-def pattern_problem(schema: Any) -> str | None:
+def _pattern_problem(schemas: Sequence[Schema]) -> str | None:
     """Return the pattern of a schema that cannot be matched in linear time, and why; else None."""
-    names = False
-    for part in subschemas(schema):
-        patterns = part.get("patternProperties", ())
-        names = names or bool(patterns)
-        for pattern in (*([part["pattern"]] if "pattern" in part else ()), *patterns):
+    for schema in schemas:
+        pattern = [schema["pattern"]] if "pattern" in schema else []
+        for text in (*pattern, *schema.get("patternProperties", ())):
             try:
-                _compiled(pattern)
+                _compiled(text)
             except ValueError as error:
                 return str(error)
-    if names and any("unevaluatedProperties" in part for part in subschemas(schema)):
+    # jsonschema's own `unevaluatedProperties` would match them by Python's `re`.
+    if any("patternProperties" in schema for schema in schemas) and any(
+        "unevaluatedProperties" in schema for schema in schemas
+    ):
         return "unevaluatedProperties cannot stand beside patternProperties; list the properties"
     return None
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return True if a pattern occurs in a text. Raises ValueError for a pattern without a match.
+    """Return True if a pattern occurs in a text, of which lone surrogates match as U+FFFD.
 
-    Lone surrogates of the text match as U+FFFD.
+    Raises ValueError for a pattern that cannot be matched in linear time.
     """
     if not text.isascii():
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

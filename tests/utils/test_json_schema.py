@@ -171,6 +171,11 @@ def test_a_wrong_value_of_a_recursive_union_takes_no_exponential_time(operator):
             {"patternProperties": {"a": {}}, "unevaluatedProperties": False},
             "unevaluatedProperties cannot stand beside patternProperties",
         ),
+        ({"$ref": "#/x/a", "x": {"a": {"pattern": "(?=a)"}}}, "linear time"),
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"pattern": "(?=a)"}]},
+            "linear time",
+        ),
         ({"properties": {"$ref": {"type": "string"}, "pattern": {"type": "string"}}}, None),
         ({"pattern": r"^\p{Lu}\u00e9{1,4000}$"}, None),
     ],
@@ -207,3 +212,12 @@ def test_patterns(pattern, text, expected):
     assert named.is_valid({text: "x"}) is not expected
     closed = make_validator({"patternProperties": {pattern: {}}, "additionalProperties": False})
     assert closed.is_valid({text: 1}) is expected
+
+
+def test_a_schema_that_names_its_draft_matches_in_linear_time_too():
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    inner = {"$ref": "#", "$schema": draft}
+    schema = {"$schema": draft, "properties": {"p": {"pattern": "^(a+)+$"}, "inner": inner}}
+    assert not make_validator(schema).is_valid({"inner": {"p": "a" * 40 + "!"}})
+    old = {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "string"}]}
+    assert not make_validator(old).is_valid([1])
