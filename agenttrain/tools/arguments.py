@@ -45,8 +45,12 @@ class ArgumentSchema:
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         """Raises ValueError if `parameters` is not a JSON schema, and names what it cannot read."""
-        schema = without_nullable(parameters)
-        if problem := schema_problem(schema):
+        try:
+            schema = without_nullable(parameters)
+            problem = schema_problem(schema)
+        except RecursionError:
+            problem = "it is nested too deeply"
+        if problem:
             raise ValueError(f"not a JSON schema: {problem}")
         self._resolver = SchemaResolver(schema)
         self._validator = make_validator(schema)

@@ -221,3 +221,11 @@ def test_a_schema_that_names_its_draft_matches_in_linear_time_too():
     assert not make_validator(schema).is_valid({"inner": {"p": "a" * 40 + "!"}})
     old = {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "string"}]}
     assert not make_validator(old).is_valid([1])
+
+
+def test_a_schema_that_is_too_deep_is_refused():
+    schema: dict = {"type": "object"}
+    for _ in range(5000):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        ArgumentSchema({"properties": {"a": schema}})
