@@ -11,8 +11,7 @@ An `AnswerForm` leaves less: a call at once, or a text that is JSON. Reasoning s
 
 The grammar lets some calls pass that the parser or the tool refuses: a number beyond the range of
 floats, half of a surrogate pair, a key given twice in an object whose schema leaves its keys open,
-over 16 marks in a string, and violations of keywords that xgrammar ignores (`multipleOf`, `allOf`
-of several).
+over 16 marks in a string, and violations of keywords that xgrammar ignores (`multipleOf`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from agenttrain.chat.parsers.base import ResponseSpec
 from agenttrain.chat.parsers.marked import MarkedSpec
 from agenttrain.chat.probing import USER
 from agenttrain.types import Message
-from agenttrain.utils.json_schema import without_nullable
+from agenttrain.utils.json_schema import SchemaResolver, without_nullable
 
 Format = dict[str, Any]
 """A node of a structural tag."""
@@ -132,7 +131,7 @@ class CallGrammar:
         for schema in schemas:
             function = schema["function"]
             name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
-            parameters = without_nullable(function.get("parameters") or {})
+            parameters = _schema(function.get("parameters") or {})
             if "type" not in parameters and not _ANYTHING & parameters.keys():
                 parameters = {"type": "object", **parameters}
             value = {"type": "json_schema", "json_schema": parameters, "max_whitespace_cnt": BLANKS}
@@ -181,7 +180,7 @@ class CallGrammar:
         if chosen:
             answers.append(_sequence(_text(spec.call_open), _either(chosen), rest))
         if form.schema is not None and not form.call:
-            schema = without_nullable(json.loads(form.schema))
+            schema = _schema(json.loads(form.schema))
             value = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": BLANKS}
             answers.append(value)
         answer = _sequence(_either([_text(gap) for gap in GAP]), _either(answers))
@@ -192,6 +191,11 @@ class CallGrammar:
         if not spec.reasoning_open:
             return answer
         return _either([answer, _sequence(_text(spec.reasoning_open), thought)])
+
+
+def _schema(schema: Any) -> Any:
+    """Return a schema for xgrammar, which ignores an `allOf` of several schemas."""
+    return SchemaResolver(without_nullable(schema)).merged()
 
 
 def _text(value: str) -> Format:

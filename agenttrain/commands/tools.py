@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -30,6 +31,7 @@ from agenttrain.types import (
     ToolContext,
     ToolResult,
 )
+from agenttrain.utils.json_schema import MAX_DEPTH, SchemaResolver, schema_types
 from agenttrain.utils.names import did_you_mean
 
 EXAMPLES: Mapping[str, Any] = {"string": "…", "integer": 1, "number": 1.5, "boolean": True}
@@ -238,23 +240,34 @@ def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
     limited = ", ".join(f"{name} {value}" for name, value in limits.items())
     console.print(_inset(Text(limited, "dim")))
     # A value for each required argument, by its type.
-    parameters = tool["schema"]["function"].get("parameters", {})
-    properties = parameters.get("properties", {})
-    values = {name: _example(properties.get(name, {})) for name in parameters.get("required", ())}
-    example = json.dumps(values, ensure_ascii=False)
+    resolver = SchemaResolver(tool["schema"]["function"].get("parameters", {}))
+    example = json.dumps(
+        _example({"type": "object", **resolver.root}, resolver), ensure_ascii=False
+    )
     console.print(_inset(Text(f"try it: --call {tool['name']} '{example}'", "dim"), below=1))
 
 
-def _example(schema: Mapping[str, Any]) -> Any:
-    """Return a value that fits a JSON schema."""
-    if schema.get("enum"):
-        return schema["enum"][0]
-    if schema.get("type") == "array":
-        return [_example(schema.get("items", {}))]
-    if schema.get("type") == "object":
-        properties = schema.get("properties", {})
-        return {name: _example(properties.get(name, {})) for name in schema.get("required", ())}
-    return EXAMPLES.get(str(schema.get("type")), "…")
+def _example(schema: Any, resolver: SchemaResolver, depth: int = 0) -> Any:
+    """Return a value that fits a part of the resolver's schema, `depth` parts deep.
+
+    From MAX_DEPTH on the last option is taken, which is null for optional parts, so that a schema
+    that contains itself ends.
+    """
+    if depth > 2 * MAX_DEPTH:
+        return None
+    expanded, value = resolver.expand(schema), partial(_example, resolver=resolver, depth=depth + 1)
+    if expanded.get("enum"):
+        return expanded["enum"][0]
+    if options := resolver.options(expanded):
+        return value(options[0 if depth < MAX_DEPTH else -1])
+    kind = next(iter(schema_types(expanded)), None)
+    if kind == "array":
+        return [value(expanded.get("items", {}))]
+    if kind == "object":
+        properties = expanded.get("properties", {})
+        names = expanded.get("required", ())
+        return {name: value(properties.get(name, {})) for name in names}
+    return EXAMPLES.get(str(kind), "…")
 
 
 def _inset(content: Text | JSON, below: int = 0) -> Padding:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ from agenttrain.data.transform import (
 )
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.names import did_you_mean
+
+MAX_ITERATED = 1_000_000
+"""Rows that are read from an iterator, which may have no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +99,12 @@ def limits_of(config: DataConfig) -> ImageLimits:
 def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     """Build the rows of a section such as `data.train`, which is at `key`.
 
-    `_target_` names a function of `index`, or a class whose instances return rows by number; the
-    other keys are its arguments. Example: ``{"_target_": "agenttrain.data.bundled.shop.row",
-    "split": "test", "seed": 0}``. Raises ValueError with key, value and remedy. A ValueError of the
-    target that begins with ``split=…`` becomes one about ``data.train.split``.
+    `_target_` names a function of `index`, a function that returns rows as a list or an iterator,
+    or a class whose instances return rows by number; the other keys are its arguments. Example:
+    ``{"_target_": "agenttrain.data.bundled.shop.row", "split": "test", "seed": 0}``.
+
+    Raises ValueError with key, value and remedy. A ValueError of the target that begins with
+    ``split=…`` becomes one about ``data.train.split``.
     """
     located = locate_section(section, key=key)
     target, bound, where = located.target, located.bound, located.where
@@ -107,7 +113,7 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
             inspect.signature(target).bind(index=0, **bound)
             return GeneratedRows(target, **bound)
         inspect.signature(target).bind(**bound)
-        rows = target(**bound)
+        rows = _by_number(target(**bound), where)
     except TypeError as error:
         raise ValueError(f"{where} with {bound}: {error}") from error
     except ValueError as error:
@@ -117,6 +123,21 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     if len(rows) == 0:
         raise ValueError(f"{where}: has no rows")
     return rows
+
+
+def _by_number(rows: Any, where: str) -> Any:
+    """Return rows by number; those of an iterator are read. Raises ValueError if it has no end."""
+    by_number = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    # A set has another order in each process.
+    if by_number or isinstance(rows, Set) or not isinstance(rows, Iterable):
+        return rows
+    read = list(itertools.islice(rows, MAX_ITERATED + 1))
+    if len(read) > MAX_ITERATED:
+        raise ValueError(
+            f"{where}: gives over {MAX_ITERATED:,} rows one by one, which are kept in memory; "
+            "return a list, or write a function of `index`, whose rows are made when they are used"
+        )
+    return read
 
 
 def _usable(

@@ -182,8 +182,9 @@ def to_task(
 
 
 KEYS = ("name", "description", "parameters", "executor")
-OF_OPENAI = ("type", "function", "strict")
-"""Further keys in OpenAI's form of a tool."""
+UNSEEN = ("type", "function", "strict", "return")
+"""Further keys of a tool in OpenAI's form and of transformers' `get_json_schema`, which the model
+does not see."""
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -226,7 +227,7 @@ def _own_tool(item: Any, where: str) -> RowTool:
     function = _json(item.get("function"), where)
     given = {**item, **function} if isinstance(function, Mapping) else item
     for key in given:
-        if key not in (KEYS if given is item else (*KEYS, *OF_OPENAI)):
+        if key not in (*KEYS, *UNSEEN):
             raise ValueError(f"{where}: {key!r} is no key of a tool{did_you_mean(key, KEYS)}")
     name, description = given.get("name"), given.get("description") or given.get("name")
     executor = given.get("executor") or name

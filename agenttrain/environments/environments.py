@@ -12,8 +12,8 @@ from typing import Any
 
 from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environment import EnvironmentKind
+from agenttrain.tools.annotations import build_instances
 from agenttrain.tools.config import HOOKS
-from agenttrain.tools.structured import build_instances
 from agenttrain.tools.tool import Tool, ToolSpec, describe_method, public_methods
 from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext

@@ -34,6 +34,7 @@ from agenttrain.types import (
     ToolResult,
     Trajectory,
 )
+from agenttrain.utils.json_schema import SchemaResolver
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.seeds import derive_seed
 
@@ -166,7 +167,7 @@ class RowTools:
             except InvalidArguments as error:
                 text = f"Error: {error}"
                 return ToolResult(call=call, content=text, error=ToolError.invalid_arguments)
-            if _parameters(self._declared_schema(executor)).keys() >= DISPATCHED:
+            if DISPATCHED.issubset(_parameters(self._declared_schema(executor))):
                 arguments = {"name": call.name, "arguments": arguments}
             passed = replace(call, name=executor, arguments=arguments)
         return _Step(call=call, passed=passed, method=passed.name in self._methods.names)
@@ -198,12 +199,12 @@ class RowTools:
             return arguments
         executor = self._declared_schema(tool.executor)
         takes = _parameters(executor)
-        if takes.keys() >= DISPATCHED:
+        if DISPATCHED.issubset(takes):
             return arguments
-        required = executor["function"]["parameters"].get("required", [])
-        passed = tool.parameters.get("properties", {})
-        wrong = [n for n in passed if n not in takes] or [
-            n for n in required if n not in tool.parameters.get("required", [])
+        resolver = SchemaResolver(executor["function"].get("parameters") or {})
+        required = resolver.expand(resolver.root).get("required", [])
+        wrong = [n for n in arguments.names if n not in takes] or [
+            n for n in required if n not in arguments.required
         ]
         if wrong:
             raise ValueError(
@@ -245,8 +246,10 @@ async def _run(
     return await asyncio.gather(*map(run, steps))
 
 
-def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
-    return schema["function"].get("parameters", {}).get("properties", {})
+def _parameters(schema: dict[str, Any]) -> list[str]:
+    """Return the names of a tool's parameters."""
+    resolver = SchemaResolver(schema["function"].get("parameters") or {})
+    return resolver.property_names(resolver.root)
 
 
 def turn_sampling(

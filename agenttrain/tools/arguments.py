@@ -19,12 +19,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-from jsonschema import Draft202012Validator, SchemaError
-from referencing import Registry
-
-from agenttrain.utils.json_schema import schema_types, without_nullable
+from agenttrain.utils.json_schema import SchemaResolver, schema_types, without_nullable
+from agenttrain.utils.json_validator import make_validator, remembered_checks, schema_problem
 from agenttrain.utils.names import did_you_mean
 
 Schema = Mapping[str, Any]
@@ -45,19 +44,28 @@ class ArgumentSchema:
     """The parameters of one tool; reads the arguments of its calls."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
-        """Raises ValueError if `parameters` is not a JSON schema."""
-        self._schema = without_nullable(parameters)
-        self._validator = make_validator(self._schema)
+        """Raises ValueError if `parameters` is not a JSON schema, and names what it cannot read."""
         try:
-            self._validator.check_schema(self._schema)
-        except SchemaError as error:
-            raise ValueError(f"not a JSON schema: {error.json_path}: {error.message}") from error
+            schema = without_nullable(parameters)
+            problem = schema_problem(schema)
+        except RecursionError:
+            problem = "it is nested too deeply"
+        if problem:
+            raise ValueError(f"not a JSON schema: {problem}")
+        self._resolver = SchemaResolver(schema)
+        self._validator = make_validator(schema)
+        self._schema = self._resolver.expand(schema)
+        self.names = self._resolver.property_names(schema)
+        """Names of the arguments that the schema describes."""
+        self.required: list[str] = list(self._schema.get("required", []))
         # Calls that fit such a schema (an object of properties with types) need no validator.
         properties = self._schema.get("properties", {}).values()
         self._checks_types_only = (
-            _SAYS_OBJECT.issuperset(self._schema)
+            _SAYS_OBJECT.issuperset(schema)
             and self._schema.get("type", "object") == "object"
-            and all(isinstance(one, Mapping) and _SAYS_TYPE.issuperset(one) for one in properties)
+            and all(
+                isinstance(part, Mapping) and _SAYS_TYPE.issuperset(part) for part in properties
+            )
         )
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,9 +75,13 @@ class ArgumentSchema:
         'qurey' (did you mean 'query'?); missing argument 'query'``.
         """
         try:
-            # Coercion does not copy nested values that no schema describes.
-            values = _deep_copy(coerce(dict(arguments), self._schema))
-            problems = self._problems(values)
+            with remembered_checks():
+                coerced = _Coercion(self._resolver, self._validator).convert(
+                    dict(arguments), self._resolver.root
+                )
+                # Coercion does not copy nested values that no schema describes.
+                values = _deep_copy(coerced)
+                problems = self._problems(values)
         except (RecursionError, ValueError):
             problems = ["nested too deeply, or a number of too many digits"]
         if problems:
@@ -79,8 +91,7 @@ class ArgumentSchema:
     def _problems(self, arguments: Mapping[str, Any]) -> list[str]:
         """List unknown and missing arguments; if there are none, arguments with wrong values."""
         schema = self._schema
-        known = list(schema.get("properties", {}))
-        absent = [name for name in known if name not in arguments]
+        absent = [name for name in self.names if name not in arguments]
         problems: list[str] = []
         # Stricter than JSON schema: unknown names are allowed only if the schema says so.
         if not (
@@ -91,12 +102,10 @@ class ArgumentSchema:
             problems += [
                 f"unknown argument {_quote(name)}{did_you_mean(name, absent)}"
                 for name in arguments
-                if name not in known
+                if name not in self.names
             ]
         problems += [
-            f"missing argument {_quote(name)}"
-            for name in schema.get("required", [])
-            if name not in arguments
+            f"missing argument {_quote(name)}" for name in self.required if name not in arguments
         ]
         types = (
             (v, schema_types(schema.get("properties", {}).get(n, {}))) for n, v in arguments.items()
@@ -141,44 +150,66 @@ NOTHING = object()
 PYTHON_BOOLEANS = {"True": "true", "False": "false"}
 
 
-def make_validator(schema: Schema) -> Draft202012Validator:
-    """Make a validator that never fetches the target of a `$ref` from the network."""
-    return Draft202012Validator(schema, registry=Registry())
-
-
 def coerce(value: Any, schema: Any) -> Any:
     """Convert a value to the form that fits a schema, if that loses nothing; copy containers.
 
     Example: ``coerce({"a": "3"}, {"type": "object", "properties": {"a": {"type": "integer"}}})``
     gives ``{"a": 3}``.
     """
-    if not isinstance(schema, Mapping):
+    return _Coercion(SchemaResolver(schema), make_validator(schema)).convert(value, schema)
+
+
+@dataclass(frozen=True, slots=True)
+class _Coercion:
+    """Converts the values of one call by parts of a schema."""
+
+    resolver: SchemaResolver
+    validator: Any
+    converted: dict[tuple[int, int], tuple[Any, Any, Any]] = field(default_factory=dict)
+    """By the identities of a value and a part with `$ref`: both, which so stay alive, and the
+    result. Without it, a schema that contains itself takes exponential time."""
+
+    def convert(self, value: Any, part: Any) -> Any:
+        """Return a value as a part of the schema asks for it."""
+        if not isinstance(part, Mapping):
+            return value
+        if "$ref" not in part:
+            return self._convert(value, self.resolver.expand(part))
+        key = id(value), id(part)
+        if key not in self.converted:
+            result = self._convert(value, self.resolver.expand(part))
+            self.converted[key] = value, part, result
+        return self.converted[key][2]
+
+    def _convert(self, value: Any, schema: Mapping[str, Any]) -> Any:
+        for key in ("anyOf", "oneOf"):
+            # The first option that accepts the value as it is, else the first that accepts it
+            # coerced.
+            options = schema.get(key, ())
+            fitting = next((part for part in options if self._fits(value, part)), None)
+            if fitting is not None:
+                value = self.convert(value, fitting)
+                continue
+            candidates = ((part, self.convert(value, part)) for part in options)
+            value = next((new for part, new in candidates if self._fits(new, part)), value)
+        if types := schema_types(schema):
+            value = _coerce_type(value, types)
+        if "enum" in schema:
+            value = _coerce_enum(value, schema["enum"])
+        if isinstance(value, list):
+            first, others = schema.get("prefixItems", []), schema.get("items")
+            parts = [*first[: len(value)], *[others] * (len(value) - len(first))]
+            return [self.convert(item, part) for item, part in zip(value, parts, strict=True)]
+        if isinstance(value, dict):
+            properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+            return {
+                key: self.convert(item, properties.get(key, others)) for key, item in value.items()
+            }
         return value
-    for key in ("anyOf", "oneOf"):
-        # The first option that accepts the value as it is, else the first that accepts it coerced.
-        for option in schema.get(key, []):
-            if make_validator(option).is_valid(value):
-                value = coerce(value, option)
-                break
-        else:
-            for option in schema.get(key, []):
-                candidate = coerce(value, option)
-                if make_validator(option).is_valid(candidate):
-                    value = candidate
-                    break
-    if types := schema_types(schema):
-        value = _coerce_type(value, types)
-    if "enum" in schema:
-        value = _coerce_enum(value, schema["enum"])
-    if isinstance(value, list):
-        first, others = schema.get("prefixItems", []), schema.get("items")
-        return [
-            coerce(item, first[i] if i < len(first) else others) for i, item in enumerate(value)
-        ]
-    if isinstance(value, dict):
-        properties, others = schema.get("properties", {}), schema.get("additionalProperties")
-        return {key: coerce(item, properties.get(key, others)) for key, item in value.items()}
-    return value
+
+    def _fits(self, value: Any, part: Any) -> bool:
+        fits: bool = self.validator.evolve(schema=part).is_valid(value)
+        return fits
 
 
 def _coerce_type(value: Any, types: Sequence[str]) -> Any:

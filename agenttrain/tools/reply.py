@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import enum
 import json
+from collections import UserString
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, MappingView, Sequence, Set
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from agenttrain.images import BadImage, Image, is_image, read_image, text_of
@@ -109,52 +113,105 @@ def error_reply(
 
 
 def result_to_text(value: object, *, max_chars: int) -> str:
-    """Make the text of a result: strings unchanged, other values as JSON, else by str().
+    """Make the text of a result: strings unchanged, other values as JSON of their `plain_form`.
 
-    None becomes ``null`` and a not-a-number ``NaN``. Bytes are decoded as UTF-8, arrays and tensors
-    become lists, sets sorted lists. Text beyond `max_chars` is cut with a visible marker. Lone
-    surrogates, which tokenizers refuse, become U+FFFD.
+    None becomes ``null`` and a not-a-number ``NaN``. Keys of mappings become text: ``{(1, 2): 3}``
+    is ``{"[1, 2]": 3}``. Text beyond `max_chars` is cut with a visible marker. Lone surrogates,
+    which tokenizers refuse, become U+FFFD. Raises ToolFailure that names a type without a plain
+    form.
 
     Example: ``result_to_text({"city": "Óbidos", "ok": None}, max_chars=99)`` is
     ``{"city": "Óbidos", "ok": null}``.
     """
-    if not isinstance(value, str | dict | list | tuple | bool | int | float | None):
-        value = _simpler(value)
+    while not isinstance(value, str | dict | list | tuple | bool | int | float | None):
+        value = plain_form(value)
     if isinstance(value, str):
         return _bounded(str.__str__(value), max_chars)
+    try:
+        return _json_text(value, max_chars)
+    except TypeError:  # a key of a mapping, which JSONEncoder does not hand to `default`
+        return _json_text(_with_plain_keys(value), max_chars)
+
+
+def _json_text(value: Any, max_chars: int) -> str:
     chunks: list[str] = []
     size = 0
     try:
         # Piece by piece, so that a text that is far too long is never built.
-        for chunk in json.JSONEncoder(ensure_ascii=False, default=_simpler).iterencode(value):
+        for chunk in json.JSONEncoder(ensure_ascii=False, default=plain_form).iterencode(value):
             chunks.append(chunk)
             size += len(chunk)
             if size > max_chars:
                 break
-    except (TypeError, ValueError, RecursionError):
-        return _bounded(str(value), max_chars)
+    except RecursionError as error:
+        raise ToolFailure("the tool returned a value that is nested too deeply") from error
     return _bounded("".join(chunks), max_chars)
 
 
-def _simpler(value: Any) -> Any:
-    """Replace a value that JSON does not have by one that it has, at worst by a string.
+def plain_form(value: Any) -> Any:
+    """Replace a value that JSON does not have by a simpler one.
 
-    Raises ToolFailure for an image, whose string says nothing.
+    A text stands for itself, as do dates, paths, decimals and whatever has a `__str__` of its own;
+    a container whose type says that it ends is a list or dict of its parts. Raises ToolFailure that
+    names the type of any other value, and for an image, whose text says nothing.
     """
+    kind = type(value).__name__
     if is_image(value):
         raise ToolFailure(
-            f"the tool returned a {type(value).__name__} with an image inside of other values; "
+            f"the tool returned a {kind} with an image inside of other values; "
             "images are returned alone, or in a list beside texts"
         )
-    if isinstance(value, bytes | bytearray):
-        return value.decode("utf-8", "replace")
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).decode("utf-8", "replace")
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)
+    if not isinstance(value, type):
+        if hasattr(value, "model_dump"):  # of pydantic
+            return value.model_dump(mode="json")
+        if dataclasses.is_dataclass(value):
+            return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if hasattr(value, "__attrs_attrs__"):
+            return {field.name: getattr(value, field.name) for field in value.__attrs_attrs__}
+        if hasattr(value, "tolist"):
+            return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    has_text = type(value).__str__ is not object.__str__ or isinstance(value, complex)
+    if not (has_text or isinstance(value, type)) and hasattr(value, "keys"):
+        return {key: value[key] for key in value.keys()}  # noqa: SIM118 - a database's row, a table
+    finite = isinstance(value, Iterable) and isinstance(value, Sequence | Set | MappingView)
+    if finite and not isinstance(value, UserString):
+        return list(value)
+    if has_text:
+        return str(value)
+    if isinstance(value, SimpleNamespace):
+        return vars(value)
+    remedy = "return text, numbers, or lists and dicts of them"
+    if isinstance(value, Iterator | AsyncIterator):
+        remedy = "it may have no end: return list(…) of it"
+    raise ToolFailure(f"the tool returned a {kind}, which has no plain form; {remedy}")
+
+
+def _with_plain_keys(value: Any) -> Any:
+    """Return a value in which the keys of all mappings are those of JSON. Raises ToolFailure."""
+    while not isinstance(value, str | dict | list | tuple | bool | int | float | None):
+        value = plain_form(value)
+    if isinstance(value, list | tuple):
+        return [_with_plain_keys(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    plain = {_plain_key(key): _with_plain_keys(item) for key, item in value.items()}
+    if len(plain) < len(value):
+        raise ToolFailure("the tool returned a mapping of which two keys have the same text")
+    return plain
+
+
+def _plain_key(key: Any) -> str | int | float | None:
+    if isinstance(key, str | int | float | None):
+        return key
+    return result_to_text(key, max_chars=MAX_RESULT_CHARS)
 
 
 def _bounded(text: str, max_chars: int) -> str:

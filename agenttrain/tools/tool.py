@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args, get_type_hints, runtime_checkable
 
+from agenttrain.tools.annotations import Build, build_instances, describe_type
 from agenttrain.tools.config import LIFE_CYCLE
-from agenttrain.tools.structured import (
-    Build,
-    Structure,
-    build_instances,
-    describe_type,
-    is_structured,
-)
+from agenttrain.tools.docstring import Docstring, read_docstring
 from agenttrain.types import ToolContext
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.threads import blocks
@@ -59,8 +53,8 @@ class FunctionTool:
 
     The schema is made of its signature and Google docstring. A parameter ``context: ToolContext``
     gets the call's context, and `bound` parameters are settings: the model sees neither. Arguments
-    are plain JSON values (a list for a tuple), or instances if the annotation is a dataclass, a
-    pydantic model, an Enum or the like (`agenttrain.tools.structured`).
+    are plain JSON values, or what the annotation says where JSON lacks it: a tuple, a date, an
+    instance of a dataclass, a pydantic model, an Enum (`agenttrain.tools.annotations`).
 
     Example::
 
@@ -157,7 +151,7 @@ class ToolSpec:
     takes_context: bool
     """True if it has a parameter ``context: ToolContext``."""
     builders: dict[str, Build]
-    """By the names of structured arguments (`agenttrain.tools.structured`)."""
+    """By the names of structured arguments (`agenttrain.tools.annotations`)."""
 
 
 def describe_method(cls: type, name: str) -> ToolSpec:
@@ -193,17 +187,16 @@ def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
 Function = Callable[..., object]
 
 UNSEEN: ContextVar[bool] = ContextVar("UNSEEN", default=False)
-"""Set in a tool's worker process, where no model sees the schemas. They are left empty there, which
-saves the import of transformers."""
+"""Set in a tool's worker process, where no model sees the schemas. They are left empty there."""
 
 
 def describe_function(function: Function, *, name: str, hidden: Collection[str] = ()) -> ToolSpec:
-    """Describe a function, with its OpenAI-style schema of transformers' `get_json_schema`.
+    """Describe a function, with an OpenAI-style schema of the form of `get_json_schema`'s.
 
     Parameters in `hidden` and a ``context: ToolContext`` are left out, and so is the return type,
-    which the tool schemas of served models lack too. Raises ValueError, with the text to add, if an
-    annotation, the docstring or a parameter's description is missing, and for a type that cannot be
-    written as JSON.
+    which the tool schemas of served models lack too. A parameter is described by the docstring,
+    else by its annotation. Raises ValueError, with the text to add, if an annotation, the docstring
+    or a parameter's description is missing, and for a type that cannot be written as JSON.
 
     Example: for ``def add(a: int, b: int)``, documented: ``{"type": "function", "function":
     {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a":
@@ -213,6 +206,11 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     is_routine = inspect.isroutine(function)
     target: Any = function if is_routine else getattr(function, "__call__")  # noqa: B004, B009
     where = f"tool {name!r} ({target.__module__}.{target.__qualname__})"
+    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
+        raise ValueError(
+            f"{where}: it yields its result in parts, and a model reads one reply to a call; "
+            "return the whole result, e.g. a list of the parts"
+        )
     parameters = inspect.signature(target).parameters
     for hidden_name in hidden:
         if hidden_name not in parameters:
@@ -222,7 +220,7 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
                 f"{', '.join(parameters) or 'none'}"
             )
     try:
-        hints = get_type_hints(target)
+        hints = get_type_hints(target, include_extras=True)
     except NameError as error:
         raise ValueError(
             f"{where}: an annotation cannot be resolved: {error}; import it at run time, not only "
@@ -232,33 +230,36 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     takes_context = context is ToolContext or ToolContext in get_args(context)
     left_out = {*hidden, "context"} if takes_context else {*hidden}
     shown = [parameter for parameter in parameters.values() if parameter.name not in left_out]
-    doc, seen = inspect.getdoc(target), not UNSEEN.get()
+    doc, seen = read_docstring(inspect.getdoc(target) or ""), not UNSEEN.get()
     if seen:
-        _check_described(shown, doc, where)
-    structures: dict[str, Structure] = {}
+        _check_annotated(shown, where)
+    properties: dict[str, Any] = {}
+    builders: dict[str, Build] = {}
     for parameter in shown:
-        hint = hints.get(parameter.name)
         try:
-            if is_structured(hint) and hint is not ToolContext:
-                structures[parameter.name] = describe_type(hint)
+            kind = describe_type(hints.get(parameter.name, Any), shown=seen)
         except (ValueError, NameError) as error:
-            raise ValueError(f"{where}: parameter {parameter.name!r}: {error}") from error
+            raise ValueError(
+                f"{where}: no JSON schema can be made of it: parameter {parameter.name!r}: {error}"
+            ) from error
+        properties[parameter.name] = {**kind.schema, **doc.parameters.get(parameter.name, {})}
+        if kind.build is not None:
+            builders[parameter.name] = kind.build
     schema: dict[str, Any] = {"type": "function", "function": {"name": name}}
     if seen:
-        plain = {p.name: dict if p.name in structures else hints[p.name] for p in shown}
-        schema = _json_schema(name, doc, shown, plain, where)
-        for parameter_name, structure in structures.items():
-            properties = schema["function"]["parameters"]["properties"]
-            words = {"description": properties[parameter_name]["description"]}
-            properties[parameter_name] = {**structure.schema, **words}
-    builders = {parameter_name: one.build for parameter_name, one in structures.items()}
+        _check_described(properties, doc, where)
+        required = [p.name for p in shown if p.default is inspect.Parameter.empty]
+        schema["function"]["description"] = doc.description
+        schema["function"]["parameters"] = {
+            "type": "object",
+            "properties": properties,
+            **({"required": required} if required else {}),
+        }
     return ToolSpec(schema=schema, takes_context=takes_context, builders=builders)
 
 
-def _check_described(shown: Sequence[inspect.Parameter], doc: str | None, where: str) -> None:
-    """Raise ValueError, with the text to add, unless type and docstring explain all parameters."""
-    from transformers.utils.chat_template_utils import parse_google_format_docstring
-
+def _check_annotated(shown: Sequence[inspect.Parameter], where: str) -> None:
+    """Raise ValueError unless all parameters have a name and a type."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in shown:
         if parameter.kind not in named:
@@ -271,10 +272,13 @@ def _check_described(shown: Sequence[inspect.Parameter], doc: str | None, where:
                 f"{where}: parameter {parameter.name!r} has no type; annotate it, e.g. "
                 f"`{parameter.name}: str`"
             )
-    described = parse_google_format_docstring(doc.strip())[1] if doc else {}
-    missing = [parameter.name for parameter in shown if parameter.name not in described]
+
+
+def _check_described(properties: Mapping[str, Any], doc: Docstring, where: str) -> None:
+    """Raise ValueError, with the text to add, unless everything has a description."""
+    missing = [name for name, schema in properties.items() if "description" not in schema]
     lines = "\n".join(f"        {name}: What it means." for name in missing)
-    if not doc:
+    if not doc.text:
         arguments = f"\n\n    Args:\n{lines}\n    " if missing else ""
         raise ValueError(
             f'{where}: it has no docstring; add\n    """What it does, in a line.{arguments}"""'
@@ -284,35 +288,3 @@ def _check_described(shown: Sequence[inspect.Parameter], doc: str | None, where:
             f"{where}: its docstring does not describe {', '.join(missing)}; add to it\n"
             f"    Args:\n{lines}"
         )
-
-
-def _json_schema(
-    name: str,
-    doc: str | None,
-    shown: Sequence[inspect.Parameter],
-    hints: dict[str, Any],
-    where: str,
-) -> dict[str, Any]:
-    """Make the schema with transformers, of a function that has only the `shown` parameters."""
-    from transformers.utils import chat_template_utils as utils
-    from transformers.utils import get_json_schema
-
-    def shape() -> None: ...  # a function with this name, docstring and signature
-
-    shape.__name__, shape.__doc__, shape.__annotations__ = name, doc, hints
-    shape.__signature__ = inspect.Signature(list(shown))  # type: ignore[attr-defined]
-    available = utils.is_torch_available
-    if "torch" not in sys.modules:
-        # transformers would import torch to recognise tensors in annotations. Without torch loaded
-        # no annotation can be one.
-        utils.is_torch_available = lambda: False
-    try:
-        return get_json_schema(shape)
-    except (
-        utils.DocstringParsingException,
-        utils.TypeHintParsingException,
-        ValueError,
-    ) as error:
-        raise ValueError(f"{where}: no JSON schema can be made of it: {error}") from error
-    finally:
-        utils.is_torch_available = available

@@ -9,6 +9,7 @@ from response_cases import FORECAST
 
 from agenttrain.chat.loading import load_spec, make_spec, spec_names
 from agenttrain.chat.parsers.base import parse_response
+from agenttrain.tools.arguments import ArgumentSchema
 from agenttrain.types import AssistantTurn
 
 Expected = tuple[str, str | None, list[tuple[str, dict[str, Any]] | str]]
@@ -129,6 +130,47 @@ def test_parameters_are_typed_by_the_tools_schema(name: str, text: str, value: A
         (call,) = parse(family, written).calls
         assert call.arguments == {name: value}
         assert type(call.arguments[name]) is type(value)
+
+
+REFERRING = {
+    "name": "plan",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "days": {"$ref": "#/$defs/Days"},
+            "until": {"anyOf": [{"$ref": "#/$defs/Days"}, {"type": "null"}]},
+            "scale": {"allOf": [{"$ref": "#/$defs/Days"}, {"minimum": 1}]},
+            "version": {"const": 2},
+            "tree": {"$ref": "#/$defs/Tree"},
+            "name": {"$ref": "#/$defs/Name"},
+        },
+        "$defs": {
+            "Days": {"type": "integer"},
+            "Name": {"type": "string"},
+            "Tree": {"type": "object", "properties": {"left": {"$ref": "#/$defs/Tree"}}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("days", "7", 7),
+        ("until", "7", 7),
+        ("until", "null", None),
+        ("scale", "7", 7),
+        ("version", "2", 2),
+        ("tree", '{"left": {}}', {"left": {}}),
+        ("name", "7", "7"),
+    ],
+)
+def test_types_of_parameters_are_read_through_references(name: str, text: str, value: Any) -> None:
+    tool = {"type": "function", "function": REFERRING}
+    written = f"<tool_call>\n<function=plan>\n{parameter(name, text)}</function>\n</tool_call>"
+    (call,) = parse_response(written, load_spec("qwen_xml"), turn=0, schemas=[tool]).calls
+    assert call.arguments == {name: value}
+    assert ArgumentSchema(REFERRING["parameters"]).read(call.arguments) == call.arguments
 
 
 def pair(key: str, value: str) -> str:

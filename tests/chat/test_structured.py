@@ -134,6 +134,20 @@ def test_a_schema_means_to_the_grammar_what_it_means_to_the_tool() -> None:
     assert json.dumps('\n{"name": "a\\"b", "arguments": ') in text
 
 
+def test_a_grammar_has_every_part_of_all_of() -> None:
+    """xgrammar reads `$ref`, and ignores an `allOf` of several schemas."""
+    both = {"allOf": [{"$ref": "#/$defs/I"}, {"maximum": 5}]}
+    parameters = {
+        "type": "object",
+        "properties": {"a": both, "b": {"$ref": "#/$defs/I"}},
+        "$defs": {"I": {"type": "integer"}},
+    }
+    schema = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    text = parts.chat().grammar([schema])
+    properties = {"a": {"type": "integer", "maximum": 5}, "b": {"$ref": "#/$defs/I"}}
+    assert json.dumps({"properties": properties, "$defs": parameters["$defs"]})[1:-1] in text
+
+
 def test_each_rollout_has_the_grammar_of_its_own_tools() -> None:
     own = RowTool(
         name="plus",

@@ -203,6 +203,7 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
     {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
     {"type": ["null", "integer"]},
     {"type": "array", "minItems": 2, "maxItems": 3, "items": {"const": 1}},
+    {"allOf": [{"$ref": "#/$defs/I"}, {"maximum": 5}], "$defs": {"I": {"type": "integer"}}},
     {
         "type": "object",
         "required": ["point"],

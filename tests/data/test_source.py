@@ -141,3 +141,52 @@ def test_a_table_shows_no_progress_bars_and_leaves_them_to_others(tmp_path, capf
     ]
     assert "split" not in capfd.readouterr().err
     assert not datasets.are_progress_bars_disabled()
+
+
+def counted(n):
+    """Yield rows one by one, as the guide to datasets does."""
+    for i in range(n):
+        yield {"prompt": f"What is {i} + {i}?", "answer": str(2 * i)}
+
+
+def endless():
+    while True:
+        yield {"prompt": "?"}
+
+
+def unordered():
+    return {("prompt", "?")}
+
+
+def failing():
+    yield {"prompt": "?"}
+    raise ValueError("n=3: is odd")
+
+
+def test_rows_that_a_function_yields(monkeypatch):
+    rows = build_rows({"_target_": f"{__name__}.counted", "n": 3}, "data.train")
+    assert [row["answer"] for row in rows] == ["0", "2", "4"]
+    assert [row["answer"] for row in rows] == ["0", "2", "4"]
+    monkeypatch.setattr("agenttrain.data.build.MAX_ITERATED", 10)
+    assert len(build_rows({"_target_": f"{__name__}.counted", "n": 10}, "data.train")) == 10
+    with pytest.raises(ValueError, match=r"data\.train\._target_=.*endless.* over 10 rows"):
+        build_rows({"_target_": f"{__name__}.endless"}, "data.train")
+    with pytest.raises(ValueError, match="gives a set, which has no rows by number"):
+        build_rows({"_target_": f"{__name__}.unordered"}, "data.train")
+    with pytest.raises(ValueError, match="is odd"):
+        build_rows({"_target_": f"{__name__}.failing"}, "data.train")
+    with pytest.raises(ValueError, match="has no rows"):
+        build_rows({"_target_": f"{__name__}.counted", "n": 0}, "data.train")
+
+
+def test_a_tool_as_transformers_and_openai_write_it():
+    function = {"name": "add", "description": "Add.", "parameters": {"type": "object"}}
+    returns = {"type": "integer", "description": "The sum."}
+    for tool in (
+        {"type": "function", "function": {**function, "return": returns}},
+        {**function, "return": returns},
+        {"type": "function", **function, "strict": True},
+    ):
+        (read,) = to_task({"prompt": "q", "tools": [tool]}, 0).tools
+        assert (read.name, read.description) == ("add", "Add.")
+        assert read.parameters == {"type": "object"}

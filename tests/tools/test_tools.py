@@ -1,14 +1,20 @@
 """What a turn's calls become: one result each, in call order, whatever the tools do."""
 
 import asyncio
+import datetime
+import enum
 import inspect
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections import UserString, deque
 from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 
 import pydantic
 import pytest
@@ -191,6 +197,31 @@ def test_a_toolbox_outlives_an_event_loop():
         assert [r.content for r in execute(toolbox, *calls)] == ["0", "2", "4"]
 
 
+DAY = datetime.date(2024, 5, 1)
+
+
+class Color(enum.Enum):
+    red = "r"
+
+
+class Hit(pydantic.BaseModel):
+    title: str
+    when: datetime.date
+
+
+class Worded(Exception):
+    """A value whose text is made by its own code, which takes its time or refuses."""
+
+    def __init__(self, how: object) -> None:
+        self.how = how
+
+    def __str__(self) -> str:
+        if isinstance(self.how, BaseException):
+            raise self.how
+        time.sleep(self.how)
+        return "at last"
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -205,7 +236,19 @@ def test_a_toolbox_outlives_an_event_loop():
         (b"caf\xc3\xa9 \xff", "café \ufffd"),
         ({"blob": b"x"}, '{"blob": "x"}'),
         ({"b", "a"}, '["a", "b"]'),
-        ({(1, 2): 3}, "{(1, 2): 3}"),
+        ({(1, 2): 3, Color.red: {b"k": [Color.red]}}, '{"[1, 2]": 3, "r": {"k": ["r"]}}'),
+        ({1: 2, None: 3, DAY: 4}, '{"1": 2, "null": 3, "2024-05-01": 4}'),
+        (Color.red, "r"),
+        ([Hit(title="a", when=DAY)], '[{"title": "a", "when": "2024-05-01"}]'),
+        ({"when": DAY, "path": Path("a/b")}, '{"when": "2024-05-01", "path": "a/b"}'),
+        (range(3), "[0, 1, 2]"),
+        (deque([1, Color.red]), '[1, "r"]'),
+        ({"a": 1}.keys(), '["a"]'),
+        ([{"a": 1}.items()], '[[["a", 1]]]'),
+        (MappingProxyType({"a": {2}}), '{"a": [2]}'),
+        (UserString("text"), "text"),
+        (SimpleNamespace(a=memoryview(b"b")), '{"a": "b"}'),
+        (Worded(0.0), "at last"),
         ("a\ud83d\ude00b\ud800", "a\U0001f600b\ufffd"),
         (complex(1, 2), "(1+2j)"),
     ],
@@ -214,10 +257,60 @@ def test_result_text(value, text):
     assert returning(value).content == text
 
 
-def test_a_value_that_contains_itself_has_a_text():
+def count_up():
+    yield 1
+
+
+async def count_later():
+    yield 1
+
+
+class Plain:
+    """A class without a form in JSON: its repr would hold an address."""
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (count_up(), "generator"),
+        (count_later(), "async_generator"),
+        (map(str, [1]), "map"),
+        (zip([1], [2], strict=True), "zip"),
+        (object(), "object"),
+        (Plain(), "Plain"),
+        (Plain, "type"),
+        (print, "builtin_function_or_method"),
+        (threading.Lock(), "lock"),
+    ],
+)
+def test_a_value_without_a_plain_form_is_an_error_that_names_its_type(value, name):
+    for result in (value, [value], {"a": value}, {value: 1}):
+        said = returning(result)
+        assert said.error is ToolError.exception
+        assert f"returned a {name}, which has no plain form" in said.content
+
+
+def test_rows_of_a_database_and_tables_are_mappings():
+    connection = sqlite3.connect(":memory:")
+    connection.row_factory = sqlite3.Row
+    rows = connection.execute("select 1 as a, 'x' as b").fetchall()
+    assert returning(rows).content == '[{"a": 1, "b": "x"}]'
+    table = pytest.importorskip("pandas").DataFrame({"a": [1, 2]})
+    assert returning(table).content == '{"a": [1, 2]}'
+
+
+def test_keys_of_the_same_text_are_an_error():
+    assert returning({Color.red: 1, "r": 2}).error is ToolError.exception
+
+
+def test_a_value_that_contains_itself_is_an_error():
     value: list = [1]
     value.append(value)
-    assert returning(value).content == "[1, [...]]"
+    assert returning(value).error is ToolError.exception
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert returning(deep).error is ToolError.exception
 
 
 def test_arrays_become_lists():
@@ -327,19 +420,6 @@ def test_a_task_of_a_tool_can_be_asked_for_its_state():
 
     (result,) = execute(box(tool), call_of("tool"))
     assert result.content == "CORO_SUSPENDED ['sleep']"
-
-
-class Worded(Exception):
-    """An error whose text is made by its own code, which takes its time or refuses."""
-
-    def __init__(self, how: object) -> None:
-        self.how = how
-
-    def __str__(self) -> str:
-        if isinstance(self.how, BaseException):
-            raise self.how
-        time.sleep(self.how)
-        return "at last"
 
 
 class WordedValue(Worded):

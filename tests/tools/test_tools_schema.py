@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
-from typing import Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import AfterValidator, Field
 
+from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.types import Task, ToolContext
 
@@ -173,3 +178,154 @@ def test_a_bound_argument_that_is_no_parameter_is_refused():
         ValueError, match=r"no parameter 'tabel' to bind \(did you mean 'table'\?\)"
     ):
         FunctionTool(lookup, bound={"tabel": {}})
+
+
+def taking(annotation: Any, doc: str = "Take.\n\nArgs:\n    value: It.") -> FunctionTool:
+    def tool(value: Any) -> Any:
+        return value
+
+    tool.__doc__, tool.__annotations__["value"] = doc, annotation
+    return FunctionTool(tool)
+
+
+def shown(tool: FunctionTool) -> dict[str, Any]:
+    return tool.schema["function"]["parameters"]["properties"]["value"]
+
+
+def called(tool: FunctionTool, value: Any) -> Any:
+    arguments = ArgumentSchema(tool.schema["function"]["parameters"]).read({"value": value})
+    return tool.call(arguments, CONTEXT)
+
+
+def even(value: int) -> int:
+    if value % 2:
+        raise ValueError("must be even")
+    return value
+
+
+@dataclass
+class Item:
+    name: str
+
+
+SMALL = Annotated[int, Field(ge=1, le=3)]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "keywords"),
+    [
+        (SMALL, {"type": "integer", "minimum": 1, "maximum": 3}),
+        (SMALL | None, {"type": "integer", "minimum": 1, "maximum": 3, "nullable": True}),
+        (
+            list[SMALL],
+            {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 3}},
+        ),
+        (Annotated[str, Field(pattern="^a")], {"type": "string", "pattern": "^a"}),
+        (Annotated[list[int], Field(min_length=1)], {"minItems": 1}),
+        (list[Annotated[Item, "An item."]], {}),
+        (datetime.date, {"type": "string", "format": "date"}),
+        (set[int], {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
+        (dict[int, str], {"type": "object", "additionalProperties": {"type": "string"}}),
+    ],
+)
+def test_metadata_of_annotations_is_shown(annotation, keywords):
+    assert shown(taking(annotation)).items() >= {**keywords, "description": "It."}.items()
+
+
+def test_descriptions_of_annotations_stand_in_for_the_docstrings():
+    for annotation in (Annotated[str, "Words."], Annotated[str, Field(description="Words.")]):
+        assert shown(taking(annotation, "Take."))["description"] == "Words."
+        assert shown(taking(annotation))["description"] == "It."  # as it was before
+    item = shown(taking(list[Annotated[Item, "An item."]]))["items"]
+    assert item["description"] == "An item."
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "result"),
+    [
+        (SMALL, 2, 2),
+        (dict[int, str], {"1": "one"}, {1: "one"}),
+        (dict[int, Item], {"1": {"name": "a"}}, {1: Item("a")}),
+        (tuple[int, str], [1, "a"], (1, "a")),
+        (tuple[int, ...], [1, 2, 3], (1, 2, 3)),
+        (set[int], [1, 2], {1, 2}),
+        (datetime.date, "2024-05-01", datetime.date(2024, 5, 1)),
+        (datetime.datetime | None, None, None),
+        (Annotated[int, AfterValidator(even)], 2, 2),
+        (Item | str, {"name": "a"}, Item("a")),
+        (int | str, "5", "5"),
+        (int | datetime.date | str, "5", "5"),  # the first option that takes it as it is
+        (float, 1, 1),
+    ],
+)
+def test_the_function_gets_what_its_annotation_says(annotation, value, result):
+    got = called(taking(annotation), value)
+    assert (got, type(got)) == (result, type(result))
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "place"),
+    [
+        (SMALL, 99, "value: 99 is greater"),
+        (list[SMALL], [0], "value[0]: 0 is less"),
+        (dict[int, str], {"x": "one"}, "value.x: "),
+        (tuple[int, str], [1], "value[1]: "),
+        (tuple[int, str], [1, "a", 2], "value: "),
+        (datetime.date, "tomorrow", "value: "),
+        (Annotated[int, AfterValidator(even)], 3, "value: Value error, must be even"),
+    ],
+)
+def test_what_an_annotation_refuses_is_an_invalid_call(annotation, value, place):
+    with pytest.raises(InvalidArguments) as caught:
+        called(taking(annotation), value)
+    assert str(caught.value).startswith(place)
+
+
+@pytest.mark.parametrize("annotation", [complex, Callable[[int], int], type, object()])
+def test_what_json_lacks_is_refused(annotation):
+    with pytest.raises(ValueError, match=r"parameter 'value': .* has no JSON; use one of str"):
+        taking(annotation)
+
+
+@pytest.mark.parametrize(
+    "doc",
+    [
+        "Take.\n\nArgs:\n    value (int): It.",
+        "Take.\n\nArgs:\n    value (Optional[dict(str)], optional): It.",
+        "Take.\n\nArguments:\n    value: It.",
+        "Take.\n\nParameters:\n    value (int): It.\n\nReturns:\n    Nothing.",
+        "Take.\n\nArgs: \n    value: It.",
+        "Take.\r\n\r\n    Args:\r\n        value: It.\r\n",
+        "Take.\n\nArgs:\n    other (str): Bound.\n    value: It.\n    third (int): Bound too.",
+    ],
+)
+def test_docstrings_of_the_field(doc):
+    tool = taking(int, doc)
+    assert tool.schema["function"]["description"] == "Take."
+    assert shown(tool) == {"type": "integer", "description": "It."}
+
+
+def test_choices_of_a_docstring():
+    tool = taking(str, 'Take.\n\nArgs:\n    value: It. (choices: ["a", " b"])')
+    assert shown(tool) == {"type": "string", "enum": ["a", "b"], "description": "It."}
+    with pytest.raises(ValueError, match="choices: a, b"):
+        taking(str, "Take.\n\nArgs:\n    value: It. (choices: a, b)")
+
+
+def test_a_function_that_yields_is_no_tool():
+    def parts() -> Iterator[str]:
+        """Say."""
+        yield "a"
+
+    async def later() -> Any:
+        """Say."""
+        yield "a"
+
+    class Says:
+        def __call__(self) -> Iterator[str]:
+            """Say."""
+            yield "a"
+
+    for function in (parts, later, Says(), functools.partial(parts)):
+        with pytest.raises(ValueError, match="yields its result in parts"):
+            FunctionTool(function)

@@ -57,8 +57,8 @@ class Read:
     """The body ended inside a string, so that its closing mark may be part of it."""
 
 
-Schemas = Mapping[str, Mapping[str, Any]]
-"""Tool name -> parameter name -> JSON schema."""
+Schemas = Mapping[str, Mapping[str, Sequence[str]]]
+"""Tool name -> parameter name -> JSON types that its schema allows."""
 Reader = Callable[[str, Syntax, Schemas], Read]
 
 
@@ -250,7 +250,7 @@ def _typed_call(name: str, parameters: list[tuple[str, str]], schemas: Schemas) 
     for key, text in parameters:
         if key in arguments:
             problem = f"the parameter {excerpt(key)} is given twice"
-        arguments[key] = typed(text, schemas.get(name, {}).get(key))
+        arguments[key] = typed(text, schemas.get(name, {}).get(key, ()))
     label = "the text of the call's head"
     return ParsedCall(text="", name=name, arguments=arguments, problem=problem, name_label=label)
 
@@ -266,12 +266,11 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def typed(text: str, schema: Any) -> Any:
-    """Return the JSON value of a parameter's text if the schema asks for one, else the text.
+def typed(text: str, types: Sequence[str]) -> Any:
+    """Return the JSON value of a parameter's text if one of these types asks for it, else the text.
 
-    Example: "7" becomes 7 for an integer, and stays "7" for a string or without a schema.
+    Example: "7" becomes 7 for an integer, and stays "7" for a string or without types.
     """
-    types = schema_types(schema)
     if not any(name in types for name in _TYPES):
         return text
     word = text.strip()
@@ -281,21 +280,6 @@ def typed(text: str, schema: Any) -> Any:
     elif problem is not None or end != len(word):
         return text
     return value if any(name in _TYPES and _TYPES[name](value) for name in types) else text
-
-
-def schema_types(schema: Any, depth: int = 8) -> list[str]:
-    """Return the JSON types that a schema allows, `nullable` and unions included."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return []
-    declared = schema.get("type")
-    types = [declared] if isinstance(declared, str) else [*(declared or ())]
-    for key in ("anyOf", "oneOf"):
-        for choice in schema.get(key) or ():
-            types += schema_types(choice, depth - 1)
-    if "enum" in schema and not types:
-        for value in schema["enum"]:
-            types.append(next((name for name, holds in _TYPES.items() if holds(value)), "string"))
-    return [*types, "null"] if schema.get("nullable") is True else types
 
 
 _CALL = re.compile(r"(?P<name>[^\W\d][\w.-]*)\s*\(")

@@ -12,6 +12,7 @@ import regex
 
 from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, ParsedCall, ParsedCompletion
 from agenttrain.chat.parsers.calls import READERS, Read, Schemas, Syntax
+from agenttrain.chat.parsers.parameter_types import ParameterTypes
 from agenttrain.chat.parsers.values import excerpt, written_name
 
 MARKS_IN_STRINGS = (1, 4, 16)
@@ -194,10 +195,9 @@ class MarkedSpec(Syntax):
 
 
 def parameters(schemas: Sequence[Mapping[str, Any]]) -> Schemas:
-    """Return the JSON schemas of parameters, by tool and parameter name."""
-    by_tool = {}
-    for schema in schemas:
-        function = schema.get("function", schema)
-        properties = (function.get("parameters") or {}).get("properties")
-        by_tool[function.get("name")] = properties or {}
-    return by_tool
+    """Return the JSON types of parameters, by tool and parameter name."""
+    functions = [schema.get("function", schema) for schema in schemas]
+    return {
+        str(function.get("name")): ParameterTypes(function.get("parameters") or {})
+        for function in functions
+    }

@@ -290,10 +290,10 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
     name, arguments = inner.get("name"), inner.get("arguments")
     if inside and isinstance(arguments, str) and arguments.strip():
         arguments = arguments if arguments.lstrip().startswith("{") else f"{{{arguments}}}"
-    known = schemas.get(name, {}) if isinstance(name, str) else {}
+    known: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
     if isinstance(arguments, dict) and known:
         arguments = {
-            key: typed(value, known.get(key)) if isinstance(value, str) else value
+            key: typed(value, known.get(key, ())) if isinstance(value, str) else value
             for key, value in arguments.items()
         }
     written = value.get("id") if isinstance(value, dict) else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -19,6 +19,7 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.demonstrations import completion_ids
 from agenttrain.runs.setup import Components
 from agenttrain.types import AssistantTurn, Message, Task, ToolCall
+from agenttrain.utils.json_schema import COMBINED, SchemaResolver
 
 NO_TOOL = "no_such_tool"
 NO_ARGUMENT = "no_such_argument"
@@ -166,13 +167,13 @@ def task_texts(task: Task) -> tuple[list[str], list[str]]:
 
 
 def example(
-    schema: Mapping[str, Any],
+    schema: Any,
     words: Sequence[str],
     rng: random.Random,
-    definitions: Mapping[str, Any] | None = None,
+    resolver: SchemaResolver | None = None,
     depth: int = 0,
 ) -> Any:
-    """Return a value that fits a JSON schema; texts are among `words`.
+    """Return a value that fits a JSON schema, which is a part of the resolver's; texts are `words`.
 
     `depth` counts the schemas around this one: from DEEP on the smallest value is taken, so that a
     schema that contains itself ends.
@@ -180,20 +181,15 @@ def example(
     Example: ``{"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}},
     "required": ["n"]}`` -> ``{"n": 7}``. Patterns and formats of texts are not followed.
     """
-    if not isinstance(schema, Mapping):  # true: any value
-        schema = {}
-    definitions = {**(definitions or {}), **schema.get("$defs", {})}
-    value = partial(example, words=words, rng=rng, definitions=definitions, depth=depth + 1)
+    resolver = SchemaResolver(schema) if resolver is None else resolver
+    value = partial(example, words=words, rng=rng, resolver=resolver, depth=depth + 1)
     deep = depth >= DEEP
-    if "$ref" in schema:
-        return value(definitions.get(str(schema["$ref"]).rpartition("/")[2], {}))
-    for several in ("anyOf", "oneOf", "allOf"):
-        if schema.get(several):
-            parts = [part for part in schema[several] if dict(part).get("type") != "null"]
-            flat = [part for part in parts if deep and "$ref" not in part]
-            return value(rng.choice(flat or parts or schema[several]))
-    if "const" in schema:
-        return schema["const"]
+    schema = resolver.expand(schema)
+    if options := resolver.options(schema):
+        parts = [part for part in options if resolver.types(part) != ["null"]]
+        flat = [part for part in parts if deep and not set(COMBINED) & set(part)]
+        small = [part for part in options if deep and part not in parts]
+        return value(rng.choice(flat or small or parts or options))
     for listed in ("enum", "examples"):
         if schema.get(listed):
             return rng.choice(schema[listed])

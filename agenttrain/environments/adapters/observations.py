@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from agenttrain.tools.reply import plain_form
+
 DIGITS = 4
 """Digits of a number of an observation."""
 
@@ -38,4 +40,4 @@ def _plain(value: Any) -> Any:
         return _plain(value.item())
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
-    return value if isinstance(value, str | int | bool | None) else repr(value)
+    return value if isinstance(value, str | int | bool | None) else _plain(plain_form(value))

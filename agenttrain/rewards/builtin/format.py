@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import regex
-from jsonschema import SchemaError
-from jsonschema.validators import validator_for
 
 from agenttrain.rewards.builtin.answers import assistant_messages, final_text, tool_answer
 from agenttrain.rewards.function import last_main
 from agenttrain.types import Rollout
 from agenttrain.utils.expressions import compiled
+from agenttrain.utils.json_validator import make_validator, schema_problem
 
 FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 
@@ -49,10 +48,7 @@ class JsonSchema:
         self._column, self._tool, self._argument = column, tool, argument
         self.tools = () if tool is None else (tool,)
         self.columns = () if column is None else (column,)
-        try:
-            self._validator = None if schema is None else _validator(schema)
-        except SchemaError as error:
-            raise ValueError(f"schema={schema}: is no JSON schema: {error.message}") from error
+        self._validator = None if schema is None else _validator(schema)
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
         validator = self._validator
@@ -76,9 +72,9 @@ class JsonSchema:
 
 
 def _validator(schema: Any) -> Any:
-    kind = validator_for(schema)
-    kind.check_schema(schema)
-    return kind(schema)
+    if problem := schema_problem(schema):
+        raise ValueError(f"schema={schema}: is no JSON schema: {problem}")
+    return make_validator(schema)
 
 
 MATCH_S = 1.0

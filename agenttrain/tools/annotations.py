@@ -1,0 +1,433 @@
+"""Annotations of parameters: the schema that the model sees, and the value that the function gets.
+
+pydantic reads them. Dataclasses, TypedDicts and named tuples are handed to it as TypedDicts that
+allow no other keys, and their constructors make the instances::
+
+    @dataclass
+    class Line:
+        sku: str
+        count: int = 1
+
+    def order(lines: list[Line]) -> str: ...
+
+    the model sees   {"type": "array", "items": {"type": "object", "properties": {"sku": {"type":
+                     "string"}, "count": {"type": "integer", "default": 1}}, "required": ["sku"],
+                     "additionalProperties": false}}
+    it sends         [{"sku": "a7"}]
+    the tool gets    [Line(sku="a7", count=1)]
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import enum
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
+from typing_extensions import TypedDict
+
+from agenttrain.tools.arguments import InvalidArguments
+from agenttrain.types import AgenttrainError
+from agenttrain.utils.json_schema import SchemaResolver, map_subschemas
+
+Build = Callable[[Any, str], Any]
+"""Makes the function's argument of a JSON value that fits the schema. The second argument is the
+value's place (`lines`), for the message of InvalidArguments."""
+SCALARS = (str, int, float, bool)
+JSON_NAMES: dict[type, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+}
+JSON_TYPES = (*JSON_NAMES, Any, object, list, dict)
+"""Types whose values the function gets as the JSON has them."""
+BARE = {list: "array", tuple: "array", dict: "object"}
+CONCRETE: dict[Any, Any] = {
+    collections.abc.Sequence: list,
+    collections.abc.MutableSequence: list,
+    collections.abc.Collection: list,
+    collections.abc.Iterable: list,
+    collections.abc.Mapping: dict,
+    collections.abc.MutableMapping: dict,
+}
+"""Abstract types, by the type of the values that a function gets for them."""
+UNREADABLE = (PydanticUserError, PydanticUndefinedAnnotation)
+"""Errors of pydantic for a type that it cannot read, or not write as a schema."""
+NO_JSON = "has no JSON; use one of str, int, float, bool, list, dict"
+DESCRIBED = re.compile(r"^ +(\w+) *(?:\([^)]*\))?: *(\S.*)$", re.MULTILINE)
+"""A line ``    name (type): Its meaning.`` in a docstring's Attributes or Args."""
+MAX_PROBLEMS = 3
+"""Mistakes that one message lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterType:
+    """An annotation as the model and the function see it."""
+
+    schema: dict[str, Any]
+    build: Build | None
+    """None: the function gets the JSON value as it is."""
+
+
+def describe_type(hint: Any, *, shown: bool = True) -> ParameterType:
+    """Describe an annotation. Raises ValueError for a type that cannot be written as JSON.
+
+    If it is not `shown` to a model, its schema stays empty.
+    """
+    readable = _for_pydantic(hint, ())
+    dialect = PlainToolDialect if _is_plain(hint) else ToolDialect
+    try:
+        adapter = TypeAdapter(readable)
+        schema = _json_schema(adapter, dialect) if shown else {}
+    except UNREADABLE as error:
+        raise ValueError(f"{hint!r} {NO_JSON}") from error
+    return ParameterType(schema=schema, build=None if _is_json(hint) else _builder(adapter))
+
+
+def build_instances(builders: Mapping[str, Build], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace arguments by instances. Raises InvalidArguments with the message of their class."""
+    return {
+        name: builders[name](value, name) if name in builders else value
+        for name, value in arguments.items()
+    }
+
+
+def _is_json(hint: Any) -> bool:
+    """Return True if JSON values that fit the schema are already what the annotation says."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _is_json(parts[0]) and all(isinstance(part, str) for part in parts[1:])
+    if origin in (list, Union, types.UnionType):
+        return all(map(_is_json, parts))
+    if origin is dict:
+        return not parts or (parts[0] is str and _is_json(parts[1]))
+    return origin is Literal or (origin is None and any(hint is plain for plain in JSON_TYPES))
+
+
+def _has_fields(hint: Any) -> bool:
+    """Return True for a dataclass, a TypedDict and a named tuple, which pydantic did not make."""
+    if typing.is_typeddict(hint):
+        return True
+    is_class = isinstance(hint, type) and not hasattr(hint, "__pydantic_validator__")
+    is_tuple = is_class and issubclass(hint, tuple) and hasattr(hint, "_fields")
+    return is_tuple or (is_class and dataclasses.is_dataclass(hint))
+
+
+def _is_enum(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, enum.Enum)
+
+
+def _is_plain(hint: Any) -> bool:
+    """Return True if no part of an annotation is a class with fields, or an enum."""
+    if _is_enum(hint) or _has_fields(hint) or hasattr(hint, "__pydantic_validator__"):
+        return False
+    return all(_is_plain(part) for part in get_args(hint))
+
+
+def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
+    """Return the annotation that pydantic reads in place of `hint`, inside of these classes.
+
+    Raises ValueError for a type that cannot be written as JSON.
+    """
+    if any(hint is outer for outer in within):
+        raise ValueError(f"{hint.__name__} contains itself, so its schema would have no end")
+    if hasattr(hint, "__pydantic_validator__"):  # with the schema of its own, also of its fields
+        schema = _json_schema(TypeAdapter(hint), GenerateJsonSchema)
+        return Annotated[hint, WithJsonSchema(schema)]
+    if _has_fields(hint):
+        fields = _typed_dict(hint, (*within, hint))
+        return fields if typing.is_typeddict(hint) else Annotated[fields, _constructor(hint)]
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        form: Any = Annotated
+        return form[(_for_pydantic(parts[0], within), *_metadata(parts[1:]))]
+    if origin in (Union, types.UnionType):
+        return _union(parts, within)
+    if not parts:  # typing.List is list
+        return _leaf(origin or hint)
+    if origin is Literal:
+        return hint
+    if _has_fields(origin) or any(isinstance(part, list) for part in parts):  # Box[int], Callable
+        return _leaf(hint)
+    inner = tuple(part if part is ... else _for_pydantic(part, within) for part in parts)
+    return CONCRETE.get(origin, origin)[inner]
+
+
+def _leaf(hint: Any) -> Any:
+    """Return what pydantic reads in place of an annotation without parts. Raises ValueError."""
+    if _is_enum(hint):  # without the docstring that pydantic would add
+        values = [member.value for member in hint]
+        return Annotated[hint, WithJsonSchema(_values(values, hint.__name__))]
+    concrete = CONCRETE.get(hint, hint)
+    if concrete in BARE:  # pydantic would write {} for the type of the items
+        return Annotated[concrete, WithJsonSchema({"type": BARE[concrete]})]
+    if hint not in JSON_TYPES:
+        try:
+            _json_schema(TypeAdapter(hint), ToolDialect)
+        except UNREADABLE as error:
+            raise ValueError(f"{hint!r} {NO_JSON}") from error
+    return hint
+
+
+def _metadata(metadata: Sequence[Any]) -> list[Any]:
+    """Return the metadata of Annotated, with the first text as the description."""
+    texts = [part for part in metadata if isinstance(part, str)]
+    about: list[Any] = [Field(description=text) for text in texts[:1]]
+    for part in metadata:
+        if isinstance(part, FieldInfo) and part.discriminator is not None:
+            part = Field(description=part.description)  # options are tried one after the other
+        if not isinstance(part, str):
+            about.append(part)
+    return about
+
+
+def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Any:
+    """Return a union of which the first option that takes the value makes the instance.
+
+    Its scalars are strict, so that `int` leaves "5" to `str`.
+    """
+    readable = []
+    for option in options:
+        if option is not type(None):
+            kind = _for_pydantic(option, within)
+            base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+            readable.append(Annotated[kind, Strict()] if base in SCALARS else kind)
+    form: Any = Union
+    union = form[tuple(readable)]
+    if len(readable) > 1:
+        union = Annotated[union, Field(union_mode="left_to_right")]
+    return form[union, None] if type(None) in options else union
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fields:
+    """Fields of a class, as its constructor takes them."""
+
+    hints: dict[str, Any]
+    optional: set[str]
+    defaults: dict[str, Any]
+    words: dict[str, str]
+    """Their descriptions."""
+
+
+def _fields(cls: Any) -> _Fields:
+    """Return the fields of a dataclass, a named tuple or a TypedDict."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    defaults: dict[str, Any] = {}
+    words: dict[str, str] = dict(DESCRIBED.findall((inspect.getdoc(cls) or "").replace("\r", "")))
+    if dataclasses.is_dataclass(cls):
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+        missing = dataclasses.MISSING
+        names = list(fields)
+        defaults = {name: field.default for name, field in fields.items()}
+        optional = {
+            name
+            for name, field in fields.items()
+            if field.default is not missing or field.default_factory is not missing
+        }
+        for name, field in fields.items():
+            if "description" in field.metadata:
+                words[name] = field.metadata["description"]
+    elif typing.is_typeddict(cls):
+        names = list(hints)
+        # With postponed annotations __required_keys__ ignores Required and NotRequired.
+        marks = {Required: False, NotRequired: True}
+        optional = {
+            name
+            for name, hint in hints.items()
+            if marks.get(get_origin(hint), name in cls.__optional_keys__)
+        }
+        for name, hint in hints.items():
+            if get_origin(hint) in marks:
+                hints[name] = get_args(hint)[0]
+    else:
+        names, defaults = list(cls._fields), dict(cls._field_defaults)
+        optional = set(defaults)
+    plain = {name: hints[name] for name in names}
+    return _Fields(hints=plain, optional=optional, defaults=defaults, words=words)
+
+
+def _typed_dict(cls: Any, within: tuple[Any, ...]) -> Any:
+    """Return a TypedDict of the fields of a class. Raises ValueError that names the field."""
+    fields = _fields(cls)
+    members: dict[str, Any] = {}
+    for name, hint in fields.hints.items():
+        try:
+            kind = _for_pydantic(hint, within)
+        except ValueError as error:
+            raise ValueError(f"{cls.__name__}.{name}: {error}") from error
+        if name in fields.words:
+            kind = Annotated[kind, Field(description=fields.words[name])]
+        if type(fields.defaults.get(name)) in SCALARS:
+            default = {"default": fields.defaults[name]}
+            kind = Annotated[kind, Field(json_schema_extra=default)]
+        members[name] = NotRequired[kind] if name in fields.optional else kind
+    make: Any = TypedDict  # called as a function, which type checkers do not follow
+    closed = make(cls.__name__, members)
+    closed.__pydantic_config__ = ConfigDict(extra="forbid")
+    return closed
+
+
+def _constructor(cls: Callable[..., Any]) -> AfterValidator:
+    """Return the validator that makes an instance; an error of it becomes a message."""
+
+    def make(keywords: dict[str, Any]) -> Any:
+        try:
+            return cls(**keywords)
+        except AgenttrainError:  # ToolUnavailable and the like have their usual meaning
+            raise
+        except Exception as error:
+            raise PydanticCustomError(
+                "instance", "{problem}", {"problem": _reason(error)}
+            ) from error
+
+    return AfterValidator(make)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(problem["msg"] for problem in error.errors()[:MAX_PROBLEMS])
+    return str(error) or type(error).__name__
+
+
+def _builder(adapter: TypeAdapter[Any]) -> Build:
+    """Return the function that makes values of an annotation."""
+
+    def build(value: Any, where: str) -> Any:
+        try:
+            return adapter.validate_python(value)
+        except AgenttrainError:
+            raise
+        except ValidationError as error:
+            problems = [
+                f"{where}{_place(value, problem)}: {problem['msg']}"
+                for problem in error.errors()[:MAX_PROBLEMS]
+            ]
+            raise InvalidArguments("; ".join(problems)) from error
+        except Exception as error:  # of a validator of the user's
+            raise InvalidArguments(f"{where}: {_reason(error)}") from error
+
+    return build
+
+
+def _place(value: Any, problem: ErrorDetails) -> str:
+    """Return the place in a value where pydantic found a problem: ``[1].color``.
+
+    pydantic's steps also name the options of unions, which are no part of the value.
+    """
+    steps = problem["loc"]
+    place = ""
+    for number, step in enumerate(steps):
+        missing = problem["type"] == "missing" and number == len(steps) - 1
+        if isinstance(value, dict) and (step in value or missing):
+            place, value = f"{place}.{step}", value.get(step)
+        elif isinstance(value, list) and isinstance(step, int) and (step < len(value) or missing):
+            place, value = f"{place}[{step}]", value[step] if step < len(value) else None
+    return place
+
+
+def _json_schema(adapter: TypeAdapter[Any], dialect: type[GenerateJsonSchema]) -> dict[str, Any]:
+    """Return the schema without references, and without the keywords that only pydantic writes."""
+    schema = adapter.json_schema(schema_generator=dialect)
+    inlined: dict[str, Any] = _untitled(SchemaResolver(schema).inlined())
+    return inlined
+
+
+def _untitled(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    untitled = map_subschemas(schema, _untitled)
+    return {key: value for key, value in untitled.items() if key not in ("title", "discriminator")}
+
+
+def _values(values: list[Any], name: str) -> dict[str, Any]:
+    if not values or any(type(value) not in JSON_NAMES for value in values):
+        raise ValueError(f"{name}: its values {values} are not all plain JSON")
+    kinds = list(dict.fromkeys(JSON_NAMES[type(value)] for value in values))
+    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
+
+
+class ToolDialect(GenerateJsonSchema):
+    """Writes schemas as chat templates know them: those of transformers' `get_json_schema`."""
+
+    def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
+        """Keep the order in which keys are written."""
+        return value
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        """Write null as a keyword: ``{"type": "integer", "nullable": true}``."""
+        return {**self.generate_inner(schema["schema"]), "nullable": True}
+
+    def literal_schema(self, schema: core_schema.LiteralSchema) -> JsonSchemaValue:
+        """Write the values of a Literal with their types."""
+        return _values(list(schema["expected"]), "Literal")
+
+    def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
+        """Write the values alone: keys are strings in JSON."""
+        values = self.generate_inner(schema.get("values_schema", core_schema.any_schema()))
+        return {**super().dict_schema(schema), "additionalProperties": values}
+
+    def set_schema(self, schema: core_schema.SetSchema) -> JsonSchemaValue:
+        """Write the items first."""
+        return _items_first(super().set_schema(schema))
+
+    def frozenset_schema(self, schema: core_schema.FrozenSetSchema) -> JsonSchemaValue:
+        """Write the items first."""
+        return _items_first(super().frozenset_schema(schema))
+
+    def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> JsonSchemaValue:
+        """Write `required` also if it is empty."""
+        described = super().typed_dict_schema(schema)
+        required = described.get("required", [])
+        ordered = {"type": "object", "properties": described["properties"], "required": required}
+        return {**ordered, **described}
+
+    def complex_schema(self, schema: core_schema.ComplexSchema) -> JsonSchemaValue:
+        """Refuse complex numbers, which JSON does not have."""
+        return self.handle_invalid_for_json_schema(schema, "a complex number")
+
+
+def _items_first(schema: JsonSchemaValue) -> JsonSchemaValue:
+    return {"type": schema["type"], "items": schema["items"], **schema}
+
+
+class PlainToolDialect(ToolDialect):
+    """Writes annotations without classes, for which transformers has shorter forms."""
+
+    def tuple_schema(self, schema: core_schema.TupleSchema) -> JsonSchemaValue:
+        """Leave out the length; the function's own check refuses another one."""
+        described = super().tuple_schema(schema)
+        if "variadic_item_index" not in schema:
+            del described["minItems"], described["maxItems"]
+        return described
+
+    def union_schema(self, schema: core_schema.UnionSchema) -> JsonSchemaValue:
+        """Write a union of simple types as a list of their names."""
+        choices = (c[0] if isinstance(c, tuple) else c for c in schema["choices"])
+        options = [self.generate_inner(choice) for choice in choices]
+        names = [option["type"] for option in options if option.keys() == {"type"}]
+        if len(names) < len(options) or not all(isinstance(name, str) for name in names):
+            return {"anyOf": options}
+        names = sorted(set(names))
+        return {"type": names[0] if len(names) == 1 else names}
