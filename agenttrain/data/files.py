@@ -18,6 +18,7 @@ from typing import Any
 from agenttrain.data.config import check_hub, check_row_file, check_row_files
 from agenttrain.data.images import absolute_paths
 from agenttrain.types import ConfigError
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.hub import DATA, data_commit, explained
 
 BLOCK = 128
@@ -81,7 +82,10 @@ class FileRows:
     """
 
     def __init__(
-        self, path: str | Sequence[str], split: str | None = None, limit: int | None = None
+        self,
+        path: Data[str | Sequence[str]],
+        split: Data[str | None] = None,
+        limit: Data[int | None] = None,
     ) -> None:
         """Read the first `limit` rows of all files, or all; `split` selects one of a folder that
         has several.
@@ -210,11 +214,11 @@ class HubRows(ArrowRows):
 
     def __init__(
         self,
-        path: str,
-        subset: str | None = None,
-        split: str = "train",
-        revision: str | None = None,
-        limit: int | None = None,
+        path: Data[str],
+        subset: Data[str | None] = None,
+        split: Data[str] = "train",
+        revision: Data[str | None] = None,
+        limit: Data[int | None] = None,
     ) -> None:
         """Raises ValueError, beginning with the argument, for anything the hub does not have."""
         check_hub(path, subset, split, revision, limit)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from agenttrain.environments.config import UserSettings
 from agenttrain.environments.environment import TookTooLong, bounded
 from agenttrain.types import Message, Task, ToolUnavailable
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
+from agenttrain.utils.data_fields import Data, DataWhere, is_role
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.sections import beside
 from agenttrain.utils.seeds import derive_seed
@@ -136,18 +137,18 @@ class LlmUser:
     def __init__(
         self,
         *,
-        url: str | ChatBackend,
-        model: str | None = None,
-        prompt: str,
-        stop: str = "###STOP###",
-        greeting: str | None = "Hi! How can I help you?",
-        seeded: bool = True,
+        url: Annotated[str | ChatBackend, DataWhere(is_role)],
+        model: Data[str | None] = None,
+        prompt: Data[str],
+        stop: Data[str] = "###STOP###",
+        greeting: Data[str | None] = "Hi! How can I help you?",
+        seeded: Data[bool] = True,
         api_key_env: str | None = None,
-        retries: int = 4,
-        backoff_s: float = 1.0,
-        request_timeout_s: float = 120.0,
-        temperature: float = 1.0,
-        max_tokens: int = 512,
+        retries: Data[int] = 4,
+        backoff_s: Data[float] = 1.0,
+        request_timeout_s: Data[float] = 120.0,
+        temperature: Data[float] = 1.0,
+        max_tokens: Data[int] = 512,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         self._prompt = TextTemplate(prompt, "prompt")

@@ -50,7 +50,6 @@ from agenttrain.settings.command_line import resuming
 from agenttrain.settings.engine_checks import broadcast_note, has_rollout_process, run_spec
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
-from agenttrain.tools.config import without_password
 from agenttrain.tracking.rollouts import rollout_limit, write_step
 from agenttrain.tracking.run_folder import FolderInUse, lock_folder, read_summary, update_summary
 from agenttrain.tracking.timeline import Timeline
@@ -64,6 +63,7 @@ from agenttrain.training.world import PeerFailed, World
 from agenttrain.types import AgenttrainError, ConfigError, Rollout
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, TERMINATED
 from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.signals import Preempted, StopRequest, listening
 
 CROSS_ENTROPY = AlgorithmConfig(
@@ -461,7 +461,7 @@ class Run:
         """Return an error as one line, with the path that it concerns."""
         nameless = isinstance(error, OSError) and error.filename is None
         where = f" (run folder {self.folder})" if nameless else ""
-        return without_password(f"{type(error).__name__}: {error}{where}")
+        return hide_secrets(f"{type(error).__name__}: {error}{where}")
 
     @property
     def _again(self) -> str:

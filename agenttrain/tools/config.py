@@ -14,14 +14,16 @@ from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
 from string import Template
-from typing import Any, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.utils.data_fields import Data, DataWhere
 from agenttrain.utils.files import PACKAGE
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import hide_secrets, names_variable
 from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole
 
 
@@ -32,6 +34,13 @@ class Isolation(StrEnum):
     """In this process; a call that takes too long is left behind."""
     process = "process"
     """In worker processes of the tool's own; a call that takes too long is killed."""
+
+
+def _are_builtins(errors: object) -> bool:
+    """Return True for errors of Python itself, for which no module of others is imported."""
+    return isinstance(errors, list) and all(
+        re.fullmatch(r"builtins\.\w+", str(error)) for error in errors
+    )
 
 
 @dataclass(config=SETTINGS)
@@ -48,11 +57,11 @@ class ToolLimits:
     """Tokens of one of its results; None: rollout.max_result_tokens."""
     retries: Whole = Field(default=2, ge=0)
     """Times a call is made again after a fault of the infrastructure; then the rollout fails."""
-    retry_on: list[str] = field(default_factory=list)
+    retry_on: Annotated[list[str], DataWhere(_are_builtins)] = field(default_factory=list)
     """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]."""
     retry_backoff_s: Number = Field(default=0.5, ge=0)
     """Seconds before a call is made again, doubled each time."""
-    isolation: Isolation = Isolation.thread
+    isolation: Data[Isolation] = Isolation.thread
     """`thread`: calls run in this process; `process`: in workers of the tool's own, where a call
     that takes too long is killed."""
 
@@ -90,46 +99,6 @@ class ToolSettings(ToolLimits):
 
 
 MCP_SERVER = "agenttrain.tools.mcp.server.McpServer"
-
-
-def without_password(text: str) -> str:
-    """Hide what stands before the host of the addresses in a text, unless it is a variable's name.
-
-    Example: ``http://me:secret@host/mcp`` -> ``http://***@host/mcp``; ``http://me:$SECRET@host/mcp``
-    stays.
-    """
-
-    def hidden(match: re.Match[str]) -> str:
-        return match[0] if _is_named(match[2]) else f"{match[1]}***@"
-
-    return re.sub(r"(\w://)([^/\s?#]+)@", hidden, text)
-
-
-def without_secrets(settings: Any) -> Any:
-    """Hide passwords in the addresses of settings, and the values of `env` and `headers`.
-
-    Texts that name variables stay, such as ``Bearer $TOKEN``; the names of hidden values stay too.
-
-    Example: ``{"headers": {"x-key": "s3cret"}}`` -> ``{"headers": {"x-key": "***"}}``.
-    """
-    if isinstance(settings, Mapping):
-        shared = {str(key): without_secrets(value) for key, value in settings.items()}
-        for section in (shared.get(name) for name in ("env", "headers")):
-            if isinstance(section, dict):
-                for name, value in section.items():
-                    # ``$$`` is a literal dollar.
-                    if not re.search(r"\$(\w|\{)", str(value).replace("$$", "")):
-                        section[name] = "***"
-        return shared
-    if isinstance(settings, list | tuple):
-        return [without_secrets(value) for value in settings]
-    return without_password(settings) if isinstance(settings, str) else settings
-
-
-def _is_named(credentials: str) -> bool:
-    """Return True if the secret of ``name:secret``, or ``secret``, is a variable: ``$NAME``."""
-    name, _, secret = credentials.partition(":")
-    return re.fullmatch(r"\$(\w+|\{\w+\})", secret or name) is not None
 
 
 def check_mcp_server(
@@ -205,7 +174,7 @@ def expanded(name: str, values: object) -> dict[str, str]:
 
 
 def _check_url(url: Any) -> None:
-    hidden = without_password(str(url))
+    hidden = hide_secrets(str(url))
     try:
         parts = urlsplit(url)
         complete = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -215,7 +184,7 @@ def _check_url(url: Any) -> None:
         raise ValueError(f"url={hidden}: must be a whole address, e.g. http://127.0.0.1:8000/mcp")
     # Every file and message of the run would repeat credentials in the address.
     credentials, at, _ = urlsplit(str(url)).netloc.rpartition("@")
-    if at and not _is_named(credentials):
+    if at and not names_variable(credentials):
         raise ValueError(
             f"url={hidden}: holds credentials, which the run's files would keep; put them into the "
             "environment and write their names: "

@@ -16,7 +16,6 @@ from uuid import uuid4
 
 from rich.console import Console
 
-from agenttrain.tools.config import without_secrets
 from agenttrain.tracking import rollouts as rollouts_file
 from agenttrain.tracking.backends.base import TrackedRun
 from agenttrain.tracking.config import TrackerConfig
@@ -31,6 +30,7 @@ from agenttrain.tracking.run_folder import (
 )
 from agenttrain.types import Rollout
 from agenttrain.utils.json_lines import dumps, open_to_append, read_rows
+from agenttrain.utils.redaction import hide_in_settings
 
 ENDS = ("_low", "_high")
 """Suffixes of metrics that are the ends of a confidence interval."""
@@ -102,7 +102,7 @@ class Tracker:
             shared=shared or run_folder.parent,
             pid=os.getpid(),
         )
-        settings = without_secrets(run_config or {})
+        settings = hide_in_settings(run_config or {})
         followers, sections = [], config.sections()
         longest_s = max((section.finish_s for section in sections), default=0.0)
         for section in sections:

@@ -19,6 +19,7 @@ import httpx
 
 from agenttrain.environments.adapters.observations import readable
 from agenttrain.types import Rollout, ToolFailure, ToolUnavailable, TurnReward
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.text_templates import TextTemplate
 
 REWARDS = ("episode", "turns")
@@ -43,13 +44,13 @@ class OpenEnv:
         self,
         *,
         url: str,
-        reset: Mapping[str, Any] | None = None,
-        columns: Sequence[str] = (),
-        prompt: str = "{{ observation }}",
-        rewards: str = "episode",
-        session_timeout_s: float = 45.0,
-        reply_timeout_s: float = 60.0,
-        ping_s: float = 20.0,
+        reset: Data[Mapping[str, Any] | None] = None,
+        columns: Data[Sequence[str]] = (),
+        prompt: Data[str] = "{{ observation }}",
+        rewards: Data[str] = "episode",
+        session_timeout_s: Data[float] = 45.0,
+        reply_timeout_s: Data[float] = 60.0,
+        ping_s: Data[float] = 20.0,
     ) -> None:
         self._url, self._reset, self._columns = url.rstrip("/"), dict(reset or {}), columns
         self._prompt, self._by_turn = TextTemplate(prompt, "prompt"), rewards == "turns"

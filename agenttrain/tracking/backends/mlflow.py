@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agenttrain.tools.config import without_password
 from agenttrain.tracking.backends.base import (
     Description,
     ExperimentTracker,
     TrackedRun,
     rollout_table,
 )
+from agenttrain.utils.redaction import hide_secrets
 
 TAG, STEP_TAG = "agenttrain.run", "agenttrain.step"
 """Tags of a run: its id, and the last step whose metrics are written."""
@@ -85,7 +85,7 @@ class MLflow(ExperimentTracker):
 
     def describe(self, run: TrackedRun) -> Description:
         """Return the command that shows the page, or the server's address."""
-        address = without_password(self._address(run))
+        address = hide_secrets(self._address(run))
         if address.startswith(("http://", "https://")):
             return Description(view=address)
         command = shlex.join(["mlflow", "ui", "--backend-store-uri", address])

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from agenttrain.tools.config import without_password
 from agenttrain.tracking.backends.base import (
     Description,
     ExperimentTracker,
     TrackedRun,
     rollout_table,
 )
+from agenttrain.utils.redaction import hide_secrets
 
 STEP = "step"
 """Metric that all others are drawn over. wandb's own counter refuses a step that has passed, and an
@@ -107,9 +107,7 @@ class WandB(ExperimentTracker):
     def describe(self, run: TrackedRun) -> Description:
         """Return the command that sends an offline run, or the address of the project."""
         if self.mode == "online":
-            host = without_password(os.environ.get("WANDB_BASE_URL", "https://wandb.ai")).rstrip(
-                "/"
-            )
+            host = hide_secrets(os.environ.get("WANDB_BASE_URL", "https://wandb.ai")).rstrip("/")
             path = "/".join(part for part in (self.entity, self.project or run.project) if part)
             return Description(view=f"{host}/{path}" if self.entity else f"{host}/home")
         if self.mode != "offline":
