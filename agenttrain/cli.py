@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from shlex import quote
 
@@ -197,7 +199,10 @@ def run(arguments: Sequence[str]) -> int:
             # Compose first: Hydra's own errors would be harder to read than ours.
             with hydra_session(command.source):
                 compose_raw(command.overrides, command.source)
-        return _hand_over(command)
+        with redirect_stdout(StringIO()) as printed:
+            code = _hand_over(command)
+        print(hide_secrets(printed.getvalue()), end="")
+        return code
     with hydra_session(command.source):
         if command.sweep and command.saved is not None:
             return cli_sweep.resume(command, _compose_one)

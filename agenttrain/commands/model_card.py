@@ -115,12 +115,10 @@ def model_card(
 def published_settings(config: Mapping[str, Any]) -> str:
     """Return a run's config.yaml as a file for `--config-name`, without signature and secrets."""
     plain = {key: value for key, value in config.items() if key != "provenance"}
-    tools = plain.get("tools") or {}
-    plain["tools"] = {name: hide_in_settings(section) for name, section in tools.items()}
     text = yaml.safe_dump(
         {
             "defaults": ["run_config", "_self_"],
-            **plain,
+            **hide_in_settings(plain),
             "hydra": {"job": {"name": "reproduced"}, "output_subdir": None},
         },
         sort_keys=False,

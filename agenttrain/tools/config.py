@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from agenttrain.utils.data_fields import Data, DataWhere
 from agenttrain.utils.files import PACKAGE
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.redaction import hide_secrets, names_variable
+from agenttrain.utils.redaction import hide_in_settings, hide_secrets, names_variable
 from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole
 
 
@@ -137,7 +137,8 @@ def check_mcp_server(
     for name, value, other in (("env", env, url), ("headers", headers, command)):
         if value and other is not None:
             started = "a server that is started" if name == "env" else "a url"
-            raise ValueError(f"{name}={value}: is of use with {started} only; leave it out")
+            hidden = hide_in_settings({name: value})[name]
+            raise ValueError(f"{name}={hidden}: is of use with {started} only; leave it out")
         expanded(name, value)
     if allow is not None and (not isinstance(allow, list | tuple) or not allow):
         raise ValueError(
@@ -157,7 +158,8 @@ def expanded(name: str, values: object) -> dict[str, str]:
     ``{"Authorization": "Bearer $TOKEN"}``. Raises ValueError when NAME is not set.
     """
     if not isinstance(values, Mapping | None):
-        raise ValueError(f"{name}={values}: must be a mapping of names to texts")
+        raise ValueError(f"{name}={hide_in_settings(values)}: must be a mapping of names to texts")
+    shown = hide_in_settings({name: values})[name]
     texts = {}
     for key, value in (values or {}).items():
         try:
@@ -165,11 +167,11 @@ def expanded(name: str, values: object) -> dict[str, str]:
         except KeyError as error:
             variable = error.args[0]
             raise ValueError(
-                f"{name}={values}: ${variable} of {key} is not set in the environment; "
+                f"{name}={shown}: ${variable} of {key} is not set in the environment; "
                 f"export {variable}=… first"
             ) from None
         except ValueError as error:
-            raise ValueError(f"{name}={values}: {key}: {error}; write $$ for a dollar") from None
+            raise ValueError(f"{name}={shown}: {key}: {error}; write $$ for a dollar") from None
     return texts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 HIDDEN = "***"
 _USER = re.compile(r"(\w://)([^/\s?#]+)@")
-_NAMED = re.compile(r"\$(\w+|\{\w+\})")
+_NAMED = re.compile(r"\$(\w+|\{\w+\})[:.,;!)\]}]*")
 _PARAMETER = re.compile(
     r"""
     (?P<name>
@@ -43,7 +43,7 @@ def _without_user(match: re.Match[str]) -> str:
 
 
 def _without_value(match: re.Match[str]) -> str:
-    if not match["value"] or _NAMED.fullmatch(match["value"]):
+    if not match["value"] or _NAMED.fullmatch(match["value"] + match["end"]):
         return match[0]
     return f"{match['name']}{HIDDEN}{match['end']}"
 
