@@ -192,7 +192,7 @@ def has_test_rows(data: DataConfig) -> bool:
     return data.test_fraction is not None or names_test_rows(data)
 
 
-FORMATS = (".jsonl", ".json", ".csv", ".parquet")
+FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
 HUB_ROWS = "agenttrain.data.files.HubRows"
 ROLLOUT_ROWS = "agenttrain.rollout.recorded.RolloutRows"
