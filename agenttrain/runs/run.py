@@ -280,18 +280,23 @@ class Run:
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 evaluations = await trainer.evaluate("eval")
-        rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
+                scores = {"after": trainer.evaluator.summary(evaluations)}
+                if self.world.is_main:  # before trackers are told that the run has finished
+                    self._check_rewards(evaluations, scores)
         if not self.world.is_main:
             return
+        self.record(status="finished", steps=0, eval=scores)
+        self._print_scores(components, {}, evaluations)
+
+    def _check_rewards(self, evaluations: Sequence[Any], scores: dict[str, Any]) -> None:
+        """Write the rollouts of an evaluation; raise NoRewards if not one has a reward."""
+        rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
         write_step(self.folder, 0, rollouts, rollout_limit(self.config.tracker.rollouts))
-        scores = {"after": trainer.evaluator.summary(evaluations)}
         if (reason := why_unrewarded(rollouts)) is not None:
             self.record(steps=0, eval=scores)
             cause = reason or "all of them failed"
             message = f"not one of {len(rollouts)} rollouts has a reward: {cause}"
             raise NoRewards(message, Collected())
-        self.record(status="finished", steps=0, eval=scores)
-        self._print_scores(components, {}, evaluations)
 
     def _print_scores(
         self,
