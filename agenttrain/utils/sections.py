@@ -7,12 +7,14 @@ A capability's `config.py` declares them:
         lr: Number = Field(default=1e-6, gt=0)
         warmup_steps: Whole = Field(default=0, ge=0)
 
-Bounds stand on the fields. A check of several fields of one section is a validator that yields
-lines through `raise_problems`, or raises ValueError (``name=value: …``) if its section is used at
-several keys. It reads no file and imports nothing, because commands such as `view` read the
-settings of runs whose files are elsewhere. OmegaConf checks names and types before pydantic sees a
-section of `RunConfig`. A section whose keys depend on its `name` is annotated with the base class
-of its choices, which OmegaConf checks, and a validator that calls `choose`.
+Bounds stand on the fields, and so does the word that a field is data: `Data[str]`, where `Whole`
+and `Number` have it already. Without it the field of somebody else's run needs trust. A check of
+several fields of one section is a validator that yields lines through `raise_problems`, or raises
+ValueError (``name=value: …``) if its section is used at several keys. It reads no file and imports
+nothing, because commands such as `view` read the settings of runs whose files are elsewhere.
+OmegaConf checks names and types before pydantic sees a section of `RunConfig`. A section whose keys
+depend on its `name` is annotated with the base class of its choices, which OmegaConf checks, and a
+validator that calls `choose`.
 """
 
 from __future__ import annotations

@@ -173,6 +173,17 @@ def test_a_sweep_of_somebody_else_names_its_commands(tmp_path, capsys):
     assert "its sweep.json names code" in told and "agenttrain train seed=0 hydra.run.dir=" in told
 
 
+def test_a_plan_of_servers_of_somebody_else_names_its_module(tmp_path, capsys):
+    """`engine-server` runs the module of the folder's plan."""
+    plan = {"module": "evil_of_a_stranger", "engine": {"name": "vllm_server"}}
+    plan["servers"] = {"count": 1, "args": {"worker-cls": "evil.Worker"}}
+    (tmp_path / "servers").mkdir()
+    (tmp_path / "servers" / "plan.json").write_text(json.dumps({**plan, "signature": "00"}))
+    assert main(["engine-server", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "module=evil_of_a_stranger" in told and "evil.Worker" in told
+
+
 def test_a_yes_on_a_terminal_goes_for_the_jobs_of_a_sweep(theirs, tmp_path, monkeypatch):
     """They run in processes of their own, without a terminal."""
     job = theirs(reward=REWARD)

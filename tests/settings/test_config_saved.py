@@ -13,8 +13,8 @@ from agenttrain.runs.provenance import write_config
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.saved import done_steps, evaluated, finished_steps, resumed, run_of, viewed
-from agenttrain.settings.trust import sign
 from agenttrain.types import ConfigError
+from agenttrain.utils.signing import sign
 
 SOURCE = Source()
 

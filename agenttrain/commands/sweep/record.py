@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agenttrain.settings.trust import sign, verifies
 from agenttrain.tracking.run_folder import NO_LOCKS, read_summary, write_atomically
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import override_in_this_layout
 from agenttrain.utils.redaction import hide_secrets
+from agenttrain.utils.signing import sign, verifies
 
 RECORD = "sweep.json"
 RUNNING_FILE = ".running"
