@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from shlex import quote
 
@@ -73,6 +75,7 @@ from agenttrain.settings.engine_checks import admit_engine, typed_engine
 from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
 from agenttrain.settings.pinning import fetch, pin
 from agenttrain.settings.saved import (
+    TRAINED,
     USED,
     check_new,
     evaluated,
@@ -82,8 +85,6 @@ from agenttrain.settings.saved import (
     run_of,
     stopped_when,
 )
-from agenttrain.settings.trust import ENGINE, SECTIONS
-from agenttrain.tools.config import without_password
 from agenttrain.training.config import Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
@@ -92,6 +93,7 @@ from agenttrain.utils.garbage import exit_without_collection
 from agenttrain.utils.model_path import PARTS, SIZES
 from agenttrain.utils.output import lost_output, protect
 from agenttrain.utils.overrides import as_typed
+from agenttrain.utils.redaction import hide_secrets
 
 RUNNING_VERBS = ("train", "sft", "eval")
 """Verbs that a sweep can run."""
@@ -179,7 +181,7 @@ def _dispatch(arguments: list[str]) -> int:
             return as_rank(lambda: run(arguments), verb)
         return run(arguments)
     except ConfigError as error:
-        for line in without_password(str(error)).splitlines():
+        for line in hide_secrets(str(error)).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -197,7 +199,10 @@ def run(arguments: Sequence[str]) -> int:
             # Compose first: Hydra's own errors would be harder to read than ours.
             with hydra_session(command.source):
                 compose_raw(command.overrides, command.source)
-        return _hand_over(command)
+        with redirect_stdout(StringIO()) as printed:
+            code = _hand_over(command)
+        print(hide_secrets(printed.getvalue()), end="")
+        return code
     with hydra_session(command.source):
         if command.sweep and command.saved is not None:
             return cli_sweep.resume(command, _compose_one)
@@ -254,7 +259,7 @@ def compose_all(command: Command) -> list[Composed]:
     if command.saved is not None:
         composed = _load_saved(command, command.saved)
         # Only code that the verb runs is imported: the user has been asked to trust no other.
-        code = () if command.verb == "plan" else USED.get(command.verb, SECTIONS)
+        code = () if command.verb == "plan" else USED.get(command.verb, TRAINED)
         validate(composed.config, code=code)
         pin(composed, command.verb)
         check_verb(command.verb, overrides)
@@ -283,15 +288,15 @@ def _load_saved(command: Command, saved: Path) -> Composed:
     """Compose the settings of a saved run, with the command's changes."""
     source, trust = command.source, command.trust
     if command.auto:
-        return resumed_as_begun(saved, open_keys(command.overrides), source)
-    if command.verb in USED:
+        return resumed_as_begun(saved, open_keys(command.overrides), source, trust=trust)
+    if command.verb in ("play", "serve"):
         changes, runs = open_keys(command.overrides), USED[command.verb]
         return evaluated(saved, changes, source, trust=command.trust, runs=runs)
     if command.verb == "eval":
         # hydra.run.dir= names the evaluation's folder and changes nothing of the run.
         changes = [text for text in command.overrides if not text.startswith(RUN_DIR)]
         return evaluated(saved, open_keys(changes), source, trust=trust)
-    runs = (ENGINE,) if command.verb == "plan" else SECTIONS
+    runs = USED.get(command.verb, TRAINED)
     return resumed(saved, open_keys(command.overrides), source, trust=trust, runs=runs)
 
 

@@ -29,8 +29,11 @@ class Recorded(ExperimentTracker):
     def rollouts(self, step, records):
         self.add("rollouts", step, [record["rollout_id"] for record in records])
 
+    def ended(self, how):
+        self.how = str(how)
+
     def finish(self):
-        self.add("finish")
+        self.add("finish", self.how)
 
     def add(self, *row):
         with self.path.open("a") as file:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator, model_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
@@ -91,7 +92,7 @@ Command = Annotated[Any, PlainValidator(command_parts, json_schema_input_type=st
 class AgentConfig:
     """The agent that attempts the tasks."""
 
-    name: AgentName = AgentName.none
+    name: Data[AgentName] = AgentName.none
     """none: the run's own tool loop. endpoint: a program of yours, by command, by _target_, or
     started by somebody else."""
     command: Command = ""  # a list here would have OmegaConf refuse a mapping in its own words
@@ -99,15 +100,15 @@ class AgentConfig:
     line with the task from its standard input."""
     _target_: str | None = None
     """Async function of one rollout, e.g. my_pkg.solve; it gets an AgentTask."""
-    models: dict[str, Served] = field(default_factory=dict)
+    models: Data[dict[str, Served]] = field(default_factory=dict)
     """Model name of requests -> policy, frozen or refuse; "*" stands for all others. Empty: all
     names are the policy."""
-    train: Trained = Trained.all
+    train: Data[Trained] = Trained.all
     """Conversations of a rollout that are trained; main: those that begin like the first one."""
-    on_sampling: OnSampling = OnSampling.refuse
+    on_sampling: Data[OnSampling] = OnSampling.refuse
     """Consequence of a temperature, top_p, seed, stop … in a request that is not the run's, and of
     other fields that would change samples or prompt."""
-    on_failure: OnFailure = OnFailure.error
+    on_failure: Data[OnFailure] = OnFailure.error
     """Consequence of an agent that crashes, times out or disconnects."""
     timeout_s: Number = Field(default=600.0, gt=0)
     """Wall-clock seconds of one rollout."""
@@ -116,20 +117,20 @@ class AgentConfig:
     limit turns and tokens."""
     concurrency: Whole = Field(default=128, ge=1)
     """Agents at once."""
-    reuse: bool = False
+    reuse: Data[bool] = False
     """Processes of `command` attempt one task after the other: they read a JSON line for each, and
     print a JSON object when it is done."""
     per_process: Whole = Field(default=1, ge=1)
     """Tasks that a reused process has at once. With several it must be asynchronous, and the object
     that it prints when one is done has its `rollout_id`."""
-    sandbox: Sandbox = Sandbox.none
+    sandbox: Data[Sandbox] = Sandbox.none
     """Confinement of the processes of `command`; needs Linux and the program bwrap."""
     memory_mb: Whole = Field(default=MEMORY_MB, ge=64)
     """Memory of all processes in a sandbox with what they wrote to /tmp; of more they are ended,
     as a crash."""
     disk_mb: Whole = Field(default=DISK_MB, ge=1)
     """Size of what is written to /tmp, /run and /dev/shm of a sandbox; they are in memory."""
-    exit_code_reward: bool = False
+    exit_code_reward: Data[bool] = False
     """The exit code is the reward: 0 gives 1, another gives 0 and is no crash."""
     env: list[str] = field(default_factory=list)
     """Environment variables of the run that the agent's process gets besides PATH, HOME and the

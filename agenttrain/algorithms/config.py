@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from agenttrain.algorithms.objectives.config import Objective, ObjectiveChoice, Ratio
 from agenttrain.training.config import Dtype
 from agenttrain.types import ConfigError
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.role_names import role_named
 from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, raise_problems, shown
 
@@ -153,22 +154,22 @@ class TeacherConfig:
     + weight * (log p_teacher - log p_policy).
     """
 
-    path: str | None = None
+    path: Data[str | None] = None
     """Folder of the teacher, `bundled:<name>` or `org/name`, with the policy's tokenizer, or
     role:teacher, whose servers score; null: there is no teacher."""
     revision: Quoted = None
     """Branch, tag or commit of a model of the hub; null: main. config.yaml has its commit."""
-    dtype: Dtype = Dtype.float32
+    dtype: Data[Dtype] = Dtype.float32
     """Number format of its weights."""
     weight: Number = Field(default=1.0, gt=0)
     """Weight of its part of the advantage."""
     reward_weight: Number = Field(default=1.0, ge=0)
     """Weight of the rewards' part; 0: the policy learns from the teacher alone."""
-    gate: Gate = Gate.all
+    gate: Data[Gate] = Gate.all
     """Rollouts whose tokens get the teacher's part."""
     success: Number = 1.0
     """With gate=failed or succeeded: least reward of a rollout that succeeded."""
-    prompt: str | None = None
+    prompt: Data[str | None] = None
     """Text that only the teacher sees, at the end of its last user message, with columns of the
     row in double braces: `The answer is {{ answer }}.`"""
 
@@ -194,7 +195,7 @@ class AlgorithmConfig:
     The functions are in `agenttrain/algorithms`.
     """
 
-    name: str = MISSING
+    name: Data[str] = MISSING
     """Name of the preset, for people."""
     group_size: Whole = 8
     """Rollouts per task (G); at least 2, or 1 with advantage=batch or none."""
@@ -207,10 +208,10 @@ class AlgorithmConfig:
     oversample: Number = Field(default=1.0, ge=1)
     """Tasks sampled per task that is trained on. The surplus is left out: first groups whose
     rewards are all equal, then the last in task order."""
-    rewards: Rewards = Rewards.sum
-    advantage: Advantage = Advantage.group
-    scale: Scale = Scale.group
-    credit: Credit = Credit.rollout
+    rewards: Data[Rewards] = Rewards.sum
+    advantage: Data[Advantage] = Advantage.group
+    scale: Data[Scale] = Scale.group
+    credit: Data[Credit] = Credit.rollout
     gamma: Number = Field(default=1.0, gt=0, le=1)
     """With credit per turn: discount of a later turn's reward; the reward of the whole rollout
     counts as its last turn's."""
@@ -219,15 +220,15 @@ class AlgorithmConfig:
     objective: ObjectiveChoice = Field(default_factory=dict, validate_default=True)
     """Loss of a token: algorithm/objective=clip, … with settings of its own, or a function of
     yours: algorithm/objective=own algorithm.objective._target_=my_pkg.my_objective."""
-    aggregation: Aggregation = Aggregation.token_mean
+    aggregation: Data[Aggregation] = Aggregation.token_mean
     beta: Number = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the reference; 0: no reference model is kept."""
-    kl: KlEstimator = KlEstimator.k3
+    kl: Data[KlEstimator] = KlEstimator.k3
     """Estimator of the KL from the sampled tokens (http://joschu.net/blog/kl-approx.html)."""
-    kl_in: KlIn = KlIn.loss
-    kl_bias_correction: bool = False
+    kl_in: Data[KlIn] = KlIn.loss
+    kl_bias_correction: Data[bool] = False
     """Multiply the KL in the loss by the token's ratio, which makes its gradient that of the KL."""
-    reference: Reference = Reference.frozen
+    reference: Data[Reference] = Reference.frozen
     ref_sync_steps: Whole = Field(default=512, ge=1)
     """With reference=synced: steps between two mixings."""
     ref_mixup: Number = Field(default=0.6, gt=0, le=1)
@@ -245,15 +246,15 @@ class AlgorithmConfig:
     top_entropy: Number = Field(default=1.0, gt=0, le=1)
     """Share of an update's tokens that are trained: those with the highest entropy before the
     step's first update."""
-    mask_truncated: bool = False
+    mask_truncated: Data[bool] = False
     """Rollouts cut by a token limit get no gradient; they still count in their group's baseline."""
     off_policy_threshold: Number | None = None
     """Nats per token. Rollouts of negative advantage get no gradient if their tokens lost more
     log-probability than this since they were sampled, on average."""
-    behaviour: Behaviour = Behaviour.engine
-    correction: Correction = Correction.none
+    behaviour: Data[Behaviour] = Behaviour.engine
+    correction: Data[Correction] = Correction.none
     """Weigh sampled tokens by their ratio trainer / engine; needs behaviour=recomputed."""
-    correction_mode: CorrectionMode = CorrectionMode.truncate
+    correction_mode: Data[CorrectionMode] = CorrectionMode.truncate
     correction_max: Number | None = Field(default=2.0, gt=0)
     """Upper bound of the ratio trainer / engine; null: none."""
     correction_min: Number | None = Field(default=None, gt=0)

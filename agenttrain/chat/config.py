@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Quoted, raise_problems
 
 
@@ -16,15 +17,15 @@ from agenttrain.utils.sections import SETTINGS, Quoted, raise_problems
 class ChatTemplateConfig:
     """Settings for rendering conversations."""
 
-    name: str = "auto"
+    name: Data[str] = "auto"
     """`auto`: the fix that the model's family needs, if any; `none`: the model's own; a family."""
-    path: str | None = None
+    path: Data[str | None] = None
     """For name=file: a Jinja file, or a model with one: a folder, `bundled:<name>`, `org/name`."""
     revision: Quoted = None
     """Branch, tag or commit of a model of the hub in `path`."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Data[dict[str, Any]] = field(default_factory=dict)
     """Passed to the template, e.g. {enable_thinking: false}."""
-    family: dict[str, Any] = field(default_factory=dict)
+    family: Data[dict[str, Any]] = field(default_factory=dict)
     """Knowledge of a family in a file of this group: see `agenttrain/chat/fixes.py`."""
 
     @model_validator(mode="after")
@@ -37,16 +38,16 @@ class ChatTemplateConfig:
 class ResponseSchemaConfig:
     """Settings for parsing completions."""
 
-    name: str = "auto"
+    name: Data[str] = "auto"
     """`auto`: what the tokenizer carries, else the family's; `file`; else a format's name."""
-    path: str | None = None
+    path: Data[str | None] = None
     """A YAML or JSON file of the user's, for name=file."""
-    spec: dict[str, Any] = field(default_factory=dict)
+    spec: Data[dict[str, Any]] = field(default_factory=dict)
     """The format, as the group's files hold it; empty: the file of that name in conf/."""
-    lenient: bool = False
+    lenient: Data[bool] = False
     """Read arguments that are almost JSON (`{a: 3}`, `{'a': 3}`, no braces), which parsers of
     inference servers may refuse; counted as `tools/lenient_calls`."""
-    server_parser: str | None = None
+    server_parser: Data[str | None] = None
     """vLLM's name for a parser of these calls, with which `agenttrain serve` starts an engine's own
     server; None: the bundled format's."""
 

@@ -29,8 +29,8 @@ from rich.text import Text
 from agenttrain.commands.arguments import write_report
 from agenttrain.engines.registry import specs
 from agenttrain.settings.verbs import VERBS
-from agenttrain.tools.config import without_password
 from agenttrain.types import ConfigError
+from agenttrain.utils.redaction import hide_secrets
 
 GIB = 2**30
 IMPORT_S = 180
@@ -342,7 +342,7 @@ def hub() -> Finding:
     import httpx
 
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    endpoint = without_password(address)
+    endpoint = hide_secrets(address)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         detail = f"{endpoint} is not asked: HF_HUB_OFFLINE is set"
         return Finding(part="hub", state=State.missing, detail=detail)

@@ -11,11 +11,14 @@ from agenttrain.commands.arguments import FolderCommand, parse_folder
 from agenttrain.engines.registry import names_with, spec_of, specs
 from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.checks import validate
+from agenttrain.settings.command_line import take_trust
 from agenttrain.settings.compose import Source, compose_new, hydra_session, open_keys
 from agenttrain.settings.machine import Machine, broadcast_problems
 from agenttrain.settings.pinning import fetch
+from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.signing import verifies
 
 USAGE = (
     "engine-server: give the folder of a run with servers: engine-server <run folder> number=0 "
@@ -39,7 +42,8 @@ def engine_server(arguments: Sequence[str]) -> int:
     `servers.nodes` waits for. With `port=` it is a server for runs elsewhere, `engine-server
     <folder> port=N [host=ADDRESS] [key=value …]`.
     """
-    typed = parse_folder(arguments, KEYS, USAGE)
+    words, trust = take_trust(arguments)
+    typed = parse_folder(words, KEYS, USAGE)
     if "port" in typed.words:
         return _alone(typed)
     if typed.overrides:
@@ -64,6 +68,11 @@ def engine_server(arguments: Sequence[str]) -> int:
             f"{plan_file}: {error.strerror}: no run with servers is going on in this "
             f"folder; a run with {names_with(fleet=True)} starts them itself"
         ) from error
+    signature = plan.pop("signature", None)
+    if "parent" not in typed.words and not verifies(plan, signature):
+        named = (f"module={plan['module']}", f"servers.args={plan['servers'].get('args')}")
+        argument = f"engine-server {typed.folder}"
+        check_trusted(argument, named, trust=trust, what=f"its {PLAN}")
     number, count = int(typed.words.get("number", 0)), plan["servers"]["count"]
     if number >= count:
         raise ConfigError(

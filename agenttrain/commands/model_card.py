@@ -11,9 +11,9 @@ import yaml
 
 from agenttrain.data.config import HUB_ROWS
 from agenttrain.evaluation import from_json
-from agenttrain.tools.config import without_password, without_secrets
 from agenttrain.utils.hub import ID
 from agenttrain.utils.model_path import BUNDLED
+from agenttrain.utils.redaction import hide_in_settings, hide_secrets
 
 SETTINGS = "agenttrain.yaml"
 """The run's settings, beside the card."""
@@ -109,24 +109,22 @@ def model_card(
         "```",
         "",
     ]
-    return without_password("\n".join(lines))
+    return hide_secrets("\n".join(lines))
 
 
 def published_settings(config: Mapping[str, Any]) -> str:
     """Return a run's config.yaml as a file for `--config-name`, without signature and secrets."""
     plain = {key: value for key, value in config.items() if key != "provenance"}
-    tools = plain.get("tools") or {}
-    plain["tools"] = {name: without_secrets(section) for name, section in tools.items()}
     text = yaml.safe_dump(
         {
             "defaults": ["run_config", "_self_"],
-            **plain,
+            **hide_in_settings(plain),
             "hydra": {"job": {"name": "reproduced"}, "output_subdir": None},
         },
         sort_keys=False,
         allow_unicode=True,
     )
-    return without_password(text)
+    return hide_secrets(text)
 
 
 def _results(summary: Mapping[str, Any], step: int) -> list[str]:

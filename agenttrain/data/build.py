@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.data.config import HOLD_OUT, DataConfig, names_test_rows
+from agenttrain.data.files import as_rows
 from agenttrain.data.images import ImageLimits
 from agenttrain.data.tasks import COLUMN_SAMPLE, GeneratedRows, Rows, TaskSource
 from agenttrain.data.transform import (
@@ -22,6 +23,7 @@ from agenttrain.data.transform import (
 )
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import hide_in_settings
 
 MAX_ITERATED = 1_000_000
 """Rows that are read from an iterator, which may have no end."""
@@ -113,11 +115,15 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
             inspect.signature(target).bind(index=0, **bound)
             return GeneratedRows(target, **bound)
         inspect.signature(target).bind(**bound)
-        rows = _by_number(target(**bound), where)
+        made = _by_number(target(**bound), where)
     except TypeError as error:
-        raise ValueError(f"{where} with {bound}: {error}") from error
+        raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
     except ValueError as error:
         raise ValueError(about_argument(error, key, bound)) from error
+    try:
+        rows = as_rows(made, str(section["_target_"]))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise ValueError(f"{where}: gives a {type(rows).__name__}, which has no rows by number")
     if len(rows) == 0:

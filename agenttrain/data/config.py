@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from agenttrain.images import MOST_PIXELS
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import (
     SETTINGS,
@@ -44,7 +45,7 @@ class OnBadRow(StrEnum):
 class CurriculumConfig:
     """Settings for drawing tasks by their success so far. Those solved now and then teach most."""
 
-    enabled: bool = False
+    enabled: Data[bool] = False
     """False: tasks are drawn in the order of the rows, or of `data.shuffle`."""
     low: Number = Field(default=0.2, ge=0, le=1)
     """Least share of successful rollouts of a task in the band."""
@@ -98,12 +99,12 @@ class DataConfig:
     """`_target_` of a callable returning rows, with its arguments."""
     test: dict[str, Any] = field(default_factory=dict)
     """Rows of the evaluation, likewise; none: evaluations are left out."""
-    shuffle: bool = False
+    shuffle: Data[bool] = False
     """Draw rows in an order seeded by (seed, epoch)."""
-    path: Paths = None
+    path: Data[Paths] = None
     """data=file, data=rollouts: a file, a folder, a pattern such as rows/*.jsonl, or several in a
     list; data=hub: a dataset's id."""
-    subset: str | None = None
+    subset: Data[str | None] = None
     """data=hub: the dataset's configuration, where it has several (gsm8k: main)."""
     revision: Quoted = None
     """data=hub: a commit, branch or tag; None: the newest."""
@@ -111,17 +112,17 @@ class DataConfig:
     """Share of data.train held out for evaluation, where data.test has no rows of its own."""
     test_seed: Whole = 0
     """Chooses which rows are held out; not `seed`, so that runs are compared on the same ones."""
-    where: str | None = None
+    where: Data[str | None] = None
     """JMESPath expression over a row as it was read; rows of which it is not true are left out."""
     min_reward: Number | None = None
     """data=rollouts: least reward of a rollout to learn from; None: any, or none at all."""
-    map: dict[str, str] = field(default_factory=dict)
+    map: Data[dict[str, str]] = field(default_factory=dict)
     """Column -> JMESPath expression over the row, e.g. {prompt: question}; others stay."""
-    prompt: str | None = None
+    prompt: Data[str | None] = None
     """The user's message as a Jinja text over the columns: "{{ question }} Give a number."."""
-    system: str | None = None
+    system: Data[str | None] = None
     """A system message, put before every prompt that has none."""
-    executor: str | None = None
+    executor: Data[str | None] = None
     """Tool of the run that does the work of the rows' own tools that name none; None: the run's
     tool of the same name."""
     max_image_pixels: Whole = Field(default=MOST_PIXELS, ge=1)
@@ -134,7 +135,7 @@ class DataConfig:
     image_urls: bool = False
     """Download the images that rows name by an address (https://…), once per machine; false: such
     a row is a bad row."""
-    on_bad_row: OnBadRow = OnBadRow.error
+    on_bad_row: Data[OnBadRow] = OnBadRow.error
     """Consequence of a row that cannot become a task."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
@@ -191,7 +192,7 @@ def has_test_rows(data: DataConfig) -> bool:
     return data.test_fraction is not None or names_test_rows(data)
 
 
-FORMATS = (".jsonl", ".json", ".csv", ".parquet")
+FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
 HUB_ROWS = "agenttrain.data.files.HubRows"
 ROLLOUT_ROWS = "agenttrain.rollout.recorded.RolloutRows"

@@ -1,14 +1,17 @@
 """Read rows from local files or folders, or from the Hugging Face hub, as plain JSON values.
 
-`FileRows` reads JSON lines, JSON, CSV, parquet, or folders that `save_to_disk` wrote. `HubRows`
-reads a dataset of the hub, or a local folder of data files.
+`FileRows` reads JSON lines, JSON, CSV, TSV, parquet, or folders that `save_to_disk` wrote.
+`HubRows` reads a dataset of the hub, or a local folder of data files. `as_rows` reads a table that
+a function of the user's returns. A row has what the file says: no keys that Arrow adds, and the
+text of each cell of a CSV file, where an empty one is missing.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -18,6 +21,7 @@ from typing import Any
 from agenttrain.data.config import check_hub, check_row_file, check_row_files
 from agenttrain.data.images import absolute_paths
 from agenttrain.types import ConfigError
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.hub import DATA, data_commit, explained
 
 BLOCK = 128
@@ -31,10 +35,11 @@ class BadRow(ValueError):
 
 
 class ArrowRows:
-    """The rows of a table of `datasets`, with dates as ISO text and decimals as numbers."""
+    """The rows of a table of `datasets`, with dates as ISO text and decimals as numbers.
 
-    fills_missing = True
-    """Arrow gives every struct the keys of all rows; those that a row lacks are None."""
+    Arrow gives every struct the keys of all rows, and None to those that a row lacks. Here such
+    keys are missing again, as is a key that was written as null.
+    """
 
     def __init__(self, table: Any, *, name: str, limit: int | None = None) -> None:
         """`name` is for error messages. Raises ValueError for columns of audio or video."""
@@ -45,6 +50,8 @@ class ArrowRows:
                     f"path={name}: the column {column!r} holds {type(feature).__name__.lower()}s, "
                     "and only texts and images can be trained on; take a dataset without it"
                 )
+        if table.format["type"] != "custom":  # a transform of the user's
+            table = table.with_format(None)
         self._table = table if limit is None else table.select(range(min(limit, len(table))))
         self._name = name
         self._block: tuple[int, dict[str, list[Any]]] = (-1, {})
@@ -56,11 +63,79 @@ class ArrowRows:
         number, position = divmod(index, BLOCK)
         if self._block[0] != number:
             self._block = (number, self._table[number * BLOCK : (number + 1) * BLOCK])
-        return {name: plain(values[position]) for name, values in self._block[1].items()}
+        features = self._table.features
+        return {
+            name: _unpadded(plain(values[position]), features.get(name))
+            for name, values in self._block[1].items()
+        }
 
     def where(self, index: int) -> str:
         """Return the row's place for error messages: the first is row 1."""
         return f"{self._name}, row {index + 1}"
+
+
+def _unpadded(value: Any, feature: Any) -> Any:
+    """Return a value of an Arrow column without the keys that have no value.
+
+    Example: ``{"a": 1, "b": None}`` of a column with the keys a and b -> ``{"a": 1}``. The content
+    of a chat message stays, because templates read it.
+    """
+    if isinstance(value, dict) and isinstance(feature, Mapping):
+        return {
+            key: _unpadded(inner, feature.get(key))
+            for key, inner in value.items()
+            if inner is not None or (key == "content" and "role" in value)
+        }
+    of_items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(value, list) and of_items is not None:
+        return [_unpadded(inner, of_items) for inner in value]
+    return value
+
+
+def as_rows(made: Any, name: str) -> Any:
+    """Return a table of `datasets`, pyarrow or pandas as rows by number; anything else unchanged.
+
+    Raises ValueError for a table with several splits.
+    """
+    # Who made a table has imported its library, and it takes a second.
+    if type(made).__module__.partition(".")[0] not in ("datasets", "pyarrow", "pandas"):
+        return made
+    import datasets
+    import pandas
+    import pyarrow
+
+    if isinstance(made, datasets.DatasetDict):
+        raise ValueError(f"has the splits {', '.join(map(str, made))}; return one of them")
+    if isinstance(made, pandas.DataFrame):
+        return [_of_frame(record) for record in made.to_dict("records")]
+    if isinstance(made, pyarrow.Table):
+        made = datasets.Dataset(made)
+    if isinstance(made, datasets.Dataset):
+        return ArrowRows(made, name=name) if len(made) else ()
+    return made
+
+
+def _of_frame(record: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a row of a data frame; pandas' marks for no value (NaN, NaT, NA) become None."""
+    row = {str(key): plain(value) for key, value in record.items()}
+    return {key: _without_none(None if _is_missing(value) else value) for key, value in row.items()}
+
+
+def _is_missing(value: Any) -> bool:
+    return type(value).__name__ in ("NaTType", "NAType") or (
+        isinstance(value, float) and value != value
+    )
+
+
+def _without_none(value: Any) -> Any:
+    """Drop the keys without a value of all mappings, whose keys pandas got from Arrow."""
+    if isinstance(value, dict):
+        return {
+            key: _without_none(inner)
+            for key, inner in value.items()
+            if inner is not None or (key == "content" and "role" in value)
+        }
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _with_files(table: Any, column: str, feature: Any) -> Any:
@@ -81,7 +156,10 @@ class FileRows:
     """
 
     def __init__(
-        self, path: str | Sequence[str], split: str | None = None, limit: int | None = None
+        self,
+        path: Data[str | Sequence[str]],
+        split: Data[str | None] = None,
+        limit: Data[int | None] = None,
     ) -> None:
         """Read the first `limit` rows of all files, or all; `split` selects one of a folder that
         has several.
@@ -100,8 +178,6 @@ class FileRows:
             self._files.append(_File(file, split, left))
             self._starts.append(self._rows)
             self._rows += len(self._files[-1])
-        self.fills_missing = self._files[0].fills_missing
-        """Missing keys are None; see `ArrowRows`."""
 
     def __len__(self) -> int:
         return self._rows
@@ -129,7 +205,8 @@ class _File:
     """The rows of one local file or folder.
 
     JSON is parsed here, so that errors have a line number and a row has only the columns of its
-    own line. Other formats are read by `datasets`, with None in a cell without a value.
+    own line; CSV is, because pandas guesses (NA becomes nothing, 007 a number). Other formats are
+    read by `datasets`, with None in a column without a value.
     """
 
     def __init__(self, path: str, split: str | None, limit: int | None) -> None:
@@ -139,6 +216,8 @@ class _File:
         self._lines: list[tuple[str, str]] = []
         if file.suffix in (".jsonl", ".json") and file.is_file():
             self._lines = list(_json_texts(file, path))[:limit]
+        elif file.suffix in CELLS and file.is_file():
+            self._lines = list(_cell_texts(file, path))[:limit]
         else:
             import datasets
 
@@ -151,7 +230,6 @@ class _File:
                         file.suffix[1:], data_files=str(file), split="train"
                     )
             self._table = ArrowRows(table, name=path, limit=limit)
-        self.fills_missing = self._table is not None
         if len(self) == 0:
             raise ValueError(f"path={path}: the file has no rows")
 
@@ -179,6 +257,40 @@ class _File:
         if self._table is not None:
             return self._table.where(index)
         return f"{self._path}, {self._lines[index][0]}"
+
+
+CELLS = {".csv": ",", ".tsv": "\t"}
+"""Ending of a file of cells -> what separates them."""
+
+
+def _cell_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and JSON of each row of a file of cells; an empty cell is null."""
+    csv.field_size_limit(2**31 - 1)  # the default refuses a prompt of 131,072 characters
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.reader(lines, delimiter=CELLS[file.suffix], strict=True)
+            names = next((cells for cells in reader if cells), None)
+            if names is None:
+                raise ValueError(f"path={path}: the file has no rows")
+            names = [name or f"Unnamed: {number}" for number, name in enumerate(names)]
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise ValueError(f"path={path}, line 1: names the column {twice!r} twice")
+            line = reader.line_num + 1
+            for cells in reader:
+                if len(cells) > len(names):
+                    raise ValueError(
+                        f"path={path}, line {line}: has {len(cells)} cells, and the "
+                        f"header names {len(names)} columns; quote a text with separators in it"
+                    )
+                if cells:
+                    row = {name: cell or None for name, cell in zip(names, cells, strict=False)}
+                    yield f"line {line}", json.dumps(row)
+                line = reader.line_num + 1
+    except UnicodeDecodeError as error:
+        raise ValueError(f"path={path}: is not UTF-8 text: {error}") from error
+    except csv.Error as error:
+        raise ValueError(f"path={path}, line {reader.line_num}: is not CSV: {error}") from error
 
 
 def _json_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
@@ -210,11 +322,11 @@ class HubRows(ArrowRows):
 
     def __init__(
         self,
-        path: str,
-        subset: str | None = None,
-        split: str = "train",
-        revision: str | None = None,
-        limit: int | None = None,
+        path: Data[str],
+        subset: Data[str | None] = None,
+        split: Data[str] = "train",
+        revision: Data[str | None] = None,
+        limit: Data[int | None] = None,
     ) -> None:
         """Raises ValueError, beginning with the argument, for anything the hub does not have."""
         check_hub(path, subset, split, revision, limit)
@@ -246,7 +358,10 @@ class HubRows(ArrowRows):
         name = path if subset is None else f"{path} ({subset})"
         hub = nullcontext() if is_local else explained(path, revision, "path", DATA)
         with reading(message), hub:
-            table = datasets.load_dataset(path, subset, split=split, revision=commit or revision)
+            found = datasets.load_dataset_builder(path, subset, revision=commit or revision)
+            table = datasets.load_dataset(
+                path, subset, split=split, revision=commit or revision, **_cells_as_texts(found)
+            )
         # Without an answer of the hub `datasets` takes the newest revision in its cache, whichever
         # was asked for.
         cached = {Path(file["filename"]).parent.name for file in table.cache_files}
@@ -259,6 +374,22 @@ class HubRows(ArrowRows):
         super().__init__(table, name=name, limit=limit)
         if len(self) == 0:
             raise ValueError(f"split={split}: has no rows")
+
+
+def _cells_as_texts(builder: Any) -> dict[str, Any]:
+    """Return the arguments with which `datasets` reads the CSV files of a dataset as texts."""
+    import datasets
+    from datasets.packaged_modules.csv.csv import Csv
+    from datasets.utils.file_utils import xopen
+
+    if not isinstance(builder, Csv) or builder.config.features is not None:
+        return {}
+    files = [file for of_split in builder.config.data_files.values() for file in of_split]
+    with xopen(files[0], "r", encoding="utf-8-sig", newline="") as lines:
+        names = next(csv.reader(lines, delimiter=builder.config.sep or ","), [])
+    texts = {name or f"Unnamed: {i}": datasets.Value("string") for i, name in enumerate(names)}
+    features = datasets.Features(texts)
+    return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def plain(value: Any) -> Any:
@@ -276,7 +407,7 @@ def plain(value: Any) -> Any:
         return value.total_seconds()
     if isinstance(value, Decimal):
         return float(value)
-    return value.tolist() if hasattr(value, "tolist") else value
+    return plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 @contextmanager

@@ -42,12 +42,8 @@ class RowTransform:
         self.mapped = dict(config.map)
         self._executor = config.executor
 
-    def __call__(self, row: Mapping[str, Any], *, fills_missing: bool = False) -> dict[str, Any]:
-        """Return the transformed row. Raises BadRow that names the setting that does not fit it.
-
-        `fills_missing`: the reader of the rows adds missing keys of messages and tools as None, so
-        keys without a value are dropped.
-        """
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the transformed row. Raises BadRow that names the setting that does not fit it."""
         changed = dict(row)
         for name, expression in self._map.items():
             try:
@@ -57,9 +53,7 @@ class RowTransform:
         changed = {name: value for name, value in changed.items() if value is not None}
         messages = self._messages(changed)
         if isinstance(messages, list | tuple):
-            changed["messages"] = [_message(m, fills_missing=fills_missing) for m in messages]
-        if fills_missing and "tools" in changed:
-            changed["tools"] = _without_none(changed["tools"])
+            changed["messages"] = [_message(m) for m in messages]
         if self._executor is not None and "tools" in changed:
             changed["tools"] = with_executor(changed["tools"], self._executor)
         return changed
@@ -111,12 +105,10 @@ class RowTransform:
         return [{"role": "system", "content": self._system}, *messages]
 
 
-def _message(message: Any, *, fills_missing: bool) -> Any:
+def _message(message: Any) -> Any:
     """Join the text parts of a message's content, and drop keys without a value."""
     if not isinstance(message, Mapping):
         return message
-    if fills_missing:
-        message = _without_none(message) | {"content": message.get("content")}
     cleaned = {k: value for k, value in message.items() if value is not None or k == "content"}
     parts = cleaned.get("content")
     if not isinstance(parts, list) or not parts:
@@ -128,12 +120,6 @@ def _message(message: Any, *, fills_missing: bool) -> Any:
             return cleaned
     cleaned["content"] = "".join(part["text"] for part in parts)
     return cleaned
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 MAX_LISTED = 10
@@ -155,7 +141,7 @@ class TransformedRows:
 
     def changed(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row of the dataset after the change."""
-        return self.change(row, fills_missing=getattr(self.rows, "fills_missing", False))
+        return self.change(row)
 
     def where(self, index: int) -> str:
         """Return the row's place for error messages."""

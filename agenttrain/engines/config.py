@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems, shown
 
 DEFAULT_ENGINE = "transformers"
@@ -22,7 +23,7 @@ DEFAULT_ENGINE = "transformers"
 class EngineSettings:
     """Settings of the engine that samples. An engine's own class adds its keys to these."""
 
-    name: str = ""
+    name: Data[str] = ""
     """A folder of agenttrain/engines. For an engine from outside, given as engine._target_: the
     dotted path of its EngineSpec."""
     max_context: Whole | None = Field(default=None, ge=1)

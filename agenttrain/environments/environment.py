@@ -40,6 +40,7 @@ from typing import Any, TypeVar, cast
 from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.images import read_content
 from agenttrain.types import Message, Rollout, StopReason, ToolUnavailable, TurnReward
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import DaemonThreads, attempt, attempt_async
 
 RESET_ARGUMENTS = ("row", "seed", "group_seed")
@@ -173,7 +174,7 @@ class EnvironmentKind:
             return ToolUnavailable(
                 f"environment {self.name!r}: {what} took too long ({error}); {limit} is the limit"
             )
-        text = f"{type(error).__name__}: {error}"
+        text = hide_secrets(f"{type(error).__name__}: {error}")
         return ToolUnavailable(f"environment {self.name!r}: {what} failed with {text}")
 
     async def aclose(self) -> None:
@@ -191,7 +192,7 @@ class EnvironmentKind:
         except Exception as error:
             if not self._warned:
                 self._warned = True
-                text = f"{type(error).__name__}: {error}"
+                text = hide_secrets(f"{type(error).__name__}: {error}")
                 print(
                     f"warning: environment {self.name!r}: its close failed with {text} "
                     "(logged once)",

@@ -19,6 +19,7 @@ from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext
 from agenttrain.utils.locate import about_argument, class_method, locate_section
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import hide_in_settings
 from agenttrain.utils.sections import beside
 
 COLUMN = "environment"
@@ -199,6 +200,6 @@ def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:
         try:
             inspect.signature(located.target).bind(**bound)
         except TypeError as error:
-            raise ValueError(f"{located.where} with {bound}: {error}") from error
+            raise ValueError(f"{located.where} with {hide_in_settings(bound)}: {error}") from error
         kinds[name] = EnvironmentKind(name, located.target, bound=bound, settings=settings)
     return kinds

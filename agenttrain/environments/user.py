@@ -12,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from agenttrain.environments.config import UserSettings
 from agenttrain.environments.environment import TookTooLong, bounded
 from agenttrain.types import Message, Task, ToolUnavailable
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
+from agenttrain.utils.data_fields import Data, DataWhere, is_role
 from agenttrain.utils.locate import about_argument, locate_section
+from agenttrain.utils.redaction import hide_in_settings, hide_secrets
 from agenttrain.utils.sections import beside
 from agenttrain.utils.seeds import derive_seed
 from agenttrain.utils.text_templates import TextTemplate
@@ -62,7 +64,8 @@ class SimulatedUser:
                 limit = f"user.timeout_s={self.settings.timeout_s:g}"
                 raise ToolUnavailable(f"user: {error}; {limit} is the limit") from error
             except Exception as error:
-                raise ToolUnavailable(f"user: {type(error).__name__}: {error}") from error
+                text = hide_secrets(f"user: {type(error).__name__}: {error}")
+                raise ToolUnavailable(text) from error
         if not isinstance(text, str | None):
             raise ToolUnavailable(
                 f"user: it gave a {type(text).__name__}; a text is what the user says, None ends "
@@ -136,18 +139,18 @@ class LlmUser:
     def __init__(
         self,
         *,
-        url: str | ChatBackend,
-        model: str | None = None,
-        prompt: str,
-        stop: str = "###STOP###",
-        greeting: str | None = "Hi! How can I help you?",
-        seeded: bool = True,
+        url: Annotated[str | ChatBackend, DataWhere(is_role)],
+        model: Data[str | None] = None,
+        prompt: Data[str],
+        stop: Data[str] = "###STOP###",
+        greeting: Data[str | None] = "Hi! How can I help you?",
+        seeded: Data[bool] = True,
         api_key_env: str | None = None,
-        retries: int = 4,
-        backoff_s: float = 1.0,
-        request_timeout_s: float = 120.0,
-        temperature: float = 1.0,
-        max_tokens: int = 512,
+        retries: Data[int] = 4,
+        backoff_s: Data[float] = 1.0,
+        request_timeout_s: Data[float] = 120.0,
+        temperature: Data[float] = 1.0,
+        max_tokens: Data[int] = 512,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         self._prompt = TextTemplate(prompt, "prompt")
@@ -206,7 +209,7 @@ def build_user(section: Mapping[str, Any]) -> SimulatedUser | None:
             inspect.signature(function).bind(None, (), 0, **bound)
             function = _Bound(function, bound)
     except TypeError as error:
-        raise ValueError(f"{located.where} with {bound}: {error}") from error
+        raise ValueError(f"{located.where} with {hide_in_settings(bound)}: {error}") from error
     except ValueError as error:
         raise ValueError(about_argument(error, "user", bound)) from error
     if not callable(function):

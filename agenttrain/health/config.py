@@ -12,6 +12,7 @@ from enum import StrEnum
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
 
@@ -30,7 +31,7 @@ class Guard:
 
     limit: Number | None = Field(default=None, gt=0)
     """None: not watched."""
-    action: OnTrip = OnTrip.warn
+    action: Data[OnTrip] = OnTrip.warn
     """`warn`, or `stop` after the step."""
 
 
@@ -40,7 +41,7 @@ class Streak:
 
     limit: Whole | None = Field(default=20, ge=1)
     """Steps; None: not watched."""
-    action: OnTrip = OnTrip.warn
+    action: Data[OnTrip] = OnTrip.warn
     """`warn`, or `stop` after the step."""
 
 
@@ -52,7 +53,7 @@ class ToolFailures:
     """Share of the calls; None: not watched."""
     calls: Whole = Field(default=32, ge=1)
     """Calls that are judged together, at least; a tool with fewer in a step is judged later."""
-    action: OnTrip = OnTrip.warn
+    action: Data[OnTrip] = OnTrip.warn
     """`warn`, or `stop` after the step."""
 
 
@@ -92,7 +93,7 @@ class StopWhenConfig:
     `stopped_when`.
     """
 
-    metric: str = "reward"
+    metric: Data[str] = "reward"
     """A name in metrics.jsonl. Steps in which nothing was measured do not count."""
     above: Number | None = None
     """End when the mean is above this; None: no such end."""

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from agenttrain.rollout.monitoring import Waiting
+from agenttrain.tracking.followers import tracker_processes
 from agenttrain.utils.exit_codes import STALLED
 
 WRITE_S = 20.0
@@ -94,9 +95,11 @@ def end_run(stall: Stall, path: Path, record: Callable[[], None]) -> None:
             thread.start()
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0))
-        # Kill all descendants: engines, tools, the dashboard.
+        # Kill all descendants (engines, tools) but trackers, which tell of the stall and end.
         with suppress(psutil.Error):
-            children = psutil.Process().children(recursive=True)
+            every = psutil.Process().children(recursive=True)
+            spared = tracker_processes(every)
+            children = [child for child in every if child.pid not in spared]
             for child in children:
                 with suppress(psutil.Error):
                     child.send_signal(signal.SIGKILL)

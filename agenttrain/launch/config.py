@@ -8,6 +8,7 @@ from enum import StrEnum
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
 LONGEST_TIMEOUT_S = 10_000_000
@@ -39,7 +40,7 @@ class DistributedConfig:
     """The processes of a run, on one node or several. Their number changes the results no more than
     rounding does."""
 
-    name: DistributedName = DistributedName.single
+    name: Data[DistributedName] = DistributedName.single
     """One process, or the way in which several processes share the policy."""
     processes: Whole | None = Field(default=None, ge=1)
     """Processes of each node; None: one per GPU."""
@@ -51,9 +52,9 @@ class DistributedConfig:
     """This node's number, from 0; None: SLURM_NODEID. For nodes > 1."""
     timeout_s: Number = Field(default=600.0, gt=0, le=LONGEST_TIMEOUT_S)
     """Seconds that a process waits for another one before the run fails."""
-    cpu_offload: bool = False
+    cpu_offload: Data[bool] = False
     """fsdp2: keep weights and optimizer in the host's memory."""
-    shard_within: ShardWithin = ShardWithin.run
+    shard_within: Data[ShardWithin] = ShardWithin.run
     """fsdp2: the processes among which a copy of the policy is spread."""
     restarts: Whole = Field(default=0, ge=0)
     """Number of automatic restarts from the newest checkpoint, each after a training process was

@@ -78,7 +78,7 @@ def as_rank(command: Callable[[], int], verb: str) -> int:
     """
     rank = int(os.environ["RANK"])
     os.environ.update(QUIET)
-    terminal = unfailing(os.dup(2))  # stderr is redirected later
+    terminal = unfailing(os.dup(2), hides=True)  # stderr is redirected later
     with listening() as stop:
         try:
             from agenttrain.launch.ranks import Disagreement, share

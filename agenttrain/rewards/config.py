@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Number, Whole
 
 
@@ -29,5 +30,5 @@ class RewardSettings:
     """Seconds that one call may take; None: no limit."""
     concurrency: Whole | None = Field(default=None, ge=1)
     """Calls at once; None: one after the other for a sync function, all for an async one."""
-    on_unavailable: OnUnavailable = OnUnavailable.stop
+    on_unavailable: Data[OnUnavailable] = OnUnavailable.stop
     """Consequence of a reward that could not be had: stop the run, or drop the rollout."""

@@ -24,6 +24,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from agenttrain.types import MAIN, AgenttrainError, Rollout, Task, Trajectory
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt, attempt_async, blocks
 
 RewardFunction = Callable[..., Any]
@@ -340,7 +341,7 @@ def scoring_error(name: str, rollout: Rollout, error: BaseException) -> RewardEr
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     message = f"{error_prefix(name, rollout)}: {type(error).__name__}: {text}{at}"
-    return RewardError(message, culprits=[rollout.rollout_id])
+    return RewardError(hide_secrets(message), culprits=[rollout.rollout_id])
 
 
 def error_prefix(name: str, rollout: Rollout) -> str:

@@ -24,6 +24,7 @@ from agenttrain.rewards.function import (
 from agenttrain.types import Rollout
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import hide_in_settings, hide_secrets
 from agenttrain.utils.sections import beside
 
 
@@ -118,7 +119,7 @@ class Rubric:
                     score = math.fsum(score)
                 rewards[name] = None if isinstance(score, RewardUnavailable) else score
                 if isinstance(score, RewardUnavailable) and reason is None:
-                    reason = f"{error_prefix(name, rollout)}: {score}"
+                    reason = hide_secrets(f"{error_prefix(name, rollout)}: {score}")
             try:
                 total = None if reason else self.weighted_sum(rewards)
             except ValueError as error:
@@ -185,7 +186,7 @@ def _build_scorer(
     except ValueError as error:
         raise ValueError(about_argument(error, f"reward.{name}", bound)) from error
     except TypeError as error:
-        raise ValueError(f"{where} with {bound}: {error}") from error
+        raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
     if not callable(target):
         raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
     function = functools.partial(target, **bound) if bound else target

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.engines.config import Sampling
+from agenttrain.utils.data_fields import Data, DataWhere
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
@@ -71,6 +73,10 @@ COMPACTIONS = {
 """Values of `rollout.compaction`; another one is the dotted path of a class."""
 
 
+def _is_bundled_compaction(name: object) -> bool:
+    return name in (NO_COMPACTION, *COMPACTIONS)
+
+
 @dataclass(config=SETTINGS)
 class RolloutConfig:
     """Limits and behaviour of a rollout."""
@@ -101,20 +107,20 @@ class RolloutConfig:
     """Seconds the event loop may stand still before a warning names the tool that holds it."""
     concurrency: Whole = Field(default=512, ge=1)
     """Rollouts in flight; no effect with engine=transformers and rollout.deterministic."""
-    process: RolloutPlace = RolloutPlace.auto
+    process: Data[RolloutPlace] = RolloutPlace.auto
     """Process that makes rollouts: same: the trainer's; own: another one, which shares no
     interpreter lock with it; auto: own with engine=vllm_server, and with
     async_training.max_staleness above 0."""
-    deterministic: bool | None = None
+    deterministic: Data[bool | None] = None
     """The same batch at every decode step, so that a run repeats; None: where the engine can
     (transformers), unless rollouts are made ahead of the update."""
     temperature: Number = Field(default=1.0, gt=0)
     """Temperature of sampling, while training."""
-    structured_calls: bool = False
+    structured_calls: Data[bool] = False
     """A call that the model opens can only become one that fits its tool's schema: a grammar rules
     the other tokens out. Needs engine=vllm, and for training algorithm.correction. An outside agent
     may then demand calls and JSON."""
-    compaction: str = NO_COMPACTION
+    compaction: Annotated[str, DataWhere(_is_bundled_compaction)] = NO_COMPACTION
     """What takes the place of a context of more than compact_at tokens: none; summary: the task,
     the policy's own summary, which is sampled and trained, and the last turns; drop_tool_results:
     all turns with a marker for older replies; or a class of yours: my_pkg.MyCompaction."""
@@ -124,13 +130,13 @@ class RolloutConfig:
     """Sampled tokens of a summary."""
     keep_turns: Whole = Field(default=1, ge=0)
     """Last turns that a compaction leaves as they are."""
-    on_break: OnBreak = OnBreak.error
+    on_break: Data[OnBreak] = OnBreak.error
     """Consequence of a broken invariant of the token ledger."""
-    on_tool_failure: OnToolFailure = OnToolFailure.drop
+    on_tool_failure: Data[OnToolFailure] = OnToolFailure.drop
     """Consequence of a fault of a tool's infrastructure, after its retries."""
-    on_malformed_call: OnMalformedCall = OnMalformedCall.reply
+    on_malformed_call: Data[OnMalformedCall] = OnMalformedCall.reply
     """Consequence of a call that cannot be parsed."""
-    on_parallel_calls: OnParallelCalls = OnParallelCalls.error_reply
+    on_parallel_calls: Data[OnParallelCalls] = OnParallelCalls.error_reply
     """Only where the chat template renders one call per turn (`agenttrain templates` says so)."""
 
     @model_validator(mode="after")
@@ -167,11 +173,11 @@ class EvalConfig:
     """Rows of one evaluation; 0: no evaluation."""
     samples: Whole = Field(default=1, ge=1)
     """Sampled rollouts per row (k of pass@k)."""
-    greedy: bool = True
+    greedy: Data[bool] = True
     """Also evaluate at temperature 0."""
-    group_by: str | None = None
+    group_by: Data[str | None] = None
     """Column by whose values the reward is broken down, e.g. `family`."""
-    tools: list[str] | None = None
+    tools: Data[list[str] | None] = None
     """Those of the run's tools that evaluated rollouts have, e.g. [search]; None: all."""
     max_turns: Whole | None = Field(default=None, ge=1)
     """None: as rollout.max_turns."""

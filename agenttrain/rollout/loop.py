@@ -58,6 +58,7 @@ from agenttrain.types import (
     TurnReward,
 )
 from agenttrain.utils.arrays import common_prefix
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.seeds import derive_seed
 
 
@@ -112,7 +113,7 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
     except (EngineError, ToolUnavailable) as error:
         if isinstance(error, ToolUnavailable) and limits.on_tool_failure is OnToolFailure.error:
             raise
-        rollout.stop_reason, rollout.error = StopReason.error, str(error)
+        rollout.stop_reason, rollout.error = StopReason.error, hide_secrets(str(error))
     finally:
         rollout.seconds = time.perf_counter() - started
         # The engine first: other rollouts may wait for this one's slot, and tools can be slow to

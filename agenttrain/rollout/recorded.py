@@ -20,6 +20,7 @@ from agenttrain.rollout.ledger import schemas_of, verify
 from agenttrain.tracking.pictures import with_pictures
 from agenttrain.tracking.rollouts import current_form, prompt_messages, read_rollout
 from agenttrain.types import LedgerError, Message, Origin, Rollout, StopReason, Task, Trajectory
+from agenttrain.utils.data_fields import Data
 
 ROLLOUT = "rollout"
 """Column of a row that holds the recorded rollout."""
@@ -46,9 +47,9 @@ class RolloutRows:
 
     def __init__(
         self,
-        path: str | Sequence[str],
-        min_reward: float | None = None,
-        limit: int | None = None,
+        path: Data[str | Sequence[str]],
+        min_reward: Data[float | None] = None,
+        limit: Data[int | None] = None,
     ) -> None:
         """Take the first `limit` of the rollouts that are selected, or all.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from agenttrain.settings.trust import SIGNATURE, signature
+from agenttrain.settings.trust import signature
 from agenttrain.tracking.run_folder import PACKAGES, write_atomically
 
 
@@ -40,7 +40,7 @@ def write_config(
         "git_revision": revision,
         "template_certificate": certificate,
         "training_kernel": kernel,
-        SIGNATURE: signature(config),
+        **signature(config),
     }
     text = OmegaConf.to_yaml(OmegaConf.create({**config, "provenance": provenance}))
     write_atomically(folder / "config.yaml", text)

@@ -50,7 +50,6 @@ from agenttrain.settings.command_line import resuming
 from agenttrain.settings.engine_checks import broadcast_note, has_rollout_process, run_spec
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
-from agenttrain.tools.config import without_password
 from agenttrain.tracking.rollouts import rollout_limit, write_step
 from agenttrain.tracking.run_folder import FolderInUse, lock_folder, read_summary, update_summary
 from agenttrain.tracking.timeline import Timeline
@@ -64,6 +63,7 @@ from agenttrain.training.world import PeerFailed, World
 from agenttrain.types import AgenttrainError, ConfigError, Rollout
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, TERMINATED
 from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.signals import Preempted, StopRequest, listening
 
 CROSS_ENTROPY = AlgorithmConfig(
@@ -280,18 +280,23 @@ class Run:
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 evaluations = await trainer.evaluate("eval")
-        rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
+                scores = {"after": trainer.evaluator.summary(evaluations)}
+                if self.world.is_main:  # before trackers are told that the run has finished
+                    self._check_rewards(evaluations, scores)
         if not self.world.is_main:
             return
+        self.record(status="finished", steps=0, eval=scores)
+        self._print_scores(components, {}, evaluations)
+
+    def _check_rewards(self, evaluations: Sequence[Any], scores: dict[str, Any]) -> None:
+        """Write the rollouts of an evaluation; raise NoRewards if not one has a reward."""
+        rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
         write_step(self.folder, 0, rollouts, rollout_limit(self.config.tracker.rollouts))
-        scores = {"after": trainer.evaluator.summary(evaluations)}
         if (reason := why_unrewarded(rollouts)) is not None:
             self.record(steps=0, eval=scores)
             cause = reason or "all of them failed"
             message = f"not one of {len(rollouts)} rollouts has a reward: {cause}"
             raise NoRewards(message, Collected())
-        self.record(status="finished", steps=0, eval=scores)
-        self._print_scores(components, {}, evaluations)
 
     def _print_scores(
         self,
@@ -461,7 +466,7 @@ class Run:
         """Return an error as one line, with the path that it concerns."""
         nameless = isinstance(error, OSError) and error.filename is None
         where = f" (run folder {self.folder})" if nameless else ""
-        return without_password(f"{type(error).__name__}: {error}{where}")
+        return hide_secrets(f"{type(error).__name__}: {error}{where}")
 
     @property
     def _again(self) -> str:

@@ -41,6 +41,7 @@ from agenttrain.training.config import (
     WeightSyncConfig,
     optimizer_settings,
 )
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Whole, choice
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class RunConfig:
     response_schema: ResponseSchemaConfig = field(default_factory=ResponseSchemaConfig)
     tools: dict[str, Any] = field(default_factory=dict)
     """Name -> `_target_`, settings (ToolSettings) and bound arguments."""
-    stop_tools: list[str] = field(default_factory=list)
+    stop_tools: Data[list[str]] = field(default_factory=list)
     """A call to one of these ends the rollout, as does one to a tool with `stop: true`."""
     environment: dict[str, Any] = field(default_factory=dict)
     """Name -> `_target_` (a class), settings (EnvironmentSettings) and bound arguments; the column
@@ -129,7 +130,7 @@ class RunConfig:
     """Tasks (P) of a step; P x group_size rollouts."""
     resume: str | None = None
     """Folder of a run to continue; auto: hydra.run.dir, if there is a run in it."""
-    resume_changed: list[RunPart] = field(default_factory=list)
+    resume_changed: Data[list[RunPart]] = field(default_factory=list)
     """Parts that may have changed since a resumed run was stopped; all others are compared."""
 
 

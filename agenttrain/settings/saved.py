@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -28,7 +28,8 @@ from agenttrain.settings.compose import (
 from agenttrain.settings.messages import check_values, explained
 from agenttrain.settings.pinning import adopt_pins
 from agenttrain.settings.run_config import CHOICES, RunConfig
-from agenttrain.settings.trust import ENGINE, SECTIONS, check_trusted, is_own, named_code
+from agenttrain.settings.trust import check_trusted, own_sections
+from agenttrain.settings.untrusted import SECTIONS, UntrustedValue, resolvers, untrusted_values
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import OBJECTIVES, in_this_layout
@@ -47,14 +48,22 @@ EVALUABLE = (
     *("watchdog", "servers", "roles"),
 )
 """Sections that an evaluation of a run may change: the others are the agent itself."""
-EVALUATED = tuple(name for name in SECTIONS if name != "algorithm")
-"""Sections whose code an evaluation runs."""
+TRAINED = tuple(name for name in SECTIONS if name != "sweep")
+"""Sections that training uses, and `submit`."""
+EVALUATED = tuple(name for name in TRAINED if name != "algorithm")
+"""Sections that an evaluation uses."""
 USED = {
     "play": tuple(name for name in EVALUATED if name != "reward"),
-    "serve": (ENGINE,),
+    "serve": tuple(
+        name
+        for name in EVALUATED
+        if name not in ("tools", "environment", "agent", "user", "data", "reward", "rollout")
+        and name not in ("tracker", "roles", "slurm")
+    ),
+    "plan": ("engine",),
 }
-"""Sections whose code a verb runs that uses an agent: nothing is scored, and a server's clients run
-the tools."""
+"""Sections that a verb uses besides training and evaluation: nothing is scored, a server's clients
+run the tools, and a plan starts nothing."""
 
 BEST = "best"
 """Name of the best checkpoint in a run's folder."""
@@ -77,19 +86,21 @@ def resumed(
     source: Source,
     *,
     trust: bool = False,
-    runs: Sequence[str] = SECTIONS,
+    runs: Sequence[str] = TRAINED,
 ) -> Composed:
     """Return the settings of `resume=<folder>`; raises ConfigError. Needs a `hydra_session`.
 
-    `trust`: the code that the folder's config.yaml names may run. Without it the code in the
-    sections that the verb `runs` has to be bundled, or the run the user's own.
+    `trust`: what the folder's config.yaml names may run. Without it the sections that the verb
+    `runs` have to be data (`untrusted.py`), or the user's own.
     """
     argument = f"resume={folder}"
     changed = _changed(argument, folder, overrides, RESUMABLE, source, runs=runs, trust=trust)
     return _going_on(argument, folder, changed)
 
 
-def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
+def resumed_as_begun(
+    folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
+) -> Composed:
     """Return the settings of `resume=auto` for the run in `folder`: those under `overrides`.
 
     Raises ConfigError if the run was started with other settings. Needs a `hydra_session`.
@@ -97,7 +108,7 @@ def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> 
     argument = f"resume=auto hydra.run.dir={folder}"
     composed = compose_run(overrides, source)
     complete_objective(composed)
-    started = convert(_read(argument, folder)[0])
+    started = convert(_read(argument, folder, trust=trust)[0])
     adopt_pins(composed, started)
     problems = [
         f"{key}={shown(now)}: the run in {folder} was started with {key}={shown(before)}; leave it "
@@ -146,7 +157,7 @@ def viewed(folder: Path, source: Source) -> Composed:
 
 
 def replayed(
-    folder: Path, source: Source, *, trust: bool = False, runs: Sequence[str] = SECTIONS
+    folder: Path, source: Source, *, trust: bool = False, runs: Sequence[str] = TRAINED
 ) -> Composed:
     """Return the settings of `replay <folder>`, a run or crash, as `resumed`."""
     return _changed(f"replay {folder}", folder, [], (), source, runs=runs, trust=trust)
@@ -259,13 +270,13 @@ def _changed(
     allowed: Sequence[str],
     source: Source,
     *,
-    runs: Sequence[str] = SECTIONS,
+    runs: Sequence[str],
     trust: bool = False,
 ) -> Composed:
     """Return the settings of the run in `folder` under overrides, of `allowed` sections only.
 
     `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. `check_trusted`
-    checks the code that config.yaml names in the sections `runs`, unless an override replaced it.
+    checks what config.yaml names in the sections `runs`, unless an override replaced it.
     """
     parsed: list[Override] = []
     for text in overrides:
@@ -281,11 +292,10 @@ def _changed(
                 f"{as_typed(override.input_line)}: cannot be combined with {argument}"
                 f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
             )
-    node, own = _read(argument, folder)
+    node, own = _read(argument, folder, trust=trust)
     plain = cast(dict[str, Any], OmegaConf.to_container(node, enum_to_str=True))
     if problems := list(unchanged(overrides, plain)):
         raise ConfigError("\n".join(problems))
-    before = named_code(plain, runs)
     with explained(overrides, source.groups):
         # First the groups with a new choice, then the single values, as Hydra does.
         groups = source.groups()
@@ -316,14 +326,32 @@ def _changed(
                 place = "" if is_typed else f" (in {folder / 'config.yaml'})"
                 lines.append(f"{setting}{place}{colon}{problem}")
             raise ConfigError("\n".join(lines)) from error
-    typed = {override.key_or_group for override in parsed}
-    code = [
-        text
-        for text in named_code(composed.plain, runs)
-        if text in before and text.partition("=")[0] not in typed
+    # A typed mapping is merged: only the values in it are the user's.
+    typed = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in chosen]
+    for override in parsed:
+        if override not in chosen:
+            typed += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
+    theirs = [
+        value
+        for value in untrusted_values(composed.plain, runs)
+        if not _is_within(value.path, (*own, *typed))
     ]
-    check_trusted(argument, code, trust=trust or own)
+    check_trusted(argument, theirs, trust=trust)
     return composed
+
+
+def _value_paths(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the path of every single value in a typed one.
+
+    Example: ``{a: {b: 1}}`` at ``("tools",)`` -> ``[("tools", "a", "b")]``.
+    """
+    if not isinstance(value, Mapping):
+        return [path]
+    return [found for name in value for found in _value_paths(value[name], (*path, str(name)))]
+
+
+def _is_within(path: tuple[str, ...], sections: Sequence[tuple[str, ...]]) -> bool:
+    return any(path[: len(section)] == section for section in sections)
 
 
 def _forget_servers(node: DictConfig, fresh: DictConfig) -> None:
@@ -334,21 +362,30 @@ def _forget_servers(node: DictConfig, fresh: DictConfig) -> None:
             node.weight_sync[key] = fresh.weight_sync[key]
 
 
-def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
-    """Return the settings in a folder's config.yaml, and True if a run of this user wrote them."""
+def _read(
+    argument: str, folder: Path, *, trust: bool = False
+) -> tuple[DictConfig, list[tuple[str, ...]]]:
+    """Return the settings in a folder's config.yaml, and the sections that this user signed.
+
+    Resolvers (``${oc.env:HOME}``) read more than the file: those of others need `trust` before
+    anything is resolved.
+    """
     file = folder / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{argument}: is no run folder: there is no config.yaml in it")
+    theirs: list[UntrustedValue] = []
     try:
         plain = OmegaConf.load(file)
         if not plain:
             raise ValueError("it is empty")
         if not isinstance(plain, DictConfig):
             raise ValueError("it holds a list, and a run's settings are a mapping of names")
-        own = is_own(cast(dict[str, Any], OmegaConf.to_container(plain)))
-        plain.pop("provenance", None)
-        # After `is_own`: the signature of a run of the first edition covers its own paths.
-        settings = in_this_layout(OmegaConf.to_container(plain))
+        raw = cast(dict[str, Any], OmegaConf.to_container(plain))
+        own = own_sections(raw)
+        raw.pop("provenance", None)
+        theirs = [value for value in resolvers(raw) if not _is_within(value.path, own)]
+        # After `own_sections`: the signature of a run of the first edition covers its own paths.
+        settings = in_this_layout(raw)
         algorithm = settings.get("algorithm")
         if isinstance(algorithm, dict) and "surrogate" in algorithm:
             surrogate = f"algorithm.surrogate={shown(algorithm['surrogate'])}"
@@ -366,14 +403,18 @@ def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
                 complete[key] = {name: v for name, v in section.items() if name not in others}
         with explained([], dict):
             typed = OmegaConf.merge(schema(), complete)
-        OmegaConf.resolve(typed)
-        return cast(DictConfig, typed), own
+        if trust or not theirs:
+            OmegaConf.resolve(typed)
+            return cast(DictConfig, typed), own
     except UnicodeDecodeError as error:
         problem = f"it is not UTF-8 text: {error.reason} at byte {error.start}"
     except RecursionError:
         problem = "a value in it contains itself, or is nested too deeply"
     except Exception as error:
         problem = str(error).partition("\n")[0]
+    else:
+        check_trusted(argument, theirs, trust=trust)
+        return _read(argument, folder, trust=True)
     raise ConfigError(
         f"{argument}: its config.yaml does not fit: {problem}; put back the file that the run wrote"
     )

@@ -304,6 +304,7 @@ VERBS: dict[str, Verb] = {
             "host=ADDRESS": "the address that it listens on (127.0.0.1)",
             "wait=SECONDS": "wait for a run with servers.nodes to begin",
             "parent=PID": "end with this process, as servers do that a run starts",
+            "trust=true": "start what the folder's plan names, if somebody else wrote it",
         },
         examples={
             "engine-server outputs/shop/<run> number=1": "replace one without restarts left",

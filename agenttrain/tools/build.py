@@ -13,6 +13,7 @@ from agenttrain.tools.isolation import ProcessTool
 from agenttrain.tools.tool import FunctionTool, Tool, Tools, method_tools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.utils.locate import Located, about_argument, locate_section
+from agenttrain.utils.redaction import hide_in_settings
 from agenttrain.utils.sections import beside
 
 
@@ -91,11 +92,11 @@ def _build(located: Located, name: str) -> list[Tool]:
             inspect.signature(target).bind(**bound)
             made = target(**bound)
         except TypeError as error:
-            raise ValueError(f"{where} with {bound}: {error}") from error
+            raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
         except ValueError as error:
             if str(error).partition("=")[0] in bound:
                 raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
-            raise ValueError(f"{where} with {bound}: {error}") from error
+            raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
         if isinstance(made, Tools):
             return list(made.tools())
         if hasattr(made, "schema") and hasattr(made, "name"):

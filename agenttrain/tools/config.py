@@ -14,14 +14,16 @@ from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
 from string import Template
-from typing import Any, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.utils.data_fields import Data, DataWhere
 from agenttrain.utils.files import PACKAGE
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import hide_in_settings, hide_secrets, names_variable
 from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole
 
 
@@ -32,6 +34,13 @@ class Isolation(StrEnum):
     """In this process; a call that takes too long is left behind."""
     process = "process"
     """In worker processes of the tool's own; a call that takes too long is killed."""
+
+
+def _are_builtins(errors: object) -> bool:
+    """Return True for errors of Python itself, for which no module of others is imported."""
+    return isinstance(errors, list) and all(
+        re.fullmatch(r"builtins\.\w+", str(error)) for error in errors
+    )
 
 
 @dataclass(config=SETTINGS)
@@ -48,11 +57,11 @@ class ToolLimits:
     """Tokens of one of its results; None: rollout.max_result_tokens."""
     retries: Whole = Field(default=2, ge=0)
     """Times a call is made again after a fault of the infrastructure; then the rollout fails."""
-    retry_on: list[str] = field(default_factory=list)
+    retry_on: Annotated[list[str], DataWhere(_are_builtins)] = field(default_factory=list)
     """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]."""
     retry_backoff_s: Number = Field(default=0.5, ge=0)
     """Seconds before a call is made again, doubled each time."""
-    isolation: Isolation = Isolation.thread
+    isolation: Data[Isolation] = Isolation.thread
     """`thread`: calls run in this process; `process`: in workers of the tool's own, where a call
     that takes too long is killed."""
 
@@ -92,46 +101,6 @@ class ToolSettings(ToolLimits):
 MCP_SERVER = "agenttrain.tools.mcp.server.McpServer"
 
 
-def without_password(text: str) -> str:
-    """Hide what stands before the host of the addresses in a text, unless it is a variable's name.
-
-    Example: ``http://me:secret@host/mcp`` -> ``http://***@host/mcp``; ``http://me:$SECRET@host/mcp``
-    stays.
-    """
-
-    def hidden(match: re.Match[str]) -> str:
-        return match[0] if _is_named(match[2]) else f"{match[1]}***@"
-
-    return re.sub(r"(\w://)([^/\s?#]+)@", hidden, text)
-
-
-def without_secrets(settings: Any) -> Any:
-    """Hide passwords in the addresses of settings, and the values of `env` and `headers`.
-
-    Texts that name variables stay, such as ``Bearer $TOKEN``; the names of hidden values stay too.
-
-    Example: ``{"headers": {"x-key": "s3cret"}}`` -> ``{"headers": {"x-key": "***"}}``.
-    """
-    if isinstance(settings, Mapping):
-        shared = {str(key): without_secrets(value) for key, value in settings.items()}
-        for section in (shared.get(name) for name in ("env", "headers")):
-            if isinstance(section, dict):
-                for name, value in section.items():
-                    # ``$$`` is a literal dollar.
-                    if not re.search(r"\$(\w|\{)", str(value).replace("$$", "")):
-                        section[name] = "***"
-        return shared
-    if isinstance(settings, list | tuple):
-        return [without_secrets(value) for value in settings]
-    return without_password(settings) if isinstance(settings, str) else settings
-
-
-def _is_named(credentials: str) -> bool:
-    """Return True if the secret of ``name:secret``, or ``secret``, is a variable: ``$NAME``."""
-    name, _, secret = credentials.partition(":")
-    return re.fullmatch(r"\$(\w+|\{\w+\})", secret or name) is not None
-
-
 def check_mcp_server(
     command: object = None,
     url: object = None,
@@ -168,7 +137,8 @@ def check_mcp_server(
     for name, value, other in (("env", env, url), ("headers", headers, command)):
         if value and other is not None:
             started = "a server that is started" if name == "env" else "a url"
-            raise ValueError(f"{name}={value}: is of use with {started} only; leave it out")
+            hidden = hide_in_settings({name: value})[name]
+            raise ValueError(f"{name}={hidden}: is of use with {started} only; leave it out")
         expanded(name, value)
     if allow is not None and (not isinstance(allow, list | tuple) or not allow):
         raise ValueError(
@@ -188,7 +158,8 @@ def expanded(name: str, values: object) -> dict[str, str]:
     ``{"Authorization": "Bearer $TOKEN"}``. Raises ValueError when NAME is not set.
     """
     if not isinstance(values, Mapping | None):
-        raise ValueError(f"{name}={values}: must be a mapping of names to texts")
+        raise ValueError(f"{name}={hide_in_settings(values)}: must be a mapping of names to texts")
+    shown = hide_in_settings({name: values})[name]
     texts = {}
     for key, value in (values or {}).items():
         try:
@@ -196,16 +167,16 @@ def expanded(name: str, values: object) -> dict[str, str]:
         except KeyError as error:
             variable = error.args[0]
             raise ValueError(
-                f"{name}={values}: ${variable} of {key} is not set in the environment; "
+                f"{name}={shown}: ${variable} of {key} is not set in the environment; "
                 f"export {variable}=… first"
             ) from None
         except ValueError as error:
-            raise ValueError(f"{name}={values}: {key}: {error}; write $$ for a dollar") from None
+            raise ValueError(f"{name}={shown}: {key}: {error}; write $$ for a dollar") from None
     return texts
 
 
 def _check_url(url: Any) -> None:
-    hidden = without_password(str(url))
+    hidden = hide_secrets(str(url))
     try:
         parts = urlsplit(url)
         complete = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -215,7 +186,7 @@ def _check_url(url: Any) -> None:
         raise ValueError(f"url={hidden}: must be a whole address, e.g. http://127.0.0.1:8000/mcp")
     # Every file and message of the run would repeat credentials in the address.
     credentials, at, _ = urlsplit(str(url)).netloc.rpartition("@")
-    if at and not _is_named(credentials):
+    if at and not names_variable(credentials):
         raise ValueError(
             f"url={hidden}: holds credentials, which the run's files would keep; put them into the "
             "environment and write their names: "

@@ -15,6 +15,7 @@ from typing import Any
 from agenttrain.images import BadImage, Image, is_image, read_image, text_of
 from agenttrain.tools.arguments import InvalidArguments
 from agenttrain.types import Done, ToolError, ToolFailure, ToolUnavailable, TurnReward
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import with_fixed_text
 
 MAX_RESULT_CHARS = 2_000_000
@@ -105,7 +106,7 @@ def error_reply(
     """
     for_model = isinstance(error, ToolFailure | InvalidArguments)
     name = "" if for_model else type(error).__name__
-    text = ": ".join(part for part in ("Error", name, str(error)) if part)
+    text = ": ".join(part for part in ("Error", name, hide_secrets(str(error))) if part)
     kind = ToolError.unavailable if isinstance(error, faults) else ToolError.exception
     if isinstance(error, InvalidArguments):
         kind = ToolError.invalid_arguments

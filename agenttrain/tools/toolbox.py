@@ -34,6 +34,7 @@ from agenttrain.types import (
     ToolUnavailable,
 )
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt_async, blocks
 
 CANCEL_S = 0.05
@@ -478,7 +479,7 @@ class Cleanup:
         elif task.cancelled():
             problem = "was cancelled"
         elif (error := task.result().error) is not None:
-            problem = f"{type(error).__name__}: {error}"
+            problem = hide_secrets(f"{type(error).__name__}: {error}")
         if problem and (tool.name, method) not in self._warned:
             self._warned.add((tool.name, method))
             warnings.warn(

@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
-from agenttrain.tools.config import without_password
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.sections import SETTINGS, Number, beside, field_names, plain, shown
 
 
@@ -21,7 +22,7 @@ from agenttrain.utils.sections import SETTINGS, Number, beside, field_names, pla
 class OwnTrackerSettings:
     """Settings of every tracker; in a section of the user's they stand beside its `_target_`."""
 
-    system: bool = True
+    system: Data[bool] = True
     """Send the load of the machine too: CPU, memory and GPUs, under `system/`."""
     finish_s: Number = Field(default=15.0, gt=0)
     """Longest wait at the end of the run, in seconds; trackers are waited for together."""
@@ -31,7 +32,7 @@ class OwnTrackerSettings:
 class TrackerSettings(OwnTrackerSettings):
     """Settings of every bundled tracker."""
 
-    enabled: bool = False
+    enabled: Data[bool] = False
     """True sends the run to this tracker; `tracker=[trackio,wandb]` sets it for both."""
 
 
@@ -59,11 +60,11 @@ class WandBMode(StrEnum):
 class WandBSettings(TrackerSettings):
     """Weights & Biases."""
 
-    project: str | None = None
+    project: Data[str | None] = None
     """None: the name of the experiment."""
     entity: str | None = None
     """User or team; None: the default of the API key."""
-    mode: WandBMode = WandBMode.auto
+    mode: Data[WandBMode] = WandBMode.auto
     """Where the run is written."""
 
 
@@ -125,11 +126,11 @@ class TrackerSection:
 class TrackerConfig:
     """Settings of the outputs besides metrics.jsonl and evaluations.jsonl."""
 
-    rollouts: str = "all"
+    rollouts: Data[str] = "all"
     """Rollouts written per step: all, none, or a number."""
-    timeline: bool = True
+    timeline: Data[bool] = True
     """Record who sampled, called tools, waited and trained when, for `agenttrain timeline`."""
-    console: bool = True
+    console: Data[bool] = True
     """Live progress in the terminal."""
     trackio: TrackioSettings = field(default_factory=TrackioSettings)
     wandb: WandBSettings = field(default_factory=WandBSettings)
@@ -215,7 +216,7 @@ def tracker_problems(config: TrackerConfig) -> Iterator[str]:
         ("trackio.server_url", config.trackio.server_url, "a token in TRACKIO_WRITE_TOKEN"),
         ("mlflow.uri", config.mlflow.uri, f"{user}, or the whole address in MLFLOW_TRACKING_URI"),
     ):
-        hidden = without_password(address or "")
+        hidden = hide_secrets(address or "")
         if hidden != (address or ""):
             yield (
                 f"tracker.{key}={hidden}: holds a password, which config.yaml would keep; leave it "

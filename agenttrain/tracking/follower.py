@@ -1,7 +1,8 @@
 """The process of one tracker: a tracker that raises, hangs or crashes cannot touch the run.
 
-Started as a script with a JSON file of arguments. The run writes a line into its input at its end;
-a run that is killed closes the input. A line on the output says why the process ends early.
+Started as a script with a JSON file of arguments. The run writes a line into its input at its end,
+which says how it ended; a run that is killed closes the input. A line on the output says why the
+process ends early.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ def main() -> None:
         # The run may import this package, and the user's, from its working folder.
         sys.path += [folder for folder in arguments["path"] if folder not in sys.path]
         from agenttrain.tracking.backends.base import TrackedRun
-        from agenttrain.tracking.following import cursor_lock, follow
+        from agenttrain.tracking.following import cursor_lock, follow, run_end
         from agenttrain.tracking.machine import MachineLoad
         from agenttrain.utils.locate import locate
 
         folders = {name: Path(arguments["run"][name]) for name in ("folder", "shared")}
         run = TrackedRun(**{**arguments["run"], **folders})
-        ended = Event()
+        ended, messages = Event(), list[str]()
 
         def wait_for_end() -> None:
-            sys.stdin.readline()
+            messages.append(sys.stdin.readline())
             ended.set()
             # The run kills this process in time; a run that was killed cannot.
             time.sleep(arguments["finish_s"] + LAST_S)
@@ -60,7 +61,15 @@ def main() -> None:
         load = MachineLoad(run.pid) if arguments["system"] else None
         # The process of a killed run may still be at work, and a resume starts this one.
         with cursor_lock(run.folder, arguments["name"]):
-            follow(run, arguments["name"], tracker, arguments["config"], ended, load)
+            follow(
+                run,
+                arguments["name"],
+                tracker,
+                arguments["config"],
+                ended,
+                load,
+                how=lambda: run_end(run.folder, messages[0]),
+            )
         code = 0
     except BaseException as error:
         code = CANNOT if isinstance(error, ImportError) else code

@@ -16,7 +16,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from agenttrain.tracking.backends.base import Description, ExperimentTracker, TrackedRun
+import psutil
+
+from agenttrain.tracking.backends.base import Description, ExperimentTracker, RunEnd, TrackedRun
 from agenttrain.tracking.config import TrackerSection
 from agenttrain.tracking.follower import CANNOT, HEARD_BY_RUN
 from agenttrain.tracking.following import Cursor, cursor_path
@@ -54,6 +56,7 @@ class Follower:
         cursor = Cursor.read(self._path) or Cursor(id=run.id)
         run = replace(run, id=cursor.id)
         self._process: ChildProcess | None = None
+        self._how = RunEnd.finished
         self._failures = self._step_before = 0
         self._again_at: float | None = None
         """Time of the next start; None: there is none."""
@@ -100,14 +103,18 @@ class Follower:
         if self._again_at is not None and time.monotonic() >= self._again_at:
             self._start()
 
-    def end(self) -> None:
-        """Ask the process to send what is left, and to end; start one that waits for its turn."""
+    def end(self, how: RunEnd) -> None:
+        """Ask the process to send what is left, and to end; start one that waits for its turn.
+
+        `how` is the end of the run, for the tracker's page.
+        """
+        self._how = how
         if self._again_at is not None:
             self._start()
         if self._process is not None:
             # A process forked from this one may hold the pipe open: closing it is not enough.
             with suppress(ChildGone):
-                self._process.send("end")
+                self._process.send(f"end {how}")
 
     def wait(self, deadline: float, last_step: int) -> None:
         """Wait until the process has ended, at most until the deadline; warn of what is missing."""
@@ -124,7 +131,7 @@ class Follower:
                 self._ended(self._process)
                 if self._again_at is not None and time.monotonic() < deadline - 1:
                     time.sleep(min(1.0, max(self._again_at - time.monotonic(), 0)))
-                    self.end()
+                    self.end(self._how)
         if self.reason and not self.is_off:
             self._warn(
                 f"{self.section.key}: steps up to {self.step} of {last_step} have arrived "
@@ -177,6 +184,19 @@ class Follower:
         )
 
 
+def tracker_processes(children: Sequence[psutil.Process]) -> set[int]:
+    """Return the processes of trackers among a run's descendants, and those that they started.
+
+    They outlive a run that is ended from outside, to send what is left and how it ended.
+    """
+    spared = set[int]()
+    for child in children:
+        with suppress(psutil.Error):
+            if str(SCRIPT) in child.cmdline():
+                spared |= {child.pid, *(each.pid for each in child.children(recursive=True))}
+    return spared
+
+
 class Followers:
     """All trackers of a run."""
 
@@ -189,14 +209,14 @@ class Followers:
         for follower in self._each:
             follower.check()
 
-    def close(self, last_step: int) -> None:
+    def close(self, last_step: int, how: RunEnd = RunEnd.finished) -> None:
         """Wait, a bounded time, until every tracker has everything; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         for follower in self._each:
             follower.check()
-            follower.end()
+            follower.end(how)
         longest = max((follower.section.finish_s for follower in self._each), default=0.0)
         deadline = time.monotonic() + longest
         for follower in self._each:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
@@ -21,10 +21,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from agenttrain.tracking.backends.base import ExperimentTracker, TrackedRun
+from agenttrain.tracking.backends.base import ExperimentTracker, RunEnd, TrackedRun
 from agenttrain.tracking.machine import MachineLoad
 from agenttrain.tracking.rollouts import read_step, step_path
-from agenttrain.tracking.run_folder import NO_LOCKS
+from agenttrain.tracking.run_folder import NO_LOCKS, read_summary
 
 POLL_S = 0.5
 """Seconds between two looks at the files."""
@@ -123,8 +123,12 @@ def follow(
     config: Mapping[str, Any],
     ended: Event,
     load: MachineLoad | None = None,
+    how: Callable[[], RunEnd] = lambda: RunEnd.finished,
 ) -> None:
-    """Send everything that the tracker does not have, until `ended` is set and nothing is left."""
+    """Send everything that the tracker does not have, until `ended` is set and nothing is left.
+
+    `how` returns the run's end once there is one.
+    """
     path = cursor_path(run.folder, name)
     cursor = Cursor.read(path) or Cursor(id=run.id)
     run = replace(run, started=cursor.started)
@@ -177,7 +181,21 @@ def follow(
         if is_last:
             break
         ended.wait(POLL_S)
+    if hasattr(tracker, "ended"):  # a class that is not derived from ours may lack it
+        tracker.ended(how())
     tracker.finish()
+
+
+def run_end(folder: Path, message: str) -> RunEnd:
+    """Return how a run ended, from the last line that it sent to a tracker's process.
+
+    Without one its process is gone. The watchdog, which ends it, has no time to send any, and
+    leaves its word in summary.json.
+    """
+    word = message.strip().partition(" ")[2]
+    if word in list(RunEnd):
+        return RunEnd(word)
+    return RunEnd.stalled if read_summary(folder).get("stalled_phase") else RunEnd.killed
 
 
 def _send_table(

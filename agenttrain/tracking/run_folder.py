@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from agenttrain.types import AgenttrainError
 from agenttrain.utils.json_lines import finite
+from agenttrain.utils.redaction import hide_in_settings
 
 PACKAGES = ("agenttrain", "torch", "transformers", "accelerate", "hydra-core", "trackio")
 
@@ -73,8 +74,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def update_summary(folder: Path, **changes: Any) -> None:
-    """Merge `changes` into summary.json; None removes an entry."""
-    merged = {**read_summary(folder), **changes}
+    """Merge `changes` into summary.json; None removes an entry, and an error loses its secrets."""
+    merged = {**read_summary(folder), **hide_in_settings(changes)}
     summary = {name: value for name, value in merged.items() if value is not None}
     write_atomically(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
 

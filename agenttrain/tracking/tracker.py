@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,9 +17,8 @@ from uuid import uuid4
 
 from rich.console import Console
 
-from agenttrain.tools.config import without_secrets
 from agenttrain.tracking import rollouts as rollouts_file
-from agenttrain.tracking.backends.base import TrackedRun
+from agenttrain.tracking.backends.base import RunEnd, TrackedRun
 from agenttrain.tracking.config import TrackerConfig
 from agenttrain.tracking.console import ConsoleProgress
 from agenttrain.tracking.followers import Follower, Followers
@@ -31,6 +31,8 @@ from agenttrain.tracking.run_folder import (
 )
 from agenttrain.types import Rollout
 from agenttrain.utils.json_lines import dumps, open_to_append, read_rows
+from agenttrain.utils.redaction import hide_in_settings
+from agenttrain.utils.signals import Preempted
 
 ENDS = ("_low", "_high")
 """Suffixes of metrics that are the ends of a confidence interval."""
@@ -102,7 +104,7 @@ class Tracker:
             shared=shared or run_folder.parent,
             pid=os.getpid(),
         )
-        settings = without_secrets(run_config or {})
+        settings = hide_in_settings(run_config or {})
         followers, sections = [], config.sections()
         longest_s = max((section.finish_s for section in sections), default=0.0)
         for section in sections:
@@ -123,7 +125,7 @@ class Tracker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(_end_of(error))
 
     @property
     def views(self) -> list[str]:
@@ -206,13 +208,27 @@ class Tracker:
         """Show the run's phase: `rollout`, `train`, `eval`."""
         self.progress.phase(name)
 
-    def close(self) -> None:
-        """Restore the terminal and close the files; closing twice is fine."""
+    def close(self, how: RunEnd = RunEnd.finished) -> None:
+        """Restore the terminal and close the files; closing twice is fine.
+
+        `how` is the end of the run, which trackers show.
+        """
         self.progress.__exit__(None, None, None)
         self._metrics.close()
         if self._evaluations is not None:
             self._evaluations.close()
-        self._followers.close(self._last_step)
+        self._followers.close(self._last_step, how)
+
+
+def _end_of(error: BaseException | None) -> RunEnd:
+    """Return the end of a run that this error, or none, ended."""
+    if error is None:
+        return RunEnd.finished
+    if isinstance(error, Preempted):
+        return RunEnd.preempted
+    # asyncio makes a cancellation of Ctrl-C.
+    stopped = isinstance(error, KeyboardInterrupt | CancelledError | SystemExit)
+    return RunEnd.interrupted if stopped else RunEnd.failed
 
 
 class SilentTracker(Tracker):

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.types import ConfigError
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import (
     SETTINGS,
@@ -122,7 +123,7 @@ SCHEDULE_OPTIONS: Mapping[Schedule, type[Any]] = {
 class OptimizerConfig:
     """Settings that all optimizers have."""
 
-    name: str = "adamw"
+    name: Data[str] = "adamw"
     """The optimizer; each has keys of its own beside those that all have."""
     lr: Number = Field(default=1e-6, gt=0)
     """Learning rate after the warm-up."""
@@ -131,9 +132,9 @@ class OptimizerConfig:
     by adamw and muon."""
     warmup_steps: Whole = Field(default=0, ge=0)
     """Steps of linear warm-up."""
-    schedule: Schedule = Schedule.constant
+    schedule: Data[Schedule] = Schedule.constant
     """Learning rate after the warm-up, by the names of transformers' schedules."""
-    schedule_options: dict[str, Any] = field(default_factory=dict)
+    schedule_options: Data[dict[str, Any]] = field(default_factory=dict)
     """Options of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
     max_grad_norm: Number = Field(default=1.0, gt=0)
     """Gradients are scaled down to this L2 norm."""
@@ -179,7 +180,7 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 class AdamWSettings(OptimizerConfig):
     """AdamW."""
 
-    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    betas: Data[tuple[Beta, Beta]] = (0.9, 0.99)
     """Decay rates of the two moments."""
 
 
@@ -187,7 +188,7 @@ class AdamWSettings(OptimizerConfig):
 class MuonSettings(AdamWSettings):
     """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
 
-    name: str = "muon"
+    name: Data[str] = "muon"
     momentum: Number = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon; `betas` are AdamW's."""
 
@@ -196,7 +197,7 @@ class MuonSettings(AdamWSettings):
 class SgdSettings(OptimizerConfig):
     """Plain gradient descent: it keeps nothing, and turns no rounding of a gradient into a step."""
 
-    name: str = "sgd"
+    name: Data[str] = "sgd"
 
 
 OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
@@ -237,16 +238,16 @@ class TrainingConfig:
     """Tokens of one microbatch, shared ones once; a longer rollout is one alone."""
     logits_budget_mb: Whole = Field(default=1024, ge=1)
     """Logits kept for the backward pass; above it they are computed again, tile by tile."""
-    share_prefix: SharePrefix = SharePrefix.auto
+    share_prefix: Data[SharePrefix] = SharePrefix.auto
     """The loss is the same; time and memory are not."""
-    mixed_precision: MixedPrecision = MixedPrecision.no
+    mixed_precision: Data[MixedPrecision] = MixedPrecision.no
     """accelerate's `no`, `bf16` or `fp16`."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Data[bool] = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    compile: bool = False
+    compile: Data[bool] = False
     """Fuse the elementwise work of layers and head with torch.compile. On a GPU a step takes less
     time and memory; the first takes half a minute longer."""
-    offload_during_rollouts: bool = False
+    offload_during_rollouts: Data[bool] = False
     """Keep the optimizer's state and float32 copies in host memory but for the updates, so that an
     engine on the same GPU has their memory."""
 
@@ -284,7 +285,7 @@ class LoraSettings:
     """Rank of each adapter's matrices; 0: no adapters, all weights are trained."""
     alpha: Number = 32.0
     """An adapter's output is scaled by alpha / rank."""
-    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    targets: Data[list[str]] = field(default_factory=lambda: ["all-linear"])
     """Names of the modules with an adapter, e.g. [q_proj,v_proj]; all-linear: all but the head."""
 
     @model_validator(mode="after")
@@ -315,7 +316,7 @@ class LoraSettings:
 class ModelConfig:
     """The policy: a folder that transformers can load, `bundled:<name>`, or a model of the hub."""
 
-    path: str = MISSING
+    path: Data[str] = MISSING
     """Folder with config.json, weights and tokenizer; `bundled:shop` is the packaged model;
     `org/name` one of the Hugging Face hub, if there is no such folder."""
     revision: Quoted = None
@@ -323,12 +324,12 @@ class ModelConfig:
     base_revision: Quoted = None
     """The same of the model that adapters in model.path are for, if that is one of the hub; None:
     the revision in adapter_config.json."""
-    dtype: Dtype = Dtype.float32
+    dtype: Data[Dtype] = Dtype.float32
     """Number format of the weights; the optimizer keeps float32 copies of others."""
-    init: Init = Init.pretrained
+    init: Data[Init] = Init.pretrained
     """Where the first weights come from; random ones are for `agenttrain sft`."""
     lora: LoraSettings = field(default_factory=LoraSettings)
-    vision: VisionTower = VisionTower.frozen
+    vision: Data[VisionTower] = VisionTower.frozen
     """Of a model that reads images: whether the part that does is trained."""
 
     @model_validator(mode="after")
@@ -372,9 +373,9 @@ class Transport(StrEnum):
 class WeightSyncConfig:
     """How the engine gets new weights."""
 
-    transport: Transport = Transport.auto
+    transport: Data[Transport] = Transport.auto
     """Way of weights to servers."""
-    mode: WeightSyncMode = WeightSyncMode.drain
+    mode: Data[WeightSyncMode] = WeightSyncMode.drain
     """Treatment of rollouts in flight when weights change."""
     tolerance: Number | None = Field(default=None, gt=0)
     """Gap of log-probabilities, in nats, up to which engine and policy agree after a sync, for an
@@ -394,9 +395,9 @@ class CheckpointConfig:
     """Steps between checkpoints; None: only at the end."""
     keep: Whole = Field(default=2, ge=1)
     """Newest checkpoints kept."""
-    in_background: bool = False
+    in_background: Data[bool] = False
     """Write a copy of the policy while training goes on. The copy takes host memory: weights and
     optimizer once more. The next checkpoint waits for the one before."""
-    keep_best: bool = False
+    keep_best: Data[bool] = False
     """Also keep the best by the sampled reward of the evaluations while training (`eval.every`) and
     after it, under checkpoints/best; of equals the earlier one."""

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.role_names import role_named
 
 PASSING = (408, 409, 425, 429)
@@ -92,22 +92,25 @@ class ChatApi:
                 )
         elif not url.startswith(("http://", "https://")):
             raise ValueError(
-                f"url={url}: must begin with http:// or https://, up to /v1; role:judge, say, "
-                "stands for servers of the run"
+                f"url={hide_secrets(url)}: must begin with http:// or https://, up to /v1; "
+                "role:judge, say, stands for servers of the run"
             )
         if "@" in urlsplit(url).netloc:
             raise ValueError(
-                f"url={re.sub('//[^/@]*@', '//***@', url)}: holds credentials, which the run's "
+                f"url={hide_secrets(url)}: holds credentials, which the run's "
                 "files would keep; name the environment variable that holds the key with "
                 "api_key_env"
             )
         if self._role is None and model is None:
-            raise ValueError(f"model=null: name the model as the server of url={url} does")
+            raise ValueError(
+                f"model=null: name the model as the server of url={hide_secrets(url)} does"
+            )
         if retries < 0 or backoff_s < 0:
             raise ValueError(f"retries={retries}: it and backoff_s={backoff_s} must be 0 or more")
         if not request_timeout_s > 0:
             raise ValueError(f"request_timeout_s={request_timeout_s}: must be more than 0")
-        self.address = url if self._role else f"{url.rstrip('/')}/chat/completions"
+        self.address = url if self._role else with_path(url, "/chat/completions")
+        self._shown = hide_secrets(self.address)
         self._retries, self._backoff_s = retries, backoff_s
         self._timeout_s = request_timeout_s
         self._headers: dict[str, str] = {}
@@ -142,7 +145,7 @@ class ChatApi:
             except Transient as error:
                 if attempt == self._retries:
                     raise ChatUnavailable(
-                        f"{self.address}: {error} (after {attempt + 1} tries)"
+                        f"{self._shown}: {error} (after {attempt + 1} tries)"
                     ) from error
                 # A generator of its own: waits must not change the run's random state.
                 doubled = self._backoff_s * 2**attempt * random.Random().uniform(0.5, 1.0)
@@ -165,22 +168,31 @@ class ChatApi:
         try:
             response = self._client.post(self.address, json=request)
         except httpx.TransportError as error:
-            raise Transient(f"{type(error).__name__}: {error}") from error
+            raise Transient(hide_secrets(f"{type(error).__name__}: {error}")) from error
         status = response.status_code
-        answer = f"{status} {response.text[:300]!r}"
+        answer = hide_secrets(f"{status} {response.text[:300]!r}")
         if status in PASSING or status >= 500:
             transient = Transient(answer)
             with suppress(KeyError, ValueError):  # absent, or a date
                 transient.wait_s = float(response.headers["retry-after"])
             raise transient
         if status in ABOUT_THIS_ONE:
-            raise ChatUnavailable(f"{self.address}: {answer}")
+            raise ChatUnavailable(f"{self._shown}: {answer}")
         if status != 200:
-            raise ValueError(f"{self.address} answers {answer}; check url, model and api_key_env")
+            raise ValueError(f"{self._shown} answers {answer}; check url, model and api_key_env")
         try:
             return _content(response.json())
         except ValueError as error:
             raise Transient(f"no chat completion: {response.text[:300]!r}") from error
+
+
+def with_path(url: str, path: str) -> str:
+    """Return an address with more path, before its query.
+
+    Example: ``with_path("http://h/v1?key=a", "/chat")`` -> ``"http://h/v1/chat?key=a"``.
+    """
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=parts.path.rstrip("/") + path))
 
 
 def _content(answer: Any) -> str:

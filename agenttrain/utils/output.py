@@ -16,6 +16,8 @@ import select
 import sys
 from typing import Any, TextIO
 
+from agenttrain.utils.redaction import hide_secrets
+
 NO_READER = (errno.EPIPE, errno.EIO, errno.ENXIO)
 """Errors of a pipe without a reader and of a terminal that was closed."""
 
@@ -61,15 +63,23 @@ def protect() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is getattr(sys, f"__{name}__"):
-            setattr(sys, name, unfailing(number, like=getattr(sys, name)))
+            made = unfailing(number, like=getattr(sys, name), hides=name == "stderr")
+            setattr(sys, name, made)
 
 
-def unfailing(number: int, *, like: io.TextIOWrapper | None = None) -> TextIO:
-    """Make a stream on descriptor `number` that never raises.
+class _HidingStream(io.TextIOWrapper):
+    """A stream for errors, tracebacks and logs, which hides the secrets of addresses in them."""
+
+    def write(self, text: str, /) -> int:
+        return super().write(hide_secrets(text))
+
+
+def unfailing(number: int, *, like: io.TextIOWrapper | None = None, hides: bool = False) -> TextIO:
+    """Make a stream on descriptor `number` that never raises; `hides`: secrets in addresses.
 
     Its encoding and buffering are those of `like` (default: the locale's encoding, and blocks).
     """
-    return io.TextIOWrapper(
+    return (_HidingStream if hides else io.TextIOWrapper)(
         io.BufferedWriter(_Descriptor(number)),
         encoding=getattr(like, "encoding", None),
         errors="backslashreplace",

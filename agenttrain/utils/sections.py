@@ -7,12 +7,14 @@ A capability's `config.py` declares them:
         lr: Number = Field(default=1e-6, gt=0)
         warmup_steps: Whole = Field(default=0, ge=0)
 
-Bounds stand on the fields. A check of several fields of one section is a validator that yields
-lines through `raise_problems`, or raises ValueError (``name=value: …``) if its section is used at
-several keys. It reads no file and imports nothing, because commands such as `view` read the
-settings of runs whose files are elsewhere. OmegaConf checks names and types before pydantic sees a
-section of `RunConfig`. A section whose keys depend on its `name` is annotated with the base class
-of its choices, which OmegaConf checks, and a validator that calls `choose`.
+Bounds stand on the fields, and so does the word that a field is data: `Data[str]`, where `Whole`
+and `Number` have it already. Without it the field of somebody else's run needs trust. A check of
+several fields of one section is a validator that yields lines through `raise_problems`, or raises
+ValueError (``name=value: …``) if its section is used at several keys. It reads no file and imports
+nothing, because commands such as `view` read the settings of runs whose files are elsewhere.
+OmegaConf checks names and types before pydantic sees a section of `RunConfig`. A section whose keys
+depend on its `name` is annotated with the base class of its choices, which OmegaConf checks, and a
+validator that calls `choose`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationE
 from pydantic_core import PydanticCustomError
 
 from agenttrain.types import ConfigError
+from agenttrain.utils.data_fields import DATA
 from agenttrain.utils.names import did_you_mean
 
 SETTINGS = ConfigDict(extra="forbid", defer_build=True)
@@ -33,13 +36,13 @@ SETTINGS = ConfigDict(extra="forbid", defer_build=True)
 first used: a command that fails before that is a fifth of a second faster."""
 LARGEST = 2**63
 """Bound of whole numbers: torch and numpy hold none beyond it."""
-Whole = Annotated[int, Field(strict=True, lt=LARGEST)]
-"""A whole number: neither 1.0, nor "1", nor true."""
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""A finite number, also a whole one; neither a text nor true."""
-Flag = Annotated[bool, Field(strict=True)]
-"""True or false, and no text or number that could mean it: for sections with a `_target_`, which
-OmegaConf does not check."""
+Whole = Annotated[int, Field(strict=True, lt=LARGEST), DATA]
+"""A whole number that is data: neither 1.0, nor "1", nor true."""
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False), DATA]
+"""A finite number that is data, also a whole one; neither a text nor true."""
+Flag = Annotated[bool, Field(strict=True), DATA]
+"""True or false as data, and no text or number that could mean it: for sections with a `_target_`,
+which OmegaConf does not check."""
 
 
 def _quoted(value: object) -> str | None:
@@ -48,9 +51,9 @@ def _quoted(value: object) -> str | None:
     raise PydanticCustomError("string_type", "expected a text")
 
 
-Quoted = Annotated[Any, PlainValidator(_quoted, json_schema_input_type=str | None)]
-"""A text or None. OmegaConf, which would turn an unquoted commit, 12e4, into 120000.0, sees a value
-of any type."""
+Quoted = Annotated[Any, PlainValidator(_quoted, json_schema_input_type=str | None), DATA]
+"""A text or None that is data. OmegaConf, which would turn an unquoted commit, 12e4, into 120000.0,
+sees a value of any type."""
 T = TypeVar("T")
 
 

@@ -148,7 +148,7 @@ serve() {{
   rm -f "$folder"/servers/*.json "$folder"/servers/*.kill # of an earlier start of the job
   srun --nodes=2 --relative="$training" --ntasks=4 --ntasks-per-node=2 \\
     --cpus-per-task=6 --distribution=block --kill-on-bad-exit=0 --wait=0 "${{srun[@]}}" \\
-    bash -c 'exec python3 -m agenttrain.cli engine-server "$0" number="$SLURM_PROCID" \\
+    bash -c 'exec python3 -m agenttrain.cli engine-server "$0" trust=true number="$SLURM_PROCID" \\
     host="$(hostname)" wait=86400' "$folder" &
   servers=$!
 }}

@@ -100,8 +100,11 @@ def test_rows_from_a_file(tmp_path):
         ("a.json", '[{"prompt": "q"},\n x]', r"line 2: is not JSON"),
         ("a.json", "[]", r"the file has no rows"),
         ("a.jsonl", "", r"the file has no rows"),
-        ("a.csv", "\n\n", r"cannot be read: No columns"),
-        ("a.csv", "prompt,answer\n", r"cannot be read: .* no data"),
+        ("a.csv", "\n\n", r"the file has no rows"),
+        ("a.csv", "prompt,answer\n", r"the file has no rows"),
+        ("a.csv", "prompt,answer\n1,2\n2,+,2\n", r"line 3: has 3 cells, and the header names 2"),
+        ("a.csv", 'prompt\n"1"+1\n', r"line 2: is not CSV"),
+        ("a.tsv", "a\tb\ta\n1\t2\t3\n", r"line 1: names the column 'a' twice"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_told_with_its_key(tmp_path, name, text, said):
@@ -133,11 +136,13 @@ def test_json_rows_have_the_columns_that_they_are_written_with(tmp_path, name, t
 
 
 def test_a_table_shows_no_progress_bars_and_leaves_them_to_others(tmp_path, capfd):
-    (tmp_path / "a.csv").write_text("prompt,answer\nq,\nr,7\n")
-    rows = FileRows(str(tmp_path / "a.csv"))
+    table = {"prompt": ["q", "r"], "answer": [None, 7]}
+    datasets.Dataset.from_dict(table).save_to_disk(tmp_path / "a")
+    capfd.readouterr()
+    rows = FileRows(str(tmp_path / "a"))
     assert [task.columns for task in TaskSource(rows).tasks(0, 2)] == [
         {"prompt": "q"},
-        {"prompt": "r", "answer": 7.0},
+        {"prompt": "r", "answer": 7},
     ]
     assert "split" not in capfd.readouterr().err
     assert not datasets.are_progress_bars_disabled()

@@ -24,7 +24,7 @@ from agenttrain.environments.adapters.verifiers import (
 )
 from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environments import Environments
-from agenttrain.settings.trust import named_code
+from agenttrain.settings.untrusted import untrusted_values
 from agenttrain.types import Rollout, StopReason, ToolError
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
@@ -265,6 +265,8 @@ def test_a_python_without_the_package() -> None:
 def test_the_python_of_somebody_elses_run_needs_trust() -> None:
     target = "agenttrain.environments.adapters.verifiers.Verifiers"
     section = {"_target_": target, "id": SUMS, "python": "/x/python"}
-    assert named_code({"environment": {"verifiers": section}}) == [
-        f"environment.verifiers.python=/x/python (imports {SUMS})"
+    values = untrusted_values({"environment": {"verifiers": section}})
+    assert [value.key for value in values] == [
+        "environment.verifiers.id",
+        "environment.verifiers.python",
     ]

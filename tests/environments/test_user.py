@@ -25,7 +25,7 @@ from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
-from agenttrain.settings.trust import named_code
+from agenttrain.settings.untrusted import untrusted_values
 from agenttrain.types import ConfigError, Message, Rollout, StopReason, Task, ToolUnavailable
 
 TASK = Task(
@@ -304,12 +304,13 @@ def test_the_settings_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ = composed("user.url=http://h/v1", "user.model=m", "user.max_turns=3")
     validate(run_.config)
     assert run_.config.user["max_turns"] == 3
-    assert named_code(run_.plain) == []
+    assert [value.key for value in untrusted_values(run_.plain)] == ["user.url"]
     monkeypatch.setenv("MY_KEY", "secret")
     keyed = composed("user.url=http://h/v1", "user.model=m", "user.api_key_env=MY_KEY")
     validate(keyed.config)
     # The key is sent to an address that a run from elsewhere names.
-    assert named_code(keyed.plain) == ["user.url=http://h/v1 (is sent $MY_KEY)"]
+    named = {value.key: value.value for value in untrusted_values(keyed.plain)}
+    assert named == {"user.url": "http://h/v1", "user.api_key_env": "MY_KEY"}
     assert "secret" not in json.dumps(keyed.plain)
     with pytest.raises(ConfigError, match=r"user\.tempreature=1: .*did you mean 'temperature'"):
         validate(composed("user.url=http://h/v1", "user.model=m", "user.tempreature=1").config)

@@ -15,7 +15,6 @@ from agenttrain.cli import main
 from agenttrain.commands.sweep import command as cli_sweep
 from agenttrain.commands.sweep.record import read_record
 from agenttrain.commands.sweep.run import Sweep, _arguments
-from agenttrain.settings.trust import named_code
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 
@@ -174,43 +173,15 @@ def test_a_sweep_of_somebody_else_names_its_commands(tmp_path, capsys):
     assert "its sweep.json names code" in told and "agenttrain train seed=0 hydra.run.dir=" in told
 
 
-def test_what_counts_as_code():
-    mcp, judge = "agenttrain.tools.mcp.server.McpServer", "agenttrain.rewards.builtin.judge.Judge"
-    python = "agenttrain.tools.sandbox.tool.interpreter"
-    tools = {
-        "sql": {"_target_": "agenttrain.tools.builtin.sql.Sql", "connect": "os.system"},
-        "crop": {"_target_": "agenttrain.tools.builtin.crop.Crop", "look": "os.system"},
-        "sight": {
-            "_target_": "agenttrain.tools.builtin.crop.Crop",
-            "look": "agenttrain.data.bundled.sight.look",
-        },
-        "ours": {
-            "_target_": "agenttrain.tools.builtin.calculator.add",
-            "retry_on": ["builtins.OSError"],
-        },
-        "retry": {
-            "_target_": "agenttrain.tools.builtin.calculator.add",
-            "retry_on": ["evil.Error"],
-        },
-        "mcp": {"_target_": mcp, "url": "http://me:pw@host/mcp"},
-        "python": {"_target_": python, "sandbox": "none"},
-        "shell": {"_target_": "agenttrain.tools.isolation.subprocess.Popen"},
-        "list": {"_target_": ["evil"]},
-    }
-    reward = {"judge": {"_target_": judge, "url": "http://evil/v1", "api_key_env": "AWS_KEY"}}
-    rollout = {"compaction": "evil.Compaction"}
-    assert named_code({"tools": tools, "reward": reward, "rollout": rollout, "steps": 3}) == [
-        "tools.sql.connect=os.system",
-        "tools.crop.look=os.system",
-        "tools.retry.retry_on=[evil.Error]",
-        "tools.mcp.url=http://***@host/mcp",
-        "tools.python.sandbox=none (the model's code runs as you)",
-        "tools.shell._target_=agenttrain.tools.isolation.subprocess.Popen",
-        "tools.list._target_=['evil']",
-        "reward.judge.url=http://evil/v1 (is sent $AWS_KEY)",
-        "rollout.compaction=evil.Compaction",
-    ]
-    assert named_code({"rollout": {"compaction": "summary"}}) == []
+def test_a_plan_of_servers_of_somebody_else_names_its_module(tmp_path, capsys):
+    """`engine-server` runs the module of the folder's plan."""
+    plan = {"module": "evil_of_a_stranger", "engine": {"name": "vllm_server"}}
+    plan["servers"] = {"count": 1, "args": {"worker-cls": "evil.Worker"}}
+    (tmp_path / "servers").mkdir()
+    (tmp_path / "servers" / "plan.json").write_text(json.dumps({**plan, "signature": "00"}))
+    assert main(["engine-server", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "module=evil_of_a_stranger" in told and "evil.Worker" in told
 
 
 def test_a_yes_on_a_terminal_goes_for_the_jobs_of_a_sweep(theirs, tmp_path, monkeypatch):

@@ -9,10 +9,12 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from agenttrain.runs.provenance import write_config
 from agenttrain.settings.checks import validate
-from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session
+from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.saved import done_steps, evaluated, finished_steps, resumed, run_of, viewed
 from agenttrain.types import ConfigError
+from agenttrain.utils.signing import sign
 
 SOURCE = Source()
 
@@ -31,9 +33,9 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def resume(folder: Path, *overrides: str) -> Composed:
+def resume(folder: Path, *overrides: str, trust: bool = False) -> Composed:
     with hydra_session(SOURCE):
-        return resumed(folder, overrides, SOURCE)
+        return resumed(folder, overrides, SOURCE, trust=trust)
 
 
 def evaluate(folder: Path, *overrides: str) -> Composed:
@@ -64,7 +66,8 @@ def test_another_engine_has_no_use_for_the_servers_of_the_one_before(run: Path) 
         folder = ["weight_sync.folder=/shared", "weight_sync.transport=files"]
         plain = compose_run([*servers, *folder], SOURCE).plain
     (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
-    kept, other = resume(run, "engine=vllm_server"), resume(run, "engine=transformers")
+    # The folder of the weights is written to, and the run has no signature.
+    kept, other = resume(run, "engine=vllm_server", trust=True), resume(run, "engine=transformers")
     assert (kept.config.servers.count, kept.config.servers.dead_s) == (2, 60)
     assert (other.config.servers.count, other.config.servers.dead_s) == (1, 30)
     assert (kept.config.weight_sync.folder, other.config.weight_sync.folder) == ("/shared", None)
@@ -276,7 +279,102 @@ def test_a_tracker_that_sends_elsewhere_needs_trust(run: Path) -> None:
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
     with pytest.raises(ConfigError) as error:
         resume(run)
-    assert "tracker.mlflow.uri=http://other.example (the run's data are sent there)" in str(
-        error.value
-    )
+    assert "tracker.mlflow.uri=http://other.example" in str(error.value)
     assert "tracker.own.mine._target_=mine.Tracker" in str(error.value)
+
+
+def save(folder: Path, *overrides: str, **sections: dict[str, object]) -> None:
+    """Write the config.yaml of a run of this user, and change sections of it afterwards."""
+    with hydra_session(SOURCE):
+        plain = compose_run(open_keys(overrides), SOURCE).plain
+    write_config(folder, plain, certificate=None)
+    if sections:
+        rewrite(folder, **sections)
+
+
+OWN = ("engine=vllm_server", "servers.args.worker-cls=mine.Worker", "algorithm=rloo")
+
+
+def test_a_run_of_the_users_own_asks_nothing(run: Path) -> None:
+    save(run, *OWN)
+    assert resume(run).config.servers.args == {"worker-cls": "mine.Worker"}
+    assert yaml.safe_load((run / "config.yaml").read_text())["provenance"]["signed"] == ["servers"]
+    # Data may be changed by hand.
+    rewrite(run, steps=20)
+    assert resume(run).config.steps == 20
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "key"),
+    [
+        ("servers", {"args": {"worker-cls": "evil.Worker"}}, "servers.args.worker-cls=evil.Worker"),
+        ("servers", {"admin_urls": ["http://evil:1"], "args": None}, "servers.admin_urls"),
+        ("roles", {"judge": {"model": "m", "args": {"worker-cls": "evil"}}}, "roles.judge.args"),
+        ("agent", {"name": "endpoint", "command": "touch ran"}, "agent.command=[touch, ran]"),
+        ("tracker", {"wandb": {"entity": "evil"}}, "tracker.wandb.entity=evil"),
+        (
+            "environment",
+            {
+                "g": {
+                    "_target_": "agenttrain.environments.adapters.gymnasium.Gymnasium",
+                    "id": "evil:Env-v0",
+                }
+            },
+            "environment.g.id=evil:Env-v0",
+        ),
+    ],
+)
+def test_what_others_put_into_a_signed_folder_is_named(run, section, changes, key) -> None:
+    save(run, *OWN, **{section: changes})
+    with pytest.raises(ConfigError) as caught:
+        resume(run)
+    assert key in str(caught.value) and "add trust=true" in str(caught.value)
+    resume(run, trust=True)
+
+
+def test_a_resolver_of_others_is_named_before_it_is_resolved(run: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MY_SECRET", "s3cret")
+    rewrite(run, steps="${oc.decode:'7'}", chat_template={"name": "${oc.env:MY_SECRET}"})
+    with pytest.raises(ConfigError) as caught:
+        viewed_run(run)
+    message = str(caught.value)
+    assert "chat_template.name=${oc.env:MY_SECRET}" in message and "steps=${oc.decode" in message
+    assert "s3cret" not in message
+    rewrite(run, chat_template={"name": "auto"})
+    assert resume(run, trust=True).config.steps == 7
+
+
+def viewed_run(folder: Path) -> Composed:
+    with hydra_session(SOURCE):
+        return viewed(folder, SOURCE)
+
+
+def test_a_typed_value_is_the_users_and_what_it_is_merged_into_is_not(run: Path) -> None:
+    theirs = {"mine": {"_target_": "evil.reward", "path": "a"}}
+    rewrite(run, reward=theirs)
+    with pytest.raises(ConfigError) as caught:
+        evaluate(run, "++reward.mine={weight: 2.0}")
+    assert "reward.mine._target_=evil.reward" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        evaluate(run, "++reward.mine._target_=my.reward")
+    assert "_target_" not in str(caught.value) and "reward.mine.path=a" in str(caught.value)
+    assert evaluate(run, "reward=[exact_match]").config.reward.keys() == {"exact_match"}
+
+
+def test_signatures_without_a_list_cover_what_they_did(run: Path) -> None:
+    """Those of runs that were written before config.yaml listed the sections."""
+    rewrite(run, tools={"lookup": {"_target_": "mine.lookup"}}, rollout={"compaction": "mine.C"})
+    rewrite(run, rollout={"compact_at": 100})
+    plain = yaml.safe_load((run / "config.yaml").read_text())
+    covered = {name: plain[name] for name in ("tools", "environment", "reward", "data")}
+    covered["rollout.compaction"] = "mine.C"
+    rewrite(run, provenance={"signature": sign(covered)})
+    resume(run)
+    rewrite(run, servers={"args": {"worker-cls": "evil"}})
+    with pytest.raises(ConfigError) as caught:
+        resume(run)
+    assert "servers.args.worker-cls=evil" in str(caught.value)
+    assert "tools.lookup" not in str(caught.value)
+    rewrite(run, servers={"args": {}}, tools={"lookup": {"_target_": "evil.lookup"}})
+    with pytest.raises(ConfigError, match=r"tools\.lookup\._target_=evil\.lookup"):
+        resume(run)

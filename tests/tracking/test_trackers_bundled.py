@@ -28,6 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tracking_rollouts import three
 from wandb.proto.wandb_internal_pb2 import Record
 
+from agenttrain.tracking.backends.base import RunEnd, TrackedRun
 from agenttrain.tracking.backends.mlflow import MLflow
 from agenttrain.tracking.backends.trackio import Trackio
 from agenttrain.tracking.backends.wandb import WandB
@@ -35,6 +36,7 @@ from agenttrain.tracking.config import BUNDLED, TrackerConfig
 from agenttrain.tracking.following import Cursor, cursor_path
 from agenttrain.tracking.machine import MachineLoad
 from agenttrain.tracking.tracker import Tracker
+from agenttrain.utils.signals import Preempted
 
 ALL = tuple(BUNDLED)
 CONFIG = {"seed": 7, "optimizer": {"name": "adamw", "lr": 0.001}}
@@ -224,6 +226,43 @@ def test_mlflow_has_every_step_once(finished, monkeypatch):
     table = json.loads(Path(client.download_artifacts(run.info.run_id, files[0].path)).read_text())
     assert table["columns"][:3] == ["rollout_id", "task_id", "reward"]
     assert table["data"][0][:4] == ["g0-0", "sum-1", 1.0, "completed"]
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        (RunEnd.finished, "FINISHED"),
+        (RunEnd.failed, "FAILED"),
+        (RunEnd.stalled, "FAILED"),
+        (RunEnd.preempted, "KILLED"),
+        (RunEnd.killed, "KILLED"),
+    ],
+)
+def test_mlflow_shows_how_a_run_ended(how, status, tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = TrackedRun(id="a", project="shop", name="run", folder=tmp_path, shared=tmp_path)
+    tracker = MLflow()
+    for _ in range(2):  # a resumed run is running again
+        tracker.start(run, CONFIG)
+        assert tracker.client.get_run(tracker.run_id).info.status == "RUNNING"
+        tracker.ended(how)
+        tracker.finish()
+    shown = tracker.client.get_run(tracker.run_id)
+    assert (shown.info.status, shown.data.tags["agenttrain.status"]) == (status, str(how))
+
+
+def test_wandb_shows_how_a_run_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder, out = tmp_path / "run", io.StringIO()
+    with pytest.raises(Preempted), tracked(folder, out, "wandb") as tracker:
+        tracker.step(1, {"reward": 0.5}, [])
+        raise Preempted("SIGTERM")
+    (file,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+    records = list(wandb_records(file))
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1]
+    assert any(record.HasField("preempting") for record in records)
+    updates = [item for record in records for item in record.summary.update]
+    assert [item.value_json for item in updates if item.key == "status"] == ['"preempted"']
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -13,15 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import own_trackers
+import psutil
 import pytest
 from own_trackers import lines
 from rich.console import Console
 from tracking_rollouts import three
 
 from agenttrain.tracking.config import TrackerConfig
-from agenttrain.tracking.following import Cursor, cursor_path
+from agenttrain.tracking.followers import tracker_processes
+from agenttrain.tracking.following import Cursor, cursor_path, run_end
+from agenttrain.tracking.run_folder import update_summary
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.utils.json_lines import read_rows
+from agenttrain.utils.signals import Preempted
 
 
 def tracked(folder: Path, out: io.StringIO, kind: type | None, **settings) -> Tracker:
@@ -79,7 +84,7 @@ def test_steps_evaluations_and_rollouts_arrive_in_their_order(tmp_path):
     headers = {"Authorization": "Bearer $TOKEN", "X-Key": "***"}
     hidden = {"steps": 11, "tools": {"web": {**web, "headers": headers}}}
     assert rows[0] == ["start", cursor(folder).id, False, hidden]
-    assert rows[-1] == ["finish"]
+    assert rows[-1] == ["finish", "finished"]
     assert steps(tmp_path) == list(range(1, 12))
     assert ["log", 3, {"reward": 0.03}] in rows
     evaluated = [row for row in rows if row[0] == "log" and "eval/sampled/reward" in row[2]]
@@ -92,6 +97,43 @@ def test_steps_evaluations_and_rollouts_arrive_in_their_order(tmp_path):
     assert [row["label"] for row in read_rows(folder / "evaluations.jsonl")] == [
         *("before/sampled", "after/sampled")
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError(), "failed"),
+        (Preempted("SIGTERM"), "preempted"),
+        (KeyboardInterrupt(), "interrupted"),
+        (asyncio.CancelledError(), "interrupted"),
+    ],
+)
+def test_a_tracker_learns_how_the_run_ended(error, status, tmp_path):
+    with (
+        pytest.raises(type(error)),
+        tracked(tmp_path / "run", io.StringIO(), own_trackers.Recorded) as tracker,
+    ):
+        tracker.step(1, {"reward": 0.5}, [])
+        raise error
+    assert lines(tmp_path / "recorded.jsonl")[-1] == ["finish", status]
+
+
+def test_a_run_that_says_nothing_has_stalled_or_was_killed(tmp_path):
+    assert [run_end(tmp_path, word) for word in ("", "end", "end failed\n", "end finished\n")] == [
+        *("killed", "killed", "failed", "finished")
+    ]
+    update_summary(tmp_path, status="stalled", stalled_phase="rollout")
+    assert [run_end(tmp_path, word) for word in ("", "end preempted\n")] == ["stalled", "preempted"]
+
+
+def test_trackers_outlive_the_other_processes_of_a_run(tmp_path):
+    other = subprocess.Popen(["sleep", "60"])
+    with tracked(tmp_path / "run", io.StringIO(), own_trackers.Recorded) as tracker:
+        each = psutil.Process().children(recursive=True)
+        assert tracker_processes(each) == {tracker._followers._each[0]._process.pid}
+        assert other.pid in {process.pid for process in each}
+    other.kill()
+    other.wait()
 
 
 def test_a_killed_process_is_started_again_where_it_was(tmp_path):
@@ -271,8 +313,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_killed_run_leaves_nothing_behind_that_it_wrote(tmp_path):
     """The process of the tracker sees the end of its input and finishes."""
+    (tmp_path / "run").mkdir()
+    update_summary(tmp_path / "run", status="finished")  # of an earlier start
     killed_run(tmp_path / "run", own_trackers.Recorded, 20)
-    wait_for(lambda: lines(tmp_path / "recorded.jsonl")[-1:] == [["finish"]])
+    wait_for(lambda: lines(tmp_path / "recorded.jsonl")[-1:] == [["finish", "killed"]])
     assert steps(tmp_path) == list(range(1, 21))
 
 

@@ -7,6 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
 from agenttrain.algorithms.objectives.config import Ratio, objective
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Number
 
 
@@ -16,7 +17,7 @@ class CispoSettings:
 
     high: Number = Field(default=4.0, ge=0)
     """The ratio is at most 1 + high; 4 as ScaleRL recommends, https://arxiv.org/abs/2510.13786."""
-    ratio: Ratio = Ratio.token
+    ratio: Data[Ratio] = Ratio.token
 
 
 @objective(

@@ -12,6 +12,7 @@ from agenttrain.algorithms.objectives.base import (
     clip_metrics,
 )
 from agenttrain.algorithms.objectives.config import Ratio, objective
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Number, raise_problems
 
 
@@ -25,7 +26,7 @@ class ClipSettings:
     """The ratio is clipped at 1 + high."""
     dual: Number | None = None
     """The ratio is at most this, also where the advantage is negative; null: unbounded there."""
-    ratio: Ratio = Ratio.token
+    ratio: Data[Ratio] = Ratio.token
 
     @model_validator(mode="after")
     def _check(self) -> ClipSettings:

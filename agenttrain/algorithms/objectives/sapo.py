@@ -7,6 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput, by_sign
 from agenttrain.algorithms.objectives.config import Ratio, objective
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Number
 
 
@@ -18,7 +19,7 @@ class SapoSettings:
     """Where the advantage is positive."""
     tau_neg: Number = Field(default=1.05, gt=0)
     """Where it is not."""
-    ratio: Ratio = Ratio.token
+    ratio: Data[Ratio] = Ratio.token
 
 
 @objective()

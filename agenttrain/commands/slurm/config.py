@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.types import ConfigError
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Whole, raise_problems
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -30,15 +31,15 @@ FIXED = ("ntasks", "ntasks-per-node", "output", "open-mode", "chdir", "no-requeu
 class SlurmConfig:
     """A SLURM job with one task on each node, which starts the processes there."""
 
-    name: str | None = None
+    name: Data[str | None] = None
     """Name of the job; None: the experiment's."""
-    partition: str | None = None
+    partition: Data[str | None] = None
     """None: the cluster's default, as for account, qos and memory."""
-    account: str | None = None
+    account: Data[str | None] = None
     """Account that the job is charged to."""
-    qos: str | None = None
+    qos: Data[str | None] = None
     """Quality of service."""
-    time: str = "04:00:00"
+    time: Data[str] = "04:00:00"
     """Wall time, hours:minutes:seconds or days-hours:minutes:seconds. A run that needs
     more is put back into the queue and resumed."""
     nodes: Whole = Field(default=1, ge=1)
@@ -47,7 +48,7 @@ class SlurmConfig:
     """GPUs of each node; one process each (`distributed.processes`)."""
     cpus: Whole = Field(default=8, ge=1)
     """Cores of each node."""
-    memory: str | None = None
+    memory: Data[str | None] = None
     """Memory of each node, e.g. 64G; 0: all of it."""
     concurrent: Whole | None = Field(default=None, ge=1)
     """Jobs of a sweep that run at the same time; None: as many as the cluster allows."""
@@ -63,7 +64,7 @@ class SlurmConfig:
     """Further options of sbatch, e.g. ['--constraint=h100', '--exclude=node7'], in quotes."""
     srun: list[str] = field(default_factory=list)
     """Further options of srun, e.g. ['--container-image=/shared/agenttrain.sqsh']."""
-    offline: bool = True
+    offline: Data[bool] = True
     """Keep the Hugging Face libraries off the network, which compute nodes often lack."""
 
     @model_validator(mode="after")

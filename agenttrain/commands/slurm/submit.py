@@ -38,6 +38,7 @@ from agenttrain.settings.pinning import check_cached, pins
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
 from agenttrain.utils.overrides import key_of
+from agenttrain.utils.redaction import hide_secrets
 
 VERBS = ("train", "sft")
 """Verbs that can be submitted: they can be resumed."""
@@ -108,11 +109,13 @@ def submit(
             return 1
     for note in unshared(plan.script, [run.config for run in plan.runs]):
         print(f"note: {note}", file=sys.stderr)
-    console = Console()
+    console, shown = Console(), hide_secrets(text)
+    if shown != text:
+        print("note: *** stands for secrets in addresses; name variables: $NAME", file=sys.stderr)
     if console.is_terminal:
-        console.print(Syntax(text, "bash", background_color="default", word_wrap=True))
+        console.print(Syntax(shown, "bash", background_color="default", word_wrap=True))
     else:
-        print(text, end="", flush=True)
+        print(shown, end="", flush=True)
     if not sbatch.present():  # so it is a dry run
         print("note: not checked by SLURM: there is no sbatch here", file=sys.stderr)
         return 0

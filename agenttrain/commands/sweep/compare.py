@@ -33,6 +33,7 @@ from agenttrain.commands.sweep.table import (
 from agenttrain.types import ConfigError
 from agenttrain.utils.json_lines import finite
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import hide_in_settings, hide_secrets
 
 USAGE = (
     "compare: give a sweep's folder, compare <sweep folder> [metric …] [--plot FILE] [--json] "
@@ -68,9 +69,9 @@ def compare(arguments: Sequence[str]) -> int:
     waiting = unfinished or record.lacks_trials
     resume = shell_command(["-m", f"resume={typed.sweep}"]) if waiting else None
     if typed.form == "--json":
-        print(json.dumps(finite(as_json(comparison, resume)), indent=1))
+        print(json.dumps(hide_in_settings(finite(as_json(comparison, resume))), indent=1))
     elif typed.form == "--markdown":
-        print(markdown(comparison))
+        print(hide_secrets(markdown(comparison)))
     else:
         print_table(comparison)
         for job in comparison.jobs:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import SETTINGS, Whole
 
@@ -44,7 +45,7 @@ class Direction(StrEnum):
 class SweepConfig:
     """Runs of `agenttrain -m`, beside the values that are typed as `key=a,b`."""
 
-    objective: str | None = None
+    objective: Data[str | None] = None
     """Figure to compare runs by: `eval/<name>` as in summary.json, or a name in the last row of
     metrics.jsonl. `sweep.sampler=tpe` chooses by it; `agenttrain compare` shows it first."""
     runs: list[str] = field(default_factory=list)
@@ -53,15 +54,15 @@ class SweepConfig:
     trials: Whole | None = Field(default=None, ge=1)
     """Number of configurations that are taken from ranges and choices, each run with every `seed`;
     None: every combination of the values."""
-    sampler: Sampler = Sampler.random
-    direction: Direction | None = None
+    sampler: Data[Sampler] = Sampler.random
+    direction: Data[Direction | None] = None
     """Used by `sweep.sampler=tpe`. None: an objective of LOWER_IS_BETTER is minimized, any other
     is maximized."""
     trials_seed: Whole = Field(default=0, ge=0)
     """Seed of the sampler."""
     parallel: Whole = Field(default=1, ge=1)
     """Jobs at a time. They divide the GPUs and, unless OMP_NUM_THREADS is set, the cores."""
-    on_failed_job: OnFailedJob = OnFailedJob.go_on
+    on_failed_job: Data[OnFailedJob] = OnFailedJob.go_on
     """Effect of a failed job on those that have not started."""
 
 

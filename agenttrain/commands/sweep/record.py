@@ -24,10 +24,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agenttrain.settings.trust import sign, verifies
 from agenttrain.tracking.run_folder import NO_LOCKS, read_summary, write_atomically
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import override_in_this_layout
+from agenttrain.utils.redaction import hide_secrets
+from agenttrain.utils.signing import sign, verifies
 
 RECORD = "sweep.json"
 RUNNING_FILE = ".running"
@@ -116,8 +117,8 @@ def quote_path(path: Path) -> str:
 
 
 def shell_command(arguments: Sequence[str]) -> str:
-    """Return the arguments as a shell command."""
-    return shlex.join(["agenttrain", *arguments])
+    """Return the arguments as a shell command to print, without secrets."""
+    return hide_secrets(shlex.join(["agenttrain", *arguments]))
 
 
 def settings_by_key(overrides: Sequence[str]) -> dict[str, str]:
@@ -144,7 +145,7 @@ def varying_settings(record: SweepRecord) -> list[dict[str, str]]:
 
 def settings_line(values: Mapping[str, str]) -> str:
     """Return settings in a line: ``"algorithm=grpo optimizer.lr=8e-4"``."""
-    return " ".join(f"{key}={value}" for key, value in values.items())
+    return hide_secrets(" ".join(f"{key}={value}" for key, value in values.items()))
 
 
 def is_sweep(folder: Path) -> bool:

@@ -14,6 +14,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agenttrain.utils.data_fields import Data
+
 NAMES = (
     *("Kim", "Ana", "Bob", "Tom", "Eva", "Max", "Lea", "Ben"),
     *("Zoe", "Ian", "Mia", "Leo", "Ivy", "Sam", "Joe", "Amy"),
@@ -60,7 +62,9 @@ def phrasings(held_out: bool) -> list[tuple[str, str]]:
     ]
 
 
-def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict[str, Any]:
+def row(
+    split: Data[str], index: int, seed: Data[int], curriculum: Data[Curriculum] = MIX
+) -> dict[str, Any]:
     """Return row `index` of a split, drawn from (split, seed, index) alone.
 
     Example: `{"task_id": "calculator/train/0/3", "messages": [{"role": "user", "content": "Kim

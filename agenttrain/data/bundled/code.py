@@ -16,6 +16,8 @@ from math import gcd
 from string import ascii_lowercase
 from typing import Any
 
+from agenttrain.utils.data_fields import Data
+
 RESIDUES = {"train": range(0, 8), "tune": (8,), "test": (9,)}
 """Remainders, modulo 10, of the sum of a question's numbers in each split."""
 
@@ -94,7 +96,7 @@ FAMILIES = (
 )
 
 
-def row(split: str, index: int, seed: int) -> dict[str, Any]:
+def row(split: Data[str], index: int, seed: Data[int]) -> dict[str, Any]:
     """Return row `index` of a split, drawn from (split, seed, index) alone.
 
     Example: ``{"task_id": "code/train/0/3", "messages": [{"role": "user", "content": "What is the

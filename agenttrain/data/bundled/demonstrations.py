@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from agenttrain.data.bundled import calculator, shop, sight
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 
 Message = dict[str, Any]
@@ -160,12 +161,12 @@ def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) ->
 
 
 def row(
-    task: str,
-    split: str,
+    task: Data[str],
+    split: Data[str],
     index: int,
-    seed: int,
-    early: int = EARLY_ROWS,
-    habits: Mapping[str, float] | None = None,
+    seed: Data[int],
+    early: Data[int] = EARLY_ROWS,
+    habits: Data[Mapping[str, float] | None] = None,
 ) -> Row:
     """Return demonstration `index` of a task in TASKS: a row with complete `messages`.
 

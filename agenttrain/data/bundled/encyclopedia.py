@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agenttrain.utils.data_fields import Data
+
 RIVERS = (
     *("Issel", "Torre", "Maun", "Quill", "Lavant", "Alder Brook"),
     *("Serre", "Wend", "Halla", "Brine", "Corvo", "Nadda"),
@@ -143,7 +145,7 @@ FAMILIES: Mapping[str, tuple[int, tuple[Any, ...], Ask]] = {
 """By name: the look-ups that a question takes, its possible subjects, and its wording."""
 
 
-def row(split: str, index: int, seed: int) -> dict[str, Any]:
+def row(split: Data[str], index: int, seed: Data[int]) -> dict[str, Any]:
     """Return row `index` of a split, drawn from (split, seed, index) alone.
 
     Example: ``{"task_id": "encyclopedia/train/0/0", "messages": [{"role": "system", …}, {"role":

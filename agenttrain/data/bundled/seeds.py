@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.seeds import derive_seed
 
 SPLITS = ("train", "test")
 
 
-def row(split: str, index: int, seed: int) -> dict[str, Any]:
+def row(split: Data[str], index: int, seed: Data[int]) -> dict[str, Any]:
     """Return row `index` of a split, which depends on (split, seed, index) alone.
 
     Example: ``{"task_id": "seeds/test/0/3", "seed": 1185622734}``. A seed is below 2**31, the

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from agenttrain.utils.data_fields import Data
+
 NAMES = (
     *("Kim", "Ana", "Bob", "Tom", "Eva", "Max", "Lea", "Ben"),
     *("Zoe", "Ian", "Mia", "Leo", "Ivy", "Sam", "Joe", "Amy"),
@@ -260,7 +262,9 @@ def phrasings(family: ShopQuestions, held_out: bool) -> list[str]:
     return [question[0].upper() + question[1:] for question in questions]
 
 
-def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict[str, Any]:
+def row(
+    split: Data[str], index: int, seed: Data[int], curriculum: Data[Curriculum] = MIX
+) -> dict[str, Any]:
     """Return row `index` of a split, drawn from (split, seed, index) alone.
 
     Example: `{"task_id": "shop/train/0/7", "messages": [{"role": "user", "content": "Where is Bob

@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from agenttrain.utils.data_fields import Data
+
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (225, 40, 35),
     "green": (30, 165, 60),
@@ -140,7 +142,9 @@ def _tone() -> Any:
     return Image.new("RGB", (SIDE, SIDE), (64, 64, 64))
 
 
-def row(split: str, index: int, seed: int, blank: str | None = None) -> dict[str, Any]:
+def row(
+    split: Data[str], index: int, seed: Data[int], blank: Data[str | None] = None
+) -> dict[str, Any]:
     """Return row `index` of a split, drawn from (split, seed, index) alone.
 
     Example: ``{"task_id": "sight/train/0/3", "messages": [{"role": "user", "content": "What is the

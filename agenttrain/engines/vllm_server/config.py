@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.engines.config import EngineDtype, EngineSettings, StartedServers, gpu_problems
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, raise_problems, shown
 
 
@@ -21,15 +22,15 @@ class OneServer:
 
     max_rows: Whole = Field(default=256, ge=1)
     """Sequences that a server decodes together (bounds the KV cache)."""
-    dtype: EngineDtype = EngineDtype.auto
+    dtype: Data[EngineDtype] = EngineDtype.auto
     """Number format of the servers' weights."""
     memory_share: Number = Field(default=0.9, gt=0, lt=1)
     """Share of a GPU's memory that a server takes (of the machine's, on vLLM's build for CPUs)."""
     kv_cache_mb: Whole | None = Field(default=None, ge=1)
     """Size of a server's cache of keys and values; None: what memory_share leaves."""
-    quantization: str | None = None
+    quantization: Data[str | None] = None
     """Quantization of the servers' weights, by vLLM's names, e.g. fp8."""
-    enforce_eager: bool = False
+    enforce_eager: Data[bool] = False
     """No CUDA graphs: starts faster, samples slower."""
 
 
@@ -37,8 +38,8 @@ class OneServer:
 class VllmServerSettings(OneServer, EngineSettings):
     """Settings of engine=vllm_server, of each server."""
 
-    name: str = "vllm_server"
-    dtype: EngineDtype = EngineDtype.auto
+    name: Data[str] = "vllm_server"
+    dtype: Data[EngineDtype] = EngineDtype.auto
     """Number format of the servers' weights: the policy's are cast to it when they are sent."""
 
 
@@ -46,7 +47,7 @@ class VllmServerSettings(OneServer, EngineSettings):
 class RoleConfig(OneServer, StartedServers):
     """vLLM servers of a frozen model, which the run starts and ends."""
 
-    model: str | None = None
+    model: Data[str | None] = None
     """Folder of the model, `bundled:<name>` or `org/name`; null: the role has no servers."""
     revision: Quoted = None
     """Branch, tag or commit of a model of the hub; null: main. config.yaml has its commit."""

@@ -18,12 +18,17 @@ from typing import Any
 
 from agenttrain.engines.vllm_server.files_transport import BACKEND
 from agenttrain.utils.processes import process_exists, started_at
+from agenttrain.utils.signing import sign
 
 FOLDER = "servers"
 PLAN = "plan.json"
 LOG_LINES = 12
 """Last lines of a server's log in a message."""
 LOG_BYTES = 8000
+
+
+SIGNATURE = "signature"
+"""Key of a plan."""
 
 
 class Condition(StrEnum):
@@ -75,13 +80,16 @@ class ServerPlan:
         return int(self.servers.get("nodes", 0))
 
     def write(self, folder: Path) -> None:
-        """Write the plan of the run in `folder`."""
-        write_private(folder / FOLDER / PLAN, asdict(self))
+        """Write the plan of the run in `folder`, with the user's signature: it names code."""
+        plan = asdict(self)
+        write_private(folder / FOLDER / PLAN, {**plan, SIGNATURE: sign(plan)})
 
     @classmethod
     def read(cls, folder: Path) -> ServerPlan:
         """Read the plan of the run in `folder`; raises OSError."""
-        return cls(**json.loads((folder / FOLDER / PLAN).read_text(encoding="utf-8")))
+        plan = json.loads((folder / FOLDER / PLAN).read_text(encoding="utf-8"))
+        plan.pop(SIGNATURE, None)
+        return cls(**plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from agenttrain.environments.adapters.observations import readable
 from agenttrain.types import Message, Rollout, ToolFailure, ToolUnavailable, TurnReward
+from agenttrain.utils.data_fields import Data, DataWhere, names_no_module
 from agenttrain.utils.text_templates import TextTemplate
 
 LARGEST_ACTION = 64
@@ -52,13 +53,13 @@ class Gymnasium:
     def __init__(
         self,
         *,
-        id: str,
+        id: Annotated[str, DataWhere(names_no_module)],
         kwargs: Mapping[str, Any] | None = None,
-        actions: Sequence[str] | None = None,
-        action_by: str = "tool",
-        render: bool | None = None,
-        rewards: str = "episode",
-        prompt: str = PROMPT,
+        actions: Data[Sequence[str] | None] = None,
+        action_by: Data[str] = "tool",
+        render: Data[bool | None] = None,
+        rewards: Data[str] = "episode",
+        prompt: Data[str] = PROMPT,
     ) -> None:
         self._env = _make(id, kwargs, render)
         self._space, self._names = self._env.action_space, actions

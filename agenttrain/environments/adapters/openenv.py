@@ -19,6 +19,9 @@ import httpx
 
 from agenttrain.environments.adapters.observations import readable
 from agenttrain.types import Rollout, ToolFailure, ToolUnavailable, TurnReward
+from agenttrain.utils.chat_api import with_path
+from agenttrain.utils.data_fields import Data
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.text_templates import TextTemplate
 
 REWARDS = ("episode", "turns")
@@ -43,15 +46,16 @@ class OpenEnv:
         self,
         *,
         url: str,
-        reset: Mapping[str, Any] | None = None,
-        columns: Sequence[str] = (),
-        prompt: str = "{{ observation }}",
-        rewards: str = "episode",
-        session_timeout_s: float = 45.0,
-        reply_timeout_s: float = 60.0,
-        ping_s: float = 20.0,
+        reset: Data[Mapping[str, Any] | None] = None,
+        columns: Data[Sequence[str]] = (),
+        prompt: Data[str] = "{{ observation }}",
+        rewards: Data[str] = "episode",
+        session_timeout_s: Data[float] = 45.0,
+        reply_timeout_s: Data[float] = 60.0,
+        ping_s: Data[float] = 20.0,
     ) -> None:
-        self._url, self._reset, self._columns = url.rstrip("/"), dict(reset or {}), columns
+        self._url, self._reset, self._columns = url, dict(reset or {}), columns
+        self._shown = hide_secrets(url)
         self._prompt, self._by_turn = TextTemplate(prompt, "prompt"), rewards == "turns"
         self._session_timeout_s, self._reply_timeout_s = session_timeout_s, reply_timeout_s
         self._ping_s = ping_s
@@ -66,7 +70,7 @@ class OpenEnv:
         url = arguments.get("url")
         if urlsplit(str(url)).scheme not in ("http", "https"):
             raise ValueError(
-                f"url={url}: must be the address of an OpenEnv server, e.g. http://127.0.0.1:8000"
+                f"url={hide_secrets(str(url))}: must be the address of an OpenEnv server, e.g. http://127.0.0.1:8000"
             )
         rewards = arguments.get("rewards", REWARDS[0])
         if rewards not in REWARDS:
@@ -80,27 +84,31 @@ class OpenEnv:
             import websockets.sync.client  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                f"url={url}: needs the package websockets ({error}); pip install "
-                "'agenttrain[openenv]'"
+                f"url={hide_secrets(str(url))}: needs the package websockets ({error}); "
+                "pip install 'agenttrain[openenv]'"
             ) from error
 
     @classmethod
     def tools(cls, **arguments: Any) -> list[dict[str, Any]]:
         """Return the schema of `step`, as the server describes its actions. Raises ValueError."""
         cls.check(**arguments)
-        url = arguments["url"].rstrip("/")
+        url = hide_secrets(arguments["url"])
         try:
-            answer = httpx.get(f"{url}/schema", timeout=arguments.get("reply_timeout_s", 60.0))
+            answer = httpx.get(
+                with_path(arguments["url"], "/schema"),
+                timeout=arguments.get("reply_timeout_s", 60.0),
+            )
             action = answer.json()["action"]
             properties = action["properties"]
         except httpx.TransportError as error:
             raise ValueError(
-                f"url={url}: no server answers ({type(error).__name__}: {error}); start it first"
+                f"url={url}: no server answers ({type(error).__name__}: "
+                f"{hide_secrets(str(error))}); start it first"
             ) from error
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"url={url}: is no OpenEnv server: /schema answers {answer.status_code} "
-                f"{answer.text[:200]!r}"
+                f"{hide_secrets(answer.text[:200])!r}"
             ) from error
         shown = {name: part for name, part in properties.items() if name not in OURS}
         parameters = {
@@ -153,7 +161,8 @@ class OpenEnv:
         from websockets.exceptions import InvalidHandshake, InvalidURI
         from websockets.sync.client import connect
 
-        address = "ws" + self._url.removeprefix("http") + "/ws"
+        address = "ws" + with_path(self._url, "/ws").removeprefix("http")
+        shown = hide_secrets(address)
         ends = time.monotonic() + self._session_timeout_s
         while True:
             left = max(ends - time.monotonic(), BETWEEN_TRIES_S)
@@ -169,7 +178,8 @@ class OpenEnv:
                 self._socket = self._connected.enter_context(connecting)
             except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
                 raise ToolUnavailable(
-                    f"{address}: cannot be reached: {type(error).__name__}: {error}"
+                    f"{shown}: cannot be reached: {type(error).__name__}: "
+                    f"{hide_secrets(str(error))}"
                 ) from error
             try:
                 return self._ask(first)
@@ -177,7 +187,7 @@ class OpenEnv:
                 self._connected.close()
                 if time.monotonic() >= ends:
                     raise ToolUnavailable(
-                        f"{address}: {error}, for session_timeout_s={self._session_timeout_s:g}; "
+                        f"{shown}: {error}, for session_timeout_s={self._session_timeout_s:g}; "
                         "keep fewer rollouts in flight (rollout.deterministic=false "
                         "rollout.concurrency=<its capacity>), or raise the server's "
                         "max_concurrent_envs"
@@ -200,7 +210,9 @@ class OpenEnv:
             kind, data = reply["type"], reply["data"]
         except (ConnectionClosed, TimeoutError, OSError, ValueError, LookupError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise ToolUnavailable(f"{self._url}: no reply to {message['type']}: {what}") from error
+            raise ToolUnavailable(
+                f"{self._shown}: no reply to {message['type']}: {what}"
+            ) from error
         if kind != "error":
             return dict(data)
         code, text = data.get("code"), str(data.get("message"))
@@ -212,7 +224,7 @@ class OpenEnv:
                 for problem in data.get("errors") or [{"msg": text}]
             )
             raise ToolFailure("; ".join(problems))
-        raise ToolUnavailable(f"{self._url}: {message['type']} failed: {code}: {text}")
+        raise ToolUnavailable(f"{self._shown}: {message['type']} failed: {code}: {text}")
 
     def _read(self, data: Mapping[str, Any]) -> float:
         """Take over an observation; return the reward that came with it."""

@@ -30,6 +30,7 @@ from agenttrain.types import (
     ToolUnavailable,
 )
 from agenttrain.utils.child_process import ChildGone, ChildProcess
+from agenttrain.utils.data_fields import Data
 
 BRIDGE = Path(__file__).with_name("verifiers_bridge.py")
 INSTALL = "python3 -m venv verifiers && verifiers/bin/pip install 'verifiers>=0.4,<0.5'"
@@ -58,8 +59,8 @@ class Verifiers:
         id: str,
         python: str,
         args: Mapping[str, Any] | None = None,
-        limit: int = MOST_TASKS,
-        start_timeout_s: float = 300.0,
+        limit: Data[int] = MOST_TASKS,
+        start_timeout_s: Data[float] = 300.0,
     ) -> None:
         self._process = environment_process(id, python, args, limit, start_timeout_s)
         self._name = uuid.uuid4().hex

@@ -13,6 +13,7 @@ from typing import Any
 
 from agenttrain.rewards.function import last_main
 from agenttrain.types import MAIN, Rollout
+from agenttrain.utils.data_fields import Data
 
 
 class AnswerReward:
@@ -57,11 +58,11 @@ class NumericClose(AnswerReward):
     def __init__(
         self,
         *,
-        tool: str | None = None,
-        argument: str = "answer",
-        column: str = "answer",
-        relative: float = 1e-6,
-        absolute: float = 1e-9,
+        tool: Data[str | None] = None,
+        argument: Data[str] = "answer",
+        column: Data[str] = "answer",
+        relative: Data[float] = 1e-6,
+        absolute: Data[float] = 1e-9,
     ) -> None:
         super().__init__(tool=tool, argument=argument, column=column)
         for name, value in (("relative", relative), ("absolute", absolute)):
@@ -114,10 +115,10 @@ class ExactMatch(AnswerReward):
     def __init__(
         self,
         *,
-        tool: str | None = "final_answer",
-        argument: str = "answer",
-        column: str = "answer",
-        ignore_case: bool = False,
+        tool: Data[str | None] = "final_answer",
+        argument: Data[str] = "answer",
+        column: Data[str] = "answer",
+        ignore_case: Data[bool] = False,
     ) -> None:
         super().__init__(tool=tool, argument=argument, column=column)
         self._ignore_case = ignore_case
@@ -143,10 +144,10 @@ class Contains(AnswerReward):
     def __init__(
         self,
         *,
-        tool: str | None = None,
-        argument: str = "answer",
-        column: str = "answer",
-        ignore_case: bool = False,
+        tool: Data[str | None] = None,
+        argument: Data[str] = "answer",
+        column: Data[str] = "answer",
+        ignore_case: Data[bool] = False,
     ) -> None:
         super().__init__(tool=tool, argument=argument, column=column)
         self._flags = re.IGNORECASE if ignore_case else 0

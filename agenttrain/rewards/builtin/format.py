@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import regex
 
 from agenttrain.rewards.builtin.answers import assistant_messages, final_text, tool_answer
 from agenttrain.rewards.function import last_main
 from agenttrain.types import Rollout
+from agenttrain.utils.data_fields import Data, DataWhere, refers_to_itself
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.json_validator import make_validator, schema_problem
 
@@ -34,10 +35,10 @@ class JsonSchema:
     def __init__(
         self,
         *,
-        schema: Mapping[str, Any] | None = None,
-        column: str | None = None,
-        tool: str | None = None,
-        argument: str | None = None,
+        schema: Annotated[Mapping[str, Any] | None, DataWhere(refers_to_itself)] = None,
+        column: Data[str | None] = None,
+        tool: Data[str | None] = None,
+        argument: Data[str | None] = None,
     ) -> None:
         if (schema is None) == (column is None):
             raise ValueError(
@@ -93,7 +94,12 @@ class Format:
     """
 
     def __init__(
-        self, *, pattern: str, part: str = "content", turns: str = "last", whole: bool = True
+        self,
+        *,
+        pattern: Data[str],
+        part: Data[str] = "content",
+        turns: Data[str] = "last",
+        whole: Data[bool] = True,
     ) -> None:
         for name, value, known in (("part", part, PARTS), ("turns", turns, TURNS)):
             if value not in known:
@@ -177,7 +183,7 @@ class JMESPath:
     rollout with two good calls.
     """
 
-    def __init__(self, *, expression: str) -> None:
+    def __init__(self, *, expression: Data[str]) -> None:
         self._expression = compiled(expression, "expression")
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float | None:

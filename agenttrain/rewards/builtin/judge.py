@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import regex
 
@@ -16,6 +16,7 @@ from agenttrain.rewards.builtin.format import rollout_view
 from agenttrain.rewards.function import RewardUnavailable
 from agenttrain.types import Rollout
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
+from agenttrain.utils.data_fields import Data, DataWhere, is_role
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
 
@@ -41,20 +42,20 @@ class Judge:
     def __init__(
         self,
         *,
-        url: str | ChatBackend,
-        model: str | None = None,
-        prompt: str,
-        system: str | None = None,
-        pattern: str | None = None,
-        json_path: str | None = None,
-        low: float = 0.0,
-        high: float = 1.0,
+        url: Annotated[str | ChatBackend, DataWhere(is_role)],
+        model: Data[str | None] = None,
+        prompt: Data[str],
+        system: Data[str | None] = None,
+        pattern: Data[str | None] = None,
+        json_path: Data[str | None] = None,
+        low: Data[float] = 0.0,
+        high: Data[float] = 1.0,
         api_key_env: str | None = None,
-        retries: int = 4,
-        backoff_s: float = 1.0,
-        request_timeout_s: float = 120.0,
-        temperature: float = 0.0,
-        max_tokens: int = 1024,
+        retries: Data[int] = 4,
+        backoff_s: Data[float] = 1.0,
+        request_timeout_s: Data[float] = 120.0,
+        temperature: Data[float] = 0.0,
+        max_tokens: Data[int] = 1024,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the settings; `extra` is sent along, e.g. {response_format: {…}}."""

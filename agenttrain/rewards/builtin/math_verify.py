@@ -14,6 +14,7 @@ from agenttrain.rewards.builtin.answers import AnswerReward, as_text
 from agenttrain.rewards.function import RewardUnavailable
 from agenttrain.types import Rollout
 from agenttrain.utils.child_process import ChildGone, ChildProcess
+from agenttrain.utils.data_fields import Data
 
 WORKER = Path(__file__).with_name("math_worker.py")
 START_S = 120.0
@@ -32,10 +33,10 @@ class MathVerify(AnswerReward):
     def __init__(
         self,
         *,
-        tool: str | None = None,
-        argument: str = "answer",
-        column: str = "answer",
-        answer_s: float = 5.0,
+        tool: Data[str | None] = None,
+        argument: Data[str] = "answer",
+        column: Data[str] = "answer",
+        answer_s: Data[float] = 5.0,
     ) -> None:
         super().__init__(tool=tool, argument=argument, column=column)
         if find_spec("math_verify") is None:

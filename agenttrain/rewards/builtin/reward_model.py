@@ -9,6 +9,7 @@ from typing import Any
 
 from agenttrain.rewards.function import RewardUnavailable
 from agenttrain.types import ConfigError
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.model_path import model_folder, weights_folder
 
 
@@ -23,12 +24,12 @@ class RewardModel:
     def __init__(
         self,
         *,
-        path: str,
-        revision: str | None = None,
-        label: int | None = None,
-        device: str | None = None,
-        dtype: str = "float32",
-        batch_size: int = 8,
+        path: Data[str],
+        revision: Data[str | None] = None,
+        label: Data[int | None] = None,
+        device: Data[str | None] = None,
+        dtype: Data[str] = "float32",
+        batch_size: Data[int] = 8,
     ) -> None:
         """Take a model's folder, or an id of the hub and its `revision`.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agenttrain.types import Rollout, StopReason, ToolResult
+from agenttrain.utils.data_fields import Data
 
 
-def tool_success(rollout: Rollout, *, only: Sequence[str] | None = None) -> float | None:
+def tool_success(rollout: Rollout, *, only: Data[Sequence[str] | None] = None) -> float | None:
     """Return the share of calls without an error; None (not applicable) without calls.
 
     Malformed and unknown calls count as errors. `only`: count calls of these tools alone. Example:
@@ -29,11 +30,11 @@ class ToolPenalty:
     def __init__(
         self,
         *,
-        per_error: float = 0.1,
-        per_call: float = 0.0,
-        free_calls: int = 0,
-        at_most: float = 1.0,
-        only: Sequence[str] | None = None,
+        per_error: Data[float] = 0.1,
+        per_call: Data[float] = 0.0,
+        free_calls: Data[int] = 0,
+        at_most: Data[float] = 1.0,
+        only: Data[Sequence[str] | None] = None,
     ) -> None:
         amounts = {"per_error": per_error, "per_call": per_call, "at_most": at_most}
         for name, value in {**amounts, "free_calls": free_calls}.items():
@@ -95,7 +96,7 @@ class LengthPenalty:
     ``LengthPenalty(full_tokens=100, free_tokens=60)`` gives -0.25 to 70 sampled tokens.
     """
 
-    def __init__(self, *, full_tokens: int, free_tokens: int = 0) -> None:
+    def __init__(self, *, full_tokens: Data[int], free_tokens: Data[int] = 0) -> None:
         if not 0 <= free_tokens < full_tokens:
             raise ValueError(
                 f"free_tokens={free_tokens}: must be 0 or more, and below full_tokens={full_tokens}"

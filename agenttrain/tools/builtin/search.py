@@ -13,6 +13,7 @@ from typing import Any
 
 from agenttrain.tools.config import check_corpus, text_files
 from agenttrain.types import ToolFailure
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 
 # Scripts without blanks between words: each character counts as a word.
@@ -35,11 +36,11 @@ class Search:
     def __init__(
         self,
         *,
-        path: str | None = None,
-        k: int = 3,
-        max_chars: int = 500,
-        text_column: str = "text",
-        title_column: str = "title",
+        path: Data[str | None] = None,
+        k: Data[int] = 3,
+        max_chars: Data[int] = 500,
+        text_column: Data[str] = "text",
+        title_column: Data[str] = "title",
     ) -> None:
         """Read and index the corpus at `path`; the columns are those of a file of rows.
 

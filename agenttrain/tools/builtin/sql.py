@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.types import Task, ToolContext, ToolFailure
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.locate import locate
 
 Connect = Callable[[Mapping[str, Any]], sqlite3.Connection]
@@ -45,11 +46,11 @@ class Sql:
     def __init__(
         self,
         *,
-        database: str | None = None,
+        database: Data[str | None] = None,
         connect: str | Connect | None = None,
-        max_rows: int = 20,
-        query_timeout_s: float = 2.0,
-        max_connections: int = 256,
+        max_rows: Data[int] = 20,
+        query_timeout_s: Data[float] = 2.0,
+        max_connections: Data[int] = 256,
     ) -> None:
         """Takes a `database` file, or `connect`, whose connections any thread must be able to use.
 

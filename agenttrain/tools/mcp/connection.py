@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
-from agenttrain.tools.config import without_password
 from agenttrain.types import AgenttrainError, ToolUnavailable
+from agenttrain.utils.redaction import hide_secrets
 
 OpenClient = Callable[[], AbstractAsyncContextManager[Any]]
 """Makes a new `mcp.Client`; entering it connects."""
@@ -223,7 +223,7 @@ def _describe_error(error: BaseException | None) -> str:
     """Describe an error, or the first one of a group, in one line without passwords."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    text = without_password(str(error).partition("\n")[0])
+    text = hide_secrets(str(error).partition("\n")[0])
     return text or type(error).__name__
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.images import Image, read_image
-from agenttrain.tools.config import check_mcp_server, expanded, without_password
+from agenttrain.tools.config import check_mcp_server, expanded
 from agenttrain.tools.mcp.connection import (
     CannotConnect,
     Connection,
@@ -19,7 +19,9 @@ from agenttrain.tools.mcp.connection import (
 )
 from agenttrain.tools.tool import Tool
 from agenttrain.types import ToolContext, ToolFailure
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import hide_secrets
 
 
 class McpServer:
@@ -38,12 +40,12 @@ class McpServer:
         *,
         command: Sequence[str] | None = None,
         url: str | None = None,
-        allow: Sequence[str] | None = None,
-        prefix: str = "",
+        allow: Data[Sequence[str] | None] = None,
+        prefix: Data[str] = "",
         env: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
-        start_timeout_s: float = 30.0,
-        reconnect_s: float = 5.0,
+        start_timeout_s: Data[float] = 30.0,
+        reconnect_s: Data[float] = 5.0,
     ) -> None:
         """Start `command` (stdio) or connect to `url` (streamable HTTP), and list the tools.
 
@@ -119,7 +121,7 @@ class McpServer:
     def _cannot_connect(self, error: CannotConnect) -> str:
         if self._command is None:
             status = f" (HTTP {self._refused[-1]})" if self._refused else ""
-            return without_password(
+            return hide_secrets(
                 f"url={self._url}: cannot connect: {error}{status}; is an MCP server running "
                 "there, and does it take these headers?"
             )

@@ -82,6 +82,11 @@ class SandboxSettings:
             )
 
 
+def is_sandbox(choice: object) -> bool:
+    """Return False for ``none``, with which the model's code runs as the user."""
+    return choice in ("required", *BACKENDS)
+
+
 def check_language(language: object) -> None:
     """Raises ValueError, beginning with ``language=``, unless there is an interpreter of it."""
     if language not in LANGUAGES:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from agenttrain.tools.config import Isolation, ToolSettings
-from agenttrain.tools.sandbox.config import SandboxSettings, check_language
+from agenttrain.tools.sandbox.config import SandboxSettings, check_language, is_sandbox
 from agenttrain.tools.sandbox.pool import Pool
 from agenttrain.types import ToolContext
+from agenttrain.utils.data_fields import Data, DataWhere
 
 
 class _Interpreter:
@@ -56,16 +57,16 @@ DEFAULTS = SandboxSettings()
 
 
 def interpreter(
-    language: str,
+    language: Data[str],
     *,
-    sandbox: str = DEFAULTS.sandbox,
-    memory_mb: int = DEFAULTS.memory_mb,
-    disk_mb: int = DEFAULTS.disk_mb,
-    file_mb: int = DEFAULTS.file_mb,
-    cpu_s: int = DEFAULTS.cpu_s,
-    processes: int = DEFAULTS.processes,
-    call_s: float = DEFAULTS.call_s,
-    max_chars: int = DEFAULTS.max_chars,
+    sandbox: Annotated[str, DataWhere(is_sandbox)] = DEFAULTS.sandbox,
+    memory_mb: Data[int] = DEFAULTS.memory_mb,
+    disk_mb: Data[int] = DEFAULTS.disk_mb,
+    file_mb: Data[int] = DEFAULTS.file_mb,
+    cpu_s: Data[int] = DEFAULTS.cpu_s,
+    processes: Data[int] = DEFAULTS.processes,
+    call_s: Data[float] = DEFAULTS.call_s,
+    max_chars: Data[int] = DEFAULTS.max_chars,
     packages: str | None = DEFAULTS.packages,
 ) -> Callable[..., object]:
     """Make the tool `python` or `bash`; SandboxSettings explains the settings.

@@ -9,11 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from agenttrain.tracking.pictures import shown_text
 from agenttrain.utils.json_lines import dumps
+
+
+class RunEnd(StrEnum):
+    """How a run ended."""
+
+    finished = "finished"
+    failed = "failed"
+    stalled = "stalled"
+    """The watchdog ended it."""
+    preempted = "preempted"
+    """It saved and stopped at a signal, and can be resumed."""
+    interrupted = "interrupted"
+    killed = "killed"
+    """Its process is gone without a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +98,9 @@ class ExperimentTracker(Protocol):
 
     def flush(self) -> None:
         """Return once everything that was sent has arrived, or will arrive if this process ends."""
+
+    def ended(self, how: RunEnd) -> None:
+        """Record how the run ended, for pages that show a state. Called before `finish`."""
 
     def finish(self) -> None:
         """Close the run; it may be continued."""

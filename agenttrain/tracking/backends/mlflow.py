@@ -12,18 +12,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agenttrain.tools.config import without_password
 from agenttrain.tracking.backends.base import (
     Description,
     ExperimentTracker,
+    RunEnd,
     TrackedRun,
     rollout_table,
 )
+from agenttrain.utils.redaction import hide_secrets
 
 TAG, STEP_TAG = "agenttrain.run", "agenttrain.step"
 """Tags of a run: its id, and the last step whose metrics are written."""
 LONGEST_PARAMETER = 500
 """Characters of a parameter's value that every server takes; config.yaml has all of it."""
+STATUS = {RunEnd.finished: "FINISHED", RunEnd.failed: "FAILED", RunEnd.stalled: "FAILED"}
+"""MLflow's status of a run that ended so; of all others it is KILLED."""
+STATUS_TAG = "agenttrain.status"
 MOST_PARAMETERS, MOST_METRICS = 100, 1000
 """Parameters and metrics of one request."""
 
@@ -79,13 +83,17 @@ class MLflow(ExperimentTracker):
         table = {name: [row[index] for row in rows] for index, name in enumerate(columns)}
         self.client.log_table(self.run_id, table, f"rollouts/step-{step:06d}.json")
 
+    def ended(self, how: RunEnd) -> None:
+        """Set the run's status, and our word for it as a tag."""
+        self.client.set_tag(self.run_id, STATUS_TAG, str(how))
+        self.client.set_terminated(self.run_id, STATUS.get(how, "KILLED"))
+
     def finish(self) -> None:
-        """Mark the run as finished."""
-        self.client.set_terminated(self.run_id)
+        """Do nothing: every call has arrived."""
 
     def describe(self, run: TrackedRun) -> Description:
         """Return the command that shows the page, or the server's address."""
-        address = without_password(self._address(run))
+        address = hide_secrets(self._address(run))
         if address.startswith(("http://", "https://")):
             return Description(view=address)
         command = shlex.join(["mlflow", "ui", "--backend-store-uri", address])

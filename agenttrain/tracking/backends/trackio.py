@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agenttrain.tools.config import without_password
 from agenttrain.tracking.backends.base import (
     Description,
     ExperimentTracker,
@@ -21,6 +20,7 @@ from agenttrain.tracking.backends.base import (
     spoken,
 )
 from agenttrain.tracking.pictures import shown_text
+from agenttrain.utils.redaction import hide_secrets
 
 REMOTE_VARIABLES = (
     "TRACKIO_SPACE_ID",
@@ -141,7 +141,7 @@ class Trackio(ExperimentTracker):
                 notes.append(f"trackio: {name} is set and not used{remedy}")
         if not self.is_local:
             space = f"https://huggingface.co/spaces/{self.remote['space']}"
-            view = without_password(self.remote["server_url"] or space)
+            view = hide_secrets(self.remote["server_url"] or space)
             return Description(view=view, notes=tuple(notes))
         # Run by a path into a virtual environment that is not activated, `trackio` is not on PATH.
         beside = str(Path(sys.executable).parent / "trackio")

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from agenttrain.tools.config import without_password
 from agenttrain.tracking.backends.base import (
     Description,
     ExperimentTracker,
+    RunEnd,
     TrackedRun,
     rollout_table,
 )
+from agenttrain.utils.redaction import hide_secrets
 
 STEP = "step"
 """Metric that all others are drawn over. wandb's own counter refuses a step that has passed, and an
@@ -42,6 +43,7 @@ class WandB(ExperimentTracker):
         self.entity = entity
         chosen = os.environ.get("WANDB_MODE") if mode == "auto" else mode
         self.is_keyless = chosen is None and not _has_key()
+        self.exit_code = 0
         self.mode: Any = chosen or ("offline" if self.is_keyless else "online")
 
     def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
@@ -100,16 +102,21 @@ class WandB(ExperimentTracker):
                 raise TimeoutError(f"wandb did not write {self.file.path} in {ARRIVAL_S:.0f} s")
             time.sleep(0.1)
 
+    def ended(self, how: RunEnd) -> None:
+        """Set the run's state: finished, preempted, or failed for every other end."""
+        self.exit_code = 0 if how is RunEnd.finished else 1
+        self.run.summary["status"] = str(how)
+        if how is RunEnd.preempted:
+            self.run.mark_preempting()
+
     def finish(self) -> None:
         """Send what is left, and end wandb's own process."""
-        self.run.finish()
+        self.run.finish(exit_code=self.exit_code)
 
     def describe(self, run: TrackedRun) -> Description:
         """Return the command that sends an offline run, or the address of the project."""
         if self.mode == "online":
-            host = without_password(os.environ.get("WANDB_BASE_URL", "https://wandb.ai")).rstrip(
-                "/"
-            )
+            host = hide_secrets(os.environ.get("WANDB_BASE_URL", "https://wandb.ai")).rstrip("/")
             path = "/".join(part for part in (self.entity, self.project or run.project) if part)
             return Description(view=f"{host}/{path}" if self.entity else f"{host}/home")
         if self.mode != "offline":

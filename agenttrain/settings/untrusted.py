@@ -1,0 +1,204 @@
+"""Values of a stranger's settings that are not declared as data: code, commands, addresses.
+
+A value is data if its field says so (`utils/data_fields.py`), if it is the field's default, or if
+the installed groups (conf/) have it in the same place. Everything else is untrusted: fields that
+declare nothing, all of a component, engine or objective that is not bundled, and unknown keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from inspect import Parameter, isclass, signature
+from typing import Any, get_type_hints
+
+import yaml
+
+from agenttrain.engines.config import EngineSettings
+from agenttrain.settings.components import ONE_BESIDE, REWARD, REWARD_TARGET, SETTINGS_BESIDE
+from agenttrain.settings.run_config import RunConfig, choices
+from agenttrain.tracking.config import OwnTrackerSettings
+from agenttrain.utils.data_fields import is_data
+from agenttrain.utils.files import conf_folder
+from agenttrain.utils.locate import locate
+from agenttrain.utils.sections import field_names, plain
+
+SECTIONS = field_names(RunConfig)
+"""All of a run's sections."""
+COMPONENTS: Mapping[str, type[Any] | None] = {
+    **ONE_BESIDE,
+    "data.train": None,
+    "data.test": None,
+}
+"""Section that is one component -> the settings beside its `_target_`."""
+NAMED_COMPONENTS: Mapping[str, type[Any]] = {**SETTINGS_BESIDE, "tracker.own": OwnTrackerSettings}
+"""Section of components by name -> the settings beside their `_target_`."""
+BESIDE_CHOICES: Mapping[tuple[str, ...], type[Any]] = {("engine",): EngineSettings}
+"""Section whose `_target_` names a choice from outside -> the settings that every choice has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntrustedValue:
+    """A value of the settings that is not declared as data."""
+
+    path: tuple[str, ...]
+    """Keys that lead to it, e.g. ``("tools", "mcp", "command")``."""
+    value: Any
+
+    @property
+    def key(self) -> str:
+        """The path as it is typed: ``tools.mcp.command``."""
+        return ".".join(self.path)
+
+
+def untrusted_values(
+    settings: Mapping[str, Any], sections: Collection[str] = SECTIONS
+) -> list[UntrustedValue]:
+    """Return the values in `sections` of complete or partial settings that are not data.
+
+    Example: ``{"tools": {"lookup": {"_target_": "my_agent.lookup", "timeout_s": 5.0}}}`` has one,
+    at ``("tools", "lookup", "_target_")``.
+    """
+    chosen = {name: value for name, value in settings.items() if name in sections}
+    return list(_of_class(RunConfig, chosen, ()))
+
+
+def _of_class(
+    cls: type, section: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[UntrustedValue]:
+    hints, defaults = get_type_hints(cls, include_extras=True), _defaults(cls)
+    for name, value in section.items():
+        place = (*path, str(name))
+        of_place = _reader(".".join(place), hints.get(name))
+        if of_place is not None and isinstance(value, Mapping):
+            yield from of_place(value, place)
+        elif name not in hints or not (value == defaults[name] or is_data(hints[name], value)):
+            yield from _leaves(value, place)
+
+
+def _reader(
+    key: str, hint: Any
+) -> Callable[[Mapping[str, Any], tuple[str, ...]], Iterator[UntrustedValue]] | None:
+    """Return the function that reads the section at `key`; None for a single value."""
+    if key in COMPONENTS:
+        return lambda section, path: _of_component(COMPONENTS[key], section, path)
+    if key in NAMED_COMPONENTS:
+        return lambda section, path: _of_components(NAMED_COMPONENTS[key], section, path)
+    if key in choices():
+        return lambda section, path: _of_choice(choices()[key], section, path)
+    if is_dataclass(hint) and isinstance(hint, type):
+        return lambda section, path: _of_class(hint, section, path)
+    return None
+
+
+def _of_choice(
+    classes: Mapping[str, type], section: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[UntrustedValue]:
+    """Yield those of a section whose keys depend on its `name`."""
+    cls = classes.get(str(section.get("name")))
+    if cls is None or "_target_" in section:
+        yield from _of_component(BESIDE_CHOICES.get(path), section, path)
+        return
+    yield from _of_class(cls, {n: v for n, v in section.items() if n != "name"}, path)
+
+
+def _of_components(
+    beside: type[Any], section: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[UntrustedValue]:
+    for name, component in section.items():
+        place = (*path, str(name))
+        if isinstance(component, Mapping):
+            if place == ("reward", REWARD):
+                component = {"_target_": REWARD_TARGET, **component}
+            yield from _of_component(beside, component, place)
+        else:
+            yield from _leaves(component, place)
+
+
+def _of_component(
+    beside: type[Any] | None, component: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[UntrustedValue]:
+    target = str(component.get("_target_") or "")
+    is_bundled = target in bundled_targets()
+    ours = {n: v for n, v in component.items() if beside and n in field_names(beside)}
+    if beside is not None:
+        yield from _of_class(beside, ours, path)
+    hints, defaults = _parameters(target) if is_bundled else ({}, {})
+    for name, value in component.items():
+        if name in ours or (name == "_target_" and (is_bundled or not target)):
+            continue
+        if is_bundled and (
+            is_data(hints.get(name), value)
+            or (name in defaults and defaults[name] == value)
+            or value in bundled_targets()[target].get(str(name), ())
+        ):
+            continue
+        yield from _leaves(value, (*path, str(name)))
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[UntrustedValue]:
+    """Yield every value of a mapping by itself, so that each is judged and overridden by itself."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _leaves(part, (*path, str(name)))
+    elif value not in (None, "", []):  # nothing names no code
+        yield UntrustedValue(path=path, value=value)
+
+
+@cache
+def _defaults(cls: type) -> Mapping[str, Any]:
+    """Return the defaults of a settings class as plain data."""
+    made = cls()
+    return {field.name: plain(getattr(made, field.name)) for field in fields(cls)}
+
+
+def _parameters(target: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the annotations and the defaults of a bundled component's arguments."""
+    function = locate(target, key="_target_")
+    hints = get_type_hints(
+        function.__init__ if isclass(function) else function, include_extras=True
+    )
+    parameters = signature(function).parameters.values()
+    return hints, {p.name: p.default for p in parameters if p.default is not Parameter.empty}
+
+
+@cache
+def bundled_targets() -> Mapping[str, Mapping[str, list[Any]]]:
+    """Return the `_target_` of every installed group, with the values of its arguments there.
+
+    Example: ``{"agenttrain.tools.builtin.sql.Sql": {"connect": ["agenttrain.data.…"]}, …}``.
+    """
+    targets: dict[str, dict[str, list[Any]]] = {REWARD_TARGET: {}}
+    for file in sorted(conf_folder().rglob("*.yaml")):
+        for component in _components(yaml.safe_load(file.read_text(encoding="utf-8"))):
+            values = targets.setdefault(component["_target_"], {})
+            for name, value in component.items():
+                values.setdefault(name, []).append(value)
+    return targets
+
+
+def _components(part: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(part, Mapping):
+        if str(part.get("_target_")).startswith("agenttrain."):
+            yield part
+        for inner in part.values():
+            yield from _components(inner)
+
+
+_NODE = re.compile(r"\$\{[\w.\[\]-]+\}")
+"""An interpolation of another setting: ``${data.path}``."""
+
+
+def resolvers(part: Any, path: tuple[str, ...] = ()) -> Iterator[UntrustedValue]:
+    """Yield the texts that name a resolver, such as ``${oc.env:HOME}``, which reads more than the
+    settings themselves."""
+    if isinstance(part, Mapping):
+        for name, inner in part.items():
+            yield from resolvers(inner, (*path, str(name)))
+    elif isinstance(part, list):
+        for index, inner in enumerate(part):
+            yield from resolvers(inner, (*path, str(index)))
+    elif isinstance(part, str) and "${" in _NODE.sub("", part):
+        yield UntrustedValue(path=path, value=part)

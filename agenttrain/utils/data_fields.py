@@ -1,0 +1,67 @@
+"""Declarations of settings that are data, which the run folder of a stranger may set freely.
+
+`settings/untrusted.py` reads them: every value whose field declares nothing counts as code, a
+command or an address, and needs the user's trust. A field is declared by its annotation:
+
+    k: Data[int] = 3
+    id: Annotated[str, DataWhere(names_no_module)]
+
+Nothing but the standard library is imported, because sandboxes run under a Python without more.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DataWhere:
+    """Marks the values of a field that are data: those for which `accepts` returns True."""
+
+    accepts: Callable[[Any], bool]
+
+
+DATA = DataWhere(lambda value: True)
+Data = Annotated[T, DATA]
+"""A field that is data whatever its value: it is never imported, started, reached or written to."""
+
+
+def is_data(hint: Any, value: Any) -> bool:
+    """Return True if a field annotated with `hint` declares this value as data.
+
+    Example: ``is_data(Data[str], "a")``; not ``is_data(str, "a")``.
+    """
+    if hint is type(None):
+        return True
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        marks = [part for part in parts if isinstance(part, DataWhere)]
+        return marks[-1].accepts(value) if marks else is_data(parts[0], value)
+    if origin in (Union, types.UnionType, list, tuple):
+        return all(is_data(part, value) for part in parts if part is not Ellipsis)
+    return False
+
+
+def names_no_module(value: Any) -> bool:
+    """Return False for Gymnasium's ``my_module:MyEnv-v0``, which imports the module."""
+    return ":" not in str(value)
+
+
+def is_role(value: Any) -> bool:
+    """Return True for ``role:judge``, which stands for servers of the run itself."""
+    return str(value).startswith("role:")
+
+
+def refers_to_itself(schema: Any) -> bool:
+    """Return False for a JSON schema with a ``$ref`` to another document, which is fetched."""
+    if isinstance(schema, Mapping):
+        reference = schema.get("$ref", "#")
+        return str(reference).startswith("#") and all(map(refers_to_itself, schema.values()))
+    if isinstance(schema, Sequence) and not isinstance(schema, str):
+        return all(map(refers_to_itself, schema))
+    return True

@@ -1,0 +1,75 @@
+"""Secrets in addresses, hidden wherever a text is printed, recorded or sent elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+_USER = re.compile(r"(\w://)([^/\s?#]+)@")
+_NAMED = re.compile(r"\$(\w+|\{\w+\})[:.,;!)\]}]*")
+_PARAMETER = re.compile(
+    r"""
+    (?P<name>
+        (?:[?&;#]|\\u0026|&amp;|%3F|%26|%23)       # also as JSON, HTML and inside another address
+        (?:
+            [\w.\-\[\]]*(?:token|secret|passw|pwd|auth|credential|signature|session|jwt|bearer)
+            [\w.\-\[\]]*
+            | [\w.\-]*key(?:id)? | sig | sas | pass | code
+        )
+        (?:=|%3D)
+    )
+    (?P<value>[^\s&\#'"<>]*?)
+    (?P<end>[:.,;!)\]}]*(?=[\s&\#'"<>]|\\u0026|$))  # punctuation of the text around the address
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
+def hide_secrets(text: str) -> str:
+    """Hide passwords, tokens and keys in the addresses of a text, unless they are variables' names.
+
+    Examples: ``http://me:s3cret@host/mcp`` -> ``http://***@host/mcp``; ``https://host/mcp?token=abc``
+    -> ``https://host/mcp?token=***``; ``http://me:$SECRET@host`` and ``?api_key=${KEY}`` stay.
+    """
+    if "://" in text:
+        text = _USER.sub(_without_user, text)
+    return _PARAMETER.sub(_without_value, text) if "=" in text or "%3" in text else text
+
+
+def _without_user(match: re.Match[str]) -> str:
+    return match[0] if names_variable(match[2]) else f"{match[1]}{HIDDEN}@"
+
+
+def _without_value(match: re.Match[str]) -> str:
+    if not match["value"] or _NAMED.fullmatch(match["value"] + match["end"]):
+        return match[0]
+    return f"{match['name']}{HIDDEN}{match['end']}"
+
+
+def names_variable(credentials: str) -> bool:
+    """Return True if the secret of ``name:secret``, or ``secret``, is a variable: ``$NAME``."""
+    name, _, secret = credentials.partition(":")
+    return _NAMED.fullmatch(secret or name) is not None
+
+
+def hide_in_settings(settings: Any) -> Any:
+    """Hide secrets in the addresses of settings, and the values of `env` and `headers`.
+
+    Texts that name variables stay, such as ``Bearer $TOKEN``; the names of hidden values stay too.
+
+    Example: ``{"headers": {"x-key": "s3cret"}}`` -> ``{"headers": {"x-key": "***"}}``.
+    """
+    if isinstance(settings, Mapping):
+        shared = {str(key): hide_in_settings(value) for key, value in settings.items()}
+        for section in (shared.get(name) for name in ("env", "headers")):
+            if isinstance(section, dict):
+                for name, value in section.items():
+                    # ``$$`` is a literal dollar.
+                    if not re.search(r"\$(\w|\{)", str(value).replace("$$", "")):
+                        section[name] = HIDDEN
+        return shared
+    if isinstance(settings, list | tuple):
+        return [hide_in_settings(value) for value in settings]
+    return hide_secrets(settings) if isinstance(settings, str) else settings

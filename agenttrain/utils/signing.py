@@ -1,0 +1,56 @@
+"""The user's signature of what a run writes, by a key that only the user has."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+KEY_FILE = "AGENTTRAIN_KEY"
+"""Environment variable with the file of the user's key, if it is not in the home folder."""
+
+
+def sign(value: Any, *, make_key: bool = True) -> str | None:
+    """Return the user's signature of JSON data; None without a key, which `make_key` may make."""
+    key = _key(make=make_key)
+    if key is None:
+        return None
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hmac.new(key, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+
+
+def verifies(value: Any, written: object) -> bool:
+    """Return True if `written` is the user's signature of JSON data."""
+    if not isinstance(written, str):
+        return False
+    valid = sign(value, make_key=False)
+    return valid is not None and hmac.compare_digest(valid, written)
+
+
+def _key(*, make: bool) -> bytes | None:
+    """Return the user's key; None if there is none that only the user can write."""
+    named = os.environ.get(KEY_FILE)
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    path = Path(named) if named else Path(home) / "agenttrain" / "key"
+    with suppress(OSError):
+        if make and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f".{path.name}.{os.getpid()}")
+            with suppress(FileExistsError):
+                descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(secrets.token_bytes(32))
+                # Not a rename: if two runs start together, the key of the first one stays.
+                with suppress(FileExistsError):
+                    os.link(part, path)
+                part.unlink()
+        status = path.stat()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+            key = path.read_bytes()
+            return key if len(key) >= 32 else None
+    return None
