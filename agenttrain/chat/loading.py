@@ -299,7 +299,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "controls": (list, "a list"),
     "lenient": (bool, "true or false"),
 }
-_OPTIONAL = ("call_open_pattern", "call_close", "header", "footer")
+_OPTIONAL = ("call_open_pattern", "call_open_also", "call_close", "header", "footer")
 
 
 def spec_names() -> list[str]:
@@ -451,10 +451,12 @@ def _own_format(settings: dict[str, Any]) -> ResponseSpec:
     if spec.lenient:
         _check_lenient(spec)
     re.compile(spec.header or "")
-    if re.search(pattern := spec.call_open_pattern or "x", "") is not None:
-        raise ValueError(f"call_open_pattern: {pattern!r} matches everywhere, nothing included")
-    if "_open" in re.compile(pattern).groupindex:
-        raise ValueError("call_open_pattern: the name of the group _open is taken; rename it")
+    for key in ("call_open_pattern", "call_open_also"):
+        pattern = getattr(spec, key) or "x"
+        if re.search(pattern, "") is not None:
+            raise ValueError(f"{key}: {pattern!r} matches everywhere, nothing included")
+        if "_open" in re.compile(pattern).groupindex:
+            raise ValueError(f"{key}: the name of the group _open is taken; rename it")
     return spec
 
 
