@@ -254,6 +254,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
             eos_token_ids=chat.eos_token_ids,
             plain=chat.plain,
             placeholders=chat.placeholders,
+            roles=chat.roles,
         )
         stock = _probes(stock_chat, schemas)
         preserving = all(probe.passed or probe.name in FEATURES for probe in stock)
@@ -388,14 +389,14 @@ def _ledger(
     ids, or if a call is not parsed as it was rendered.
     """
     messages: list[Message] = [question]
-    ledger = chat.prompt_ids(messages, schemas)
+    ledger = chat.rendered_ids(messages, schemas)
     context: list[int] = []
     remarks: dict[str, None] = {}
     for probe_turn, probe_replies in steps:
         after = messages[-1]["role"]
         turn, replies = chat.as_rendered(as_parsed(chat, probe_turn, after), probe_replies)
         messages += [turn.message(), *replies]
-        full = chat.prompt_ids(messages, schemas)
+        full = chat.rendered_ids(messages, schemas)
         _require_equal(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
         end = chat.end_ids(turn, replies, generation_prompt=True)
         spans = chat.suffix(

@@ -105,6 +105,7 @@ def load_chat(
         plain={text: plain.why for one in taken for plain in one.plain for text in plain.tokens},
         placeholders=None if isinstance(placeholders, str) else placeholders,
         no_images=placeholders if isinstance(placeholders, str) else "",
+        roles=template.roles,
     )
     response = family.response if family else None
     if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):

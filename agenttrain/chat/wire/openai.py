@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from agenttrain.chat.grammar import AnswerForm
 from agenttrain.chat.wire.normal import Answer, Question, call_message
 from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
+from agenttrain.utils.messages import REASONING_KEYS, call_arguments
 
 ROLES = {
     "system": "system",
@@ -249,9 +250,9 @@ def read_messages(request: ChatRequest, *, text_arguments: bool = False) -> list
             )
         message: Message = {"role": role, "content": _text(given.get("content"), where)}
         if role == "assistant":
-            reasoning = given.get("reasoning_content", given.get("reasoning"))
-            if isinstance(reasoning, str) and reasoning:
-                message["reasoning_content"] = reasoning
+            thoughts = [given[key] for key in REASONING_KEYS if isinstance(given.get(key), str)]
+            if reasoning := next(filter(None, thoughts), ""):
+                message[REASONING_KEYS[0]] = reasoning
             if given.get("tool_calls"):
                 if not isinstance(given["tool_calls"], list):
                     raise RequestError(
@@ -302,16 +303,14 @@ def _call(given: Any, where: str, text_arguments: bool) -> dict[str, Any]:
             f"{where}.tool_calls: each needs an id and a function with a name",
             param=f"{where}.tool_calls",
         )
-    arguments = function.get("arguments") or "{}"
+    arguments = function.get("arguments")
     try:
-        decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(decoded, dict):
-            raise ValueError("it is no object")
-    except (ValueError, RecursionError) as error:
+        decoded = call_arguments(arguments, function["name"])
+    except ValueError as error:
         if text_arguments and isinstance(arguments, str):
             return call_message(str(given.get("id")), function["name"], {}, arguments)
         raise RequestError(
-            f"{where}.tool_calls: the arguments of {function['name']} are no JSON object: {error}",
+            f"{where}.tool_calls: {error}",
             param=f"{where}.tool_calls",
         ) from error
     return call_message(str(given.get("id")), function["name"], decoded)
