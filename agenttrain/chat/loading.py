@@ -147,6 +147,17 @@ def make_fix(
                 f"chat_template={name}: with the fix of {name}, the model's template no longer "
                 f"renders the calls that it renders without; {REMEDY}"
             )
+        if family.marks and not matches_source(source, family):
+            # A fork without the marks may still write calls as the family does.
+            other = recognise(source, known, reads)
+            fits = family.tools and reads(family, fix.template)
+            if not fits or (other is not None and not fix.changes):
+                kind = f"is of the family {other}" if other else "is of no known family"
+                raise ChatError(
+                    f"chat_template={name}: has no effect, because the model's template {kind}; "
+                    "set chat_template=auto, or chat_template=file with "
+                    "chat_template.path=<file.jinja>"
+                )
         return fix
     except ChatError as error:
         if config.name != "auto":

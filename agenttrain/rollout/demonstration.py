@@ -124,6 +124,7 @@ class _Conversation:
         rollout_id: str,
         sampled: Sequence[Completion] = (),
     ) -> None:
+        task = replace(task, messages=tuple(owner.chat.normal_messages(task.messages)))
         spoken = [i for i, m in enumerate(task.messages) if m["role"] == "assistant"]
         self.sampled = sampled if len(sampled) <= len(spoken) else ()
         first = spoken[-len(self.sampled)] if spoken else 0  # [-0]: the first of all

@@ -9,13 +9,16 @@ from typing import Any
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which messages hold an assistant's reasoning; ours is the first."""
 
+ARGUMENT_KEYS = ("arguments", "parameters", "args")
+"""Keys under which calls hold their arguments; ours is the first."""
+
 
 def normal_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message in the form that `AssistantTurn.message` has.
 
-    Calls stand in `tool_calls` as ``{"function": {"name": …, "arguments": {…}}}``, whose arguments
-    are an object and not its JSON text; a message without calls has no such key. Reasoning stands
-    under the first of `REASONING_KEYS`. Example::
+    Calls stand in `tool_calls` as ``{"type": "function", "function": {"name": …, "arguments":
+    {…}}}``, whose arguments are an object and not its JSON text. A message without calls has no
+    such key. Reasoning stands under the first of `REASONING_KEYS`. Example::
 
         {"role": "assistant", "content": "7", "tool_calls": []}
         -> {"role": "assistant", "content": "7"}
@@ -43,13 +46,17 @@ def normal_call(call: Any) -> dict[str, Any]:
         call = _decoded(call, "tool_calls")
     function = call.get("function") if isinstance(call, Mapping) else None
     if isinstance(call, Mapping) and function is None:  # a call without OpenAI's wrapper
-        function = {key: call[key] for key in ("name", "arguments") if key in call}
+        function = {key: call[key] for key in ("name", *ARGUMENT_KEYS) if key in call}
         call = {key: value for key, value in call.items() if key not in function}
-        call = {"type": "function", **call}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"tool_calls: {call!r:.100} is no call with a function and its name")
-    arguments = call_arguments(function.get("arguments"), function["name"])
-    return {**call, "function": {**function, "arguments": arguments}}
+    function = dict(function)
+    written = [function.pop(key) for key in ARGUMENT_KEYS if key in function]
+    given = [value for value in written if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"tool_calls: the arguments of {function['name']} are given twice")
+    function["arguments"] = call_arguments(given[0] if given else None, function["name"])
+    return {"type": "function", **call, "function": function}
 
 
 def call_arguments(arguments: Any, name: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from agenttrain.chat.parsers.values import (
     take_literal,
     written_name,
 )
+from agenttrain.utils.messages import ARGUMENT_KEYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +102,6 @@ def _object(value: Any, syntax: Syntax, text: str = "", *, lenient: bool) -> Par
     )
 
 
-ARGUMENTS = ("arguments", "parameters", "args")
-"""Keys under which models write the arguments of a call, whatever their family's is."""
 BESIDE_ARGUMENTS = ("id", "type")
 """Keys of a call that say nothing about its arguments."""
 
@@ -115,7 +114,7 @@ def arguments_of(
     A key that is not known may hold arguments, so that the call would run without them. Example:
     for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``.
     """
-    keys = dict.fromkeys((arguments_key, *ARGUMENTS))
+    keys = dict.fromkeys((arguments_key, *ARGUMENT_KEYS))
     present = [key for key in keys if key in call]
     if len(present) > 1:
         return present[0], f'the arguments are given twice, as "{present[0]}" and "{present[1]}"'

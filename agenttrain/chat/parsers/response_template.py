@@ -25,7 +25,7 @@ from functools import cache, partial
 from typing import Any
 
 from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, ParsedCall, ParsedCompletion
-from agenttrain.chat.parsers.calls import ARGUMENTS, Schemas, arguments_of, typed
+from agenttrain.chat.parsers.calls import Schemas, arguments_of, typed
 from agenttrain.chat.parsers.marked import MARKS_IN_STRINGS, parameters
 from agenttrain.chat.parsers.patterns import Hit, Pattern
 from agenttrain.chat.parsers.values import (
@@ -38,6 +38,7 @@ from agenttrain.chat.parsers.values import (
     read_loose,
     written_name,
 )
+from agenttrain.utils.messages import ARGUMENT_KEYS
 
 CALLS = "tool_calls"
 EMPTY: tuple[Any, ...] = (None, "", {}, [])
@@ -318,8 +319,8 @@ def with_all_arguments(call: ParsedCall, written: Any) -> ParsedCall:
     inner = written.get("function", written) if isinstance(written, dict) else None
     if call.problem is not None or not isinstance(inner, dict) or call.arguments is written:
         return call
-    present = [key for key in ARGUMENTS if key in inner]
-    named = {key: v for key, v in inner.items() if v != call.name or key in ARGUMENTS}
+    present = [key for key in ARGUMENT_KEYS if key in inner]
+    named = {key: v for key, v in inner.items() if v != call.name or key in ARGUMENT_KEYS}
     key, problem = arguments_of({k: v for k, v in named.items() if v not in EMPTY or k in present})
     if len(present) > 1 or (problem and ("name" in inner or not (present or call.arguments))):
         return replace(call, problem=problem)
@@ -567,8 +568,8 @@ def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -
         return transform
     value: Any = scope
     for key in placeholder[1].split("."):
-        if key in ARGUMENTS and isinstance(value, Mapping) and key not in value:
-            key = next((other for other in ARGUMENTS if other in value), key)
+        if key in ARGUMENT_KEYS and isinstance(value, Mapping) and key not in value:
+            key = next((other for other in ARGUMENT_KEYS if other in value), key)
         if not isinstance(value, Mapping) or key not in value:
             if partly:
                 return None
