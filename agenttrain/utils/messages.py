@@ -49,7 +49,7 @@ def normal_call(call: Any) -> dict[str, Any]:
         function = {key: call[key] for key in ("name", *ARGUMENT_KEYS) if key in call}
         call = {key: value for key, value in call.items() if key not in function}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f"tool_calls: {call!r:.100} is no call with a function and its name")
+        raise ValueError(f"tool_calls: {call!r:.100} is no call with a name")
     function = dict(function)
     written = [function.pop(key) for key in ARGUMENT_KEYS if key in function]
     given = [value for value in written if value is not None]
