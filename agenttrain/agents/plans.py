@@ -112,7 +112,9 @@ class RequestPlanner:
     def render(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[int]:
         """Return the ids of a prompt. Raises RequestError."""
         try:
-            return self._chat.prompt_ids([without_handle(m) for m in messages], schemas)
+            return self._chat.prompt_ids(
+                [without_handle(m) for m in messages], schemas, may_omit=("assistant",)
+            )
         except ChatError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from agenttrain.chat.boundary import CALL
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import (
@@ -171,6 +172,8 @@ class Certificate:
     """Warnings about training with this template and about serving the trained model."""
     remedy: str
     """Advice for refused probes: the setting to change."""
+    left_out: tuple[str, ...] = ()
+    """Messages whose text the template leaves out or refuses; a row that has one is refused."""
     chosen: str | None = None
     """Note on which template was taken, if the tokenizer carries several."""
 
@@ -234,6 +237,8 @@ class Certificate:
                 lines.append(f"{'':11}and for the same reason: {names}")
         lines += [f"  fix      {change}" for change in self.changes]
         lines += [f"  warning  {warning}" for warning in self.warnings]
+        if self.left_out:
+            lines.append(f"  note     rows must not have: {', '.join(self.left_out)}")
         return lines if self.passed else [*lines, f"  remedy   {self.remedy}"]
 
 
@@ -254,6 +259,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
             eos_token_ids=chat.eos_token_ids,
             plain=chat.plain,
             placeholders=chat.placeholders,
+            roles=chat.roles,
         )
         stock = _probes(stock_chat, schemas)
         preserving = all(probe.passed or probe.name in FEATURES for probe in stock)
@@ -281,7 +287,31 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
         warnings=tuple(_warnings(chat, probes)),
         remedy=_remedy(chat, probes),
         chosen=chat.fix.chosen,
+        left_out=tuple(_left_out(chat, schemas)),
     )
+
+
+def _left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
+    """Yield the places of messages that the template leaves out or refuses, by a text in each."""
+    answer: Message = {"role": "assistant", "content": "It is 7."}
+    extra: Message = {"role": "system", "content": TEXT}
+    reply: Message = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f"}
+    reply["content"] = TEXT
+    call = replace(CALL, content=TEXT).message()
+    conversations = {
+        "a system message": [extra, *QUESTION],
+        "a second system message": [extra, extra, *QUESTION],
+        "a system message after an answer": [*QUESTION, answer, extra, *QUESTION],
+        "a message of the developer": [{**extra, "role": "developer"}, *QUESTION],
+    }
+    if schemas:
+        conversations["a tool's message without its call"] = [*QUESTION, reply, *QUESTION]
+        conversations["text beside a call"] = [*QUESTION, call, reply]
+    for place, messages in conversations.items():
+        try:
+            chat.check_places(messages, schemas)
+        except ChatError:
+            yield place
 
 
 def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
@@ -388,14 +418,14 @@ def _ledger(
     ids, or if a call is not parsed as it was rendered.
     """
     messages: list[Message] = [question]
-    ledger = chat.prompt_ids(messages, schemas)
+    ledger = chat.rendered_ids(messages, schemas)
     context: list[int] = []
     remarks: dict[str, None] = {}
     for probe_turn, probe_replies in steps:
         after = messages[-1]["role"]
         turn, replies = chat.as_rendered(as_parsed(chat, probe_turn, after), probe_replies)
         messages += [turn.message(), *replies]
-        full = chat.prompt_ids(messages, schemas)
+        full = chat.rendered_ids(messages, schemas)
         _require_equal(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
         end = chat.end_ids(turn, replies, generation_prompt=True)
         spans = chat.suffix(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -23,8 +23,17 @@ from agenttrain.chat.boundary import (
 from agenttrain.chat.encoding import ChatError, Encoder, clean
 from agenttrain.chat.fixes import Fix
 from agenttrain.chat.grammar import ANY_FORM, AnswerForm, CallGrammar
+from agenttrain.chat.omissions import (
+    ROLES,
+    Place,
+    advice,
+    left_out,
+    places,
+    role_of,
+    texts_stand_in,
+)
 from agenttrain.chat.parsers.base import ResponseSpec, parse_response
-from agenttrain.chat.probing import REASONING_KEYS, USER, adapt_message, probe_behaviour, render
+from agenttrain.chat.probing import USER, adapt_message, probe_behaviour, render
 from agenttrain.images import (
     BadImage,
     Image,
@@ -35,6 +44,7 @@ from agenttrain.images import (
     parts,
 )
 from agenttrain.types import AssistantTurn, Finish, Message, Origin
+from agenttrain.utils.messages import REASONING_KEYS, normal_message
 
 CACHED_SHAPES = 4096
 CHARACTERS_PER_TOKEN = 8
@@ -42,6 +52,8 @@ CHARACTERS_PER_TOKEN = 8
 PREFIX = 8
 """Tokens that a tokenizer may put before a text. An ASCII text has at most one per character
 besides."""
+WORD = "zqrolezq"
+"""A text that no template contains or changes."""
 MARKERS = ("… [{:,} characters clipped]", "…")
 
 
@@ -86,10 +98,12 @@ class Chat:
         plain: Mapping[str, str] | None = None,
         placeholders: Placeholders | None = None,
         no_images: str = "this model reads text only",
+        roles: Mapping[str, str] | None = None,
     ) -> None:
         """`plain` maps added tokens that are ordinary text to the reason, as in `Family.plain`.
 
         `placeholders` are those of the model's images; None: it reads none, because of `no_images`.
+        `roles` maps roles of messages to those to render.
         """
         self.tokenizer = tokenizer
         self.template = template
@@ -100,6 +114,9 @@ class Chat:
         self.encoder = Encoder(tokenizer, template, self.plain)
         self.response = response
         self.eos_token_ids = tuple(eos_token_ids)
+        self.roles = dict(roles or {})
+        self._usual_roles: dict[str, str] = {}
+        self._shown_places: set[Place] = set()
         self._suffixes: dict[Any, Suffix] = {}
         self._grammar: CallGrammar | None = None
         # Not `self.render`, which adapts messages to the behaviour that is measured only now.
@@ -149,15 +166,121 @@ class Chat:
             return self.response.opens_reasoning(self.render(messages, generation_prompt=True))
         return False
 
-    def prompt_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
+    def prompt_ids(
+        self,
+        messages: Sequence[Message],
+        schemas: Sequence[dict],
+        *,
+        may_omit: Collection[str] = (),
+    ) -> list[int]:
         """Return [T] the ids of the messages and the generation prompt.
 
+        Messages are brought into `normal_message`'s form, with the roles of `chat_template.roles`.
         Control tokens in messages and schemas are encoded as plain text, except the marks of
         reasoning and calls in assistant messages. An image's placeholder stands as often as the
-        image needs. Raises ChatError for content that the model cannot read, and if the template
-        refuses the messages.
+        image needs. Raises ChatError for content that the model cannot read, if the template
+        refuses the messages, and if it leaves out the text of one whose role is not in `may_omit`.
         """
-        pictures = False
+        messages = self.normal_messages(messages)
+        rendering = self._prompt(messages, schemas)
+        self._check_texts(messages, schemas, rendering, may_omit)
+        return self._prompt_ids(messages, rendering)
+
+    def rendered_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
+        """Return [T] the ids as `prompt_ids` does, whatever texts the template leaves out."""
+        messages = self.normal_messages(messages)
+        return self._prompt_ids(messages, self._prompt(messages, schemas))
+
+    def normal_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages in the form and with the roles that are rendered. Raises ChatError."""
+        normal = []
+        for message in messages:
+            role = message.get("role")
+            try:
+                changed = normal_message(message)
+            except ValueError as error:
+                raise ChatError(f"a message of the role {role}: {error}") from error
+            if isinstance(role, str) and (other := self._role(role)) != role:
+                changed["role"] = other
+            normal.append(changed)
+        return normal
+
+    def _role(self, name: str) -> str:
+        """Return the role to render: the setting's, or the usual one if the template has no such.
+
+        Example: `system` for `developer`, unless the template renders messages of developers.
+        """
+        if name in self.roles:
+            return self.roles[name]
+        if name in ROLES or (usual := role_of(name)) is None:
+            return name
+        if name not in self._usual_roles:
+            lacking, shown = (self._omits_role(role, usual) for role in (name, usual))
+            self._usual_roles[name] = usual if lacking and not shown else name
+        return self._usual_roles[name]
+
+    def _omits_role(self, name: str, usual: str) -> bool:
+        """Return True if the template refuses or leaves out a message of this role.
+
+        It stands where messages of the role `usual` do.
+        """
+        message: Message = {"role": name, "content": WORD}
+        conversation = [message] if usual == "user" else [message, USER]
+        if usual == "assistant":
+            conversation = [USER, message, USER]
+        elif usual == "tool":
+            reply = {**message, "tool_call_id": CALL.calls[0].id, "name": CALL.calls[0].name}
+            conversation = [USER, CALL.message(), reply]
+        try:
+            return WORD not in self.render(conversation, generation_prompt=True)
+        except ChatError:
+            return True
+
+    def _check_texts(
+        self,
+        messages: Sequence[Message],
+        schemas: Sequence[dict],
+        rendering: str,
+        may_omit: Collection[str],
+    ) -> None:
+        """Raise ChatError if a rendering of messages lacks the text of one of them."""
+        seen = places(messages)
+        marked = [self._marked(message) for message in messages]
+        close = getattr(self.response, "reasoning_close", "")
+        if self._shown_places.issuperset(seen.values()) and texts_stand_in(
+            marked, rendering, close
+        ):
+            return
+        omitted = left_out(messages, lambda changed: self._prompt(changed, schemas))
+        if len(self._shown_places) >= CACHED_SHAPES:
+            self._shown_places.clear()
+        self._shown_places.update(place for i, place in seen.items() if i not in omitted)
+        for index in omitted:
+            role = str(messages[index].get("role"))
+            if role not in may_omit:
+                shown = [name for name in ROLES if not self._omits_role(name, name)]
+                raise ChatError(
+                    f"messages[{index}]: the chat template leaves out the text of this message of "
+                    f"the role {role}: {advice(messages, index, shown)}"
+                )
+
+    def check_places(self, messages: Sequence[Message], schemas: Sequence[dict]) -> None:
+        """Raise ChatError if the template leaves out the text of a message.
+
+        A conversation all of whose places were seen before is not rendered: `prompt_ids` checks its
+        texts.
+        """
+        messages = self.normal_messages(messages)
+        if not self._shown_places.issuperset(places(messages).values()):
+            self._check_texts(messages, schemas, "", ())
+
+    def _marked(self, message: Message) -> Message:
+        """Return a message whose control tokens are marked, but for those that it may hold."""
+        bare = self._marks if message.get("role") == "assistant" else ()
+        return self.encoder.mark(message, bare)
+
+    def _prompt(self, messages: Sequence[Message], schemas: Sequence[dict]) -> str:
+        """Render messages and the generation prompt to marked text. Raises ChatError."""
         for message in messages:
             content = message.get("content")
             for part in content if isinstance(content, list | tuple) else ():
@@ -170,14 +293,13 @@ class Chat:
                         f"a message of the role {message.get('role')} holds a part of type "
                         f"{kind!r}: {why}; remove it from the data"
                     )
-                pictures = pictures or is_image
-        marked = [
-            self.encoder.mark(m, self._marks if m.get("role") == "assistant" else ())
-            for m in messages
-        ]
-        tools = self.encoder.mark(schemas)
-        ids = self.encoder.encode(self.render(marked, tools, generation_prompt=True))
-        return self._expand(ids, messages) if pictures else ids
+        marked = [self._marked(message) for message in messages]
+        return self.render(marked, self.encoder.mark(schemas), generation_prompt=True)
+
+    def _prompt_ids(self, messages: Sequence[Message], rendering: str) -> list[int]:
+        """Encode a rendering of messages; placeholders are repeated for their images."""
+        ids = self.encoder.encode(rendering)
+        return self._expand(ids, messages) if next(images_in(messages), None) else ids
 
     def _expand(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Repeat the placeholders in `ids` for the images of the messages."""

@@ -25,6 +25,10 @@ class ChatTemplateConfig:
     """Branch, tag or commit of a model of the hub in `path`."""
     kwargs: Data[dict[str, Any]] = field(default_factory=dict)
     """Passed to the template, e.g. {enable_thinking: false}."""
+    roles: Data[dict[str, str]] = field(default_factory=dict)
+    """Roles of messages -> roles to render, e.g. {human: user}. Where the template has no such
+    role, developer is system without it, human is user, gpt assistant, function and observation
+    tool."""
     family: Data[dict[str, Any]] = field(default_factory=dict)
     """Knowledge of a family in a file of this group: see `agenttrain/chat/fixes.py`."""
 

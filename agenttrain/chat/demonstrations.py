@@ -40,9 +40,9 @@ def completion_ids(
         end = chat.end_ids(turn, [], generation_prompt=True)
         if not end or end[-1] not in chat.stop_token_ids:
             replies = [{"role": "user", "content": ""}]
-    full = chat.prompt_ids([*messages, turn.message(), *replies], schemas)
+    full = chat.rendered_ids([*messages, turn.message(), *replies], schemas)
     if prompt is None or full[: len(prompt)] != list(prompt):
-        prompt = chat.prompt_ids(messages, schemas)
+        prompt = chat.rendered_ids(messages, schemas)
     end = chat.end_ids(turn, replies, generation_prompt=True)
     suffix = chat.suffix(
         turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True

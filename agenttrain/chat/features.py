@@ -92,7 +92,7 @@ def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
 
     name = "tools in the prompt"
     try:
-        text = chat.decode(chat.prompt_ids(QUESTION, schemas))
+        text = chat.decode(chat.rendered_ids(QUESTION, schemas))
     except ChatError as error:
         probes.append(refused_probe(name, str(error)))
     else:
@@ -158,7 +158,7 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
 
     def tool_description_ids(text: str) -> list[int]:
         function = {"name": "probe", "description": text, "parameters": {"type": "object"}}
-        return chat.prompt_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
+        return chat.rendered_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
 
     def reply_ids(text: str) -> list[int]:
         turn, reply = ANSWER, {"role": "user", "content": text}
@@ -172,10 +172,10 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
 
     # The places where text of others may stand, each with the ids of a context that holds a text.
     places: dict[str, Callable[[str], Sequence[int]]] = {
-        "a user's message": lambda text: chat.prompt_ids(
+        "a user's message": lambda text: chat.rendered_ids(
             [{"role": "user", "content": text}], schemas
         ),
-        "a system message": lambda text: chat.prompt_ids(
+        "a system message": lambda text: chat.rendered_ids(
             [{"role": "system", "content": text}, *QUESTION], schemas
         ),
         "a tool's description": tool_description_ids,

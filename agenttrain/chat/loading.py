@@ -105,6 +105,7 @@ def load_chat(
         plain={text: plain.why for one in taken for plain in one.plain for text in plain.tokens},
         placeholders=None if isinstance(placeholders, str) else placeholders,
         no_images=placeholders if isinstance(placeholders, str) else "",
+        roles=template.roles,
     )
     response = family.response if family else None
     if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):
@@ -146,6 +147,17 @@ def make_fix(
                 f"chat_template={name}: with the fix of {name}, the model's template no longer "
                 f"renders the calls that it renders without; {REMEDY}"
             )
+        if family.marks and not matches_source(source, family):
+            # A fork without the marks may still write calls as the family does.
+            other = recognise(source, known, reads)
+            fits = family.tools and reads(family, fix.template)
+            if not fits or (other is not None and not fix.changes):
+                kind = f"is of the family {other}" if other else "is of no known family"
+                raise ChatError(
+                    f"chat_template={name}: has no effect, because the model's template {kind}; "
+                    "set chat_template=auto, or chat_template=file with "
+                    "chat_template.path=<file.jinja>"
+                )
         return fix
     except ChatError as error:
         if config.name != "auto":
@@ -299,7 +311,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "controls": (list, "a list"),
     "lenient": (bool, "true or false"),
 }
-_OPTIONAL = ("call_open_pattern", "call_close", "header", "footer")
+_OPTIONAL = ("call_open_pattern", "call_open_also", "call_close", "header", "footer")
 
 
 def spec_names() -> list[str]:
@@ -451,10 +463,12 @@ def _own_format(settings: dict[str, Any]) -> ResponseSpec:
     if spec.lenient:
         _check_lenient(spec)
     re.compile(spec.header or "")
-    if re.search(pattern := spec.call_open_pattern or "x", "") is not None:
-        raise ValueError(f"call_open_pattern: {pattern!r} matches everywhere, nothing included")
-    if "_open" in re.compile(pattern).groupindex:
-        raise ValueError("call_open_pattern: the name of the group _open is taken; rename it")
+    for key in ("call_open_pattern", "call_open_also"):
+        pattern = getattr(spec, key) or "x"
+        if re.search(pattern, "") is not None:
+            raise ValueError(f"{key}: {pattern!r} matches everywhere, nothing included")
+        if "_open" in re.compile(pattern).groupindex:
+            raise ValueError(f"{key}: the name of the group _open is taken; rename it")
     return spec
 
 

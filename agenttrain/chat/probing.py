@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from agenttrain.chat.encoding import CLOSE, OPEN, ChatError
 from agenttrain.types import Message
+from agenttrain.utils.messages import REASONING_KEYS
 
 USER: Message = {"role": "user", "content": "u"}
 """The first message of every probe conversation."""
@@ -69,8 +71,6 @@ def syntax_problem(error: TemplateSyntaxError) -> str:
 Render = Callable[[Sequence[Message], bool], str]
 """Makes marked text of marked messages; the second argument adds the generation prompt."""
 
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which templates look for an assistant's reasoning; ours is the first."""
 PROBE = "\ufdd5"
 """A character that no template contains, so that its count shows what was rendered."""
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
@@ -91,6 +91,8 @@ class TemplateBehaviour:
     """Call ids must have nine letters and digits."""
     shows_ids: bool
     """Call ids are rendered."""
+    text_arguments: bool
+    """Calls are rendered only if their arguments are JSON text."""
 
 
 def probe_behaviour(render: Render) -> TemplateBehaviour:
@@ -116,6 +118,8 @@ def probe_behaviour(render: Render) -> TemplateBehaviour:
         reasoning_key=next(reasoning_keys, None),
         short_ids=short,
         shows_ids=_answers(render, ids[0], shown=ids[0]),
+        text_arguments=not (calls or short)
+        and _shows(render, [_with_text(_assistant(("one", "call_0_0")))], "one"),
     )
 
 
@@ -133,6 +137,21 @@ def _assistant(*calls: tuple[str, str]) -> Message:
             for name, call_id in calls
         ],
     }
+
+
+def _with_text(message: Message) -> Message:
+    """Return an assistant's message whose calls have their arguments as JSON text."""
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _shows(render: Render, messages: Sequence[Message], text: str) -> bool:
@@ -172,4 +191,5 @@ def adapt_message(message: Message, behaviour: TemplateBehaviour) -> Message:
             {**call, "id": short_id(call["id"])} if call.get("id") else call
             for call in message["tool_calls"]
         ]
-    return {**message, **changes} if changes else message
+    message = {**message, **changes} if changes else message
+    return _with_text(message) if behaviour.text_arguments and "tool_calls" in message else message

@@ -10,10 +10,11 @@ import json
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from agenttrain.data.images import COLUMN, ImageLimits, with_images
-from agenttrain.types import Message, RowTool, Task
+from agenttrain.types import RowTool, Task
+from agenttrain.utils.messages import normal_message
 from agenttrain.utils.names import did_you_mean
 
 RESERVED = ("task_id", "messages", "tools", "user_turns", COLUMN)
@@ -161,6 +162,10 @@ def to_task(
                 f"data row {index}: the content of the {message['role']} message is a "
                 f"{type(message['content']).__name__}, neither a text nor a list of parts"
             )
+    try:
+        messages = [normal_message(message) for message in messages]
+    except ValueError as error:
+        raise ValueError(f"data row {index}: {error}") from error
     if COLUMN in row or any(isinstance(m.get("content"), list | tuple) for m in messages):
         try:
             messages = with_images(messages, row.get(COLUMN), images or ImageLimits())
@@ -174,7 +179,7 @@ def to_task(
         )
     return Task(
         task_id=str(row.get("task_id", index)),
-        messages=tuple(cast(Sequence[Message], messages)),
+        messages=tuple(messages),
         columns={key: value for key, value in row.items() if key not in RESERVED},
         tools=tools,
         user_turns=tuple(turns),

@@ -9,15 +9,13 @@ A rollout that a run recorded (`RolloutRows`) is learned in the ids that it was 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.demonstrations import completion_ids
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.probing import REASONING_KEYS
 from agenttrain.environments.environments import Environments
 from agenttrain.images import parts, text_of
 from agenttrain.rollout.config import RolloutConfig
@@ -41,6 +39,7 @@ from agenttrain.types import (
     ToolCall,
     ToolResult,
 )
+from agenttrain.utils.messages import REASONING_KEYS, normal_message
 from agenttrain.utils.names import did_you_mean
 
 REMEDY = "Correct the row, or leave such rows out with data.on_bad_row=skip"
@@ -125,6 +124,7 @@ class _Conversation:
         rollout_id: str,
         sampled: Sequence[Completion] = (),
     ) -> None:
+        task = replace(task, messages=tuple(owner.chat.normal_messages(task.messages)))
         spoken = [i for i, m in enumerate(task.messages) if m["role"] == "assistant"]
         self.sampled = sampled if len(sampled) <= len(spoken) else ()
         first = spoken[-len(self.sampled)] if spoken else 0  # [-0]: the first of all
@@ -290,23 +290,16 @@ def assistant_turn(message: Message, number: int) -> AssistantTurn:
     Arguments may be an object or its JSON text. Raises BadDemonstration for a call without a name
     or with other arguments.
     """
-    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+    try:
+        message = normal_message(message)
+    except ValueError as error:
+        raise BadDemonstration(str(error)) from error
     calls = []
-    for index, given in enumerate(message.get("tool_calls") or ()):
-        function = given.get("function", given) if isinstance(given, Mapping) else {}
-        name, arguments = function.get("name"), function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError as error:
-                raise BadDemonstration(
-                    f"the arguments of {name} are no JSON: {arguments!r}"
-                ) from error
-        if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
-            raise BadDemonstration(f"{given!r} is no call with a name and an object of arguments")
-        calls.append(
-            ToolCall(id=f"call_{number}_{index}", name=name, arguments=dict(arguments or {}))
-        )
+    for index, call in enumerate(message.get("tool_calls", ())):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        calls.append(ToolCall(id=f"call_{number}_{index}", name=name, arguments=arguments))
     return AssistantTurn(
-        content=message.get("content") or "", reasoning=reasoning, calls=tuple(calls)
+        content=message.get("content") or "",
+        reasoning=message.get(REASONING_KEYS[0]) or None,
+        calls=tuple(calls),
     )

@@ -173,14 +173,14 @@ def difference(
     if list(messages) != main.messages:
         return "the settings of `data` change its messages"
     try:
-        prompt = chat.prompt_ids(main.messages[: main.prompt_messages], schemas)
+        prompt = chat.rendered_ids(main.messages[: main.prompt_messages], schemas)
         if list(main.token_ids[: main.prompt_length]) != prompt:
             return "the tokenizer, the chat template or the tools of this run give another prompt"
         verify(rollout, chat, schemas)
         for trajectory in rollout.trajectories:
             shown = schemas_of(trajectory, schemas)
             if trajectory.delegation is not None and trajectory.parent is None:
-                prompt = chat.prompt_ids(trajectory.messages[: trajectory.prompt_messages], shown)
+                prompt = chat.rendered_ids(trajectory.messages[: trajectory.prompt_messages], shown)
                 if list(trajectory.token_ids[: trajectory.prompt_length]) != prompt:
                     return f"this run gives {trajectory.name} another prompt"
             if (turn := _other_context(trajectory, chat, shown)) is not None:

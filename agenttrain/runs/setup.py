@@ -521,9 +521,28 @@ def check_rows(
         names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
         if sets:
             _certificate(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
+        _check_messages(chat, key, source)
         if structured_calls:
             check_grammars(chat, sets)
     return names
+
+
+def _check_messages(chat: Chat, key: str, source: TaskSource) -> None:
+    """Raise ChatError, naming the row, if the template leaves out the text of a message.
+
+    A conversation is rendered only if a message stands in a place that no row before it had. Rows
+    without end are looked at while the run goes on, but for the first.
+    """
+    for index in range(RENDERED_TASKS if source.endless else len(source)):
+        messages = source.row(index).messages
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        prompt = messages[: spoken[0]] if spoken and spoken[-1] == len(messages) - 1 else messages
+        try:
+            chat.check_places(prompt, ())
+        except ChatError as error:
+            raise ChatError(
+                f"{key}: {source.where(index)}: {error}; or leave out such rows"
+            ) from error
 
 
 def overlong_notes(components: Components) -> list[str]:

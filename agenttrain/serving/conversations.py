@@ -84,7 +84,7 @@ class Conversations:
                         session=session or secrets.token_hex(8),
                         known=len(exchange.token_ids),
                     )
-        ids = self.chat.prompt_ids(messages, schemas)
+        ids = self.chat.prompt_ids(messages, schemas, may_omit=("assistant",))
         return Prompt(token_ids=array("q", ids), session=secrets.token_hex(8))
 
     def record(

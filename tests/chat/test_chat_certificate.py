@@ -155,7 +155,7 @@ def test_calls_that_no_parser_reads_ask_for_a_response_schema_of_ones_own() -> N
 
 
 def test_a_response_schema_that_is_not_the_templates_is_what_the_remedy_names() -> None:
-    chat = Chat(tokenizer(), TEMPLATE, load_spec("llama3"), eos_token_ids=[2])
+    chat = Chat(tokenizer(), TEMPLATE, load_spec("gemma4"), eos_token_ids=[2])
     certificate = certify(chat, SCHEMAS)
     assert certificate.remedy == "Set response_schema=hermes, which reads the template's calls."
     lines = certificate.lines()

@@ -285,3 +285,33 @@ def test_what_is_wrong_with_a_spec_is_named(spec: dict, message: str) -> None:
             make_spec(spec, source="the tokenizer's response_template")
         except Exception as error:
             raise ValueError(str(error)) from error
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('{"name": "f", "parameters": {"x": 1}}', ("f", {"x": 1})),
+        ('{"args": {"x": 1}, "id": "a", "name": "f"}', ("f", {"x": 1})),
+        ('{"name": "f"}', ("f", {})),
+        ('{"name": "f", "x": 1}', "'x' is no key of a call"),
+        ('{"name": "f", "arguments": {}, "parameters": {"x": 1}}', "given twice"),
+    ],
+)
+@pytest.mark.parametrize("dialect", ["template", "template list", "schema", "schema list"])
+def test_no_call_without_the_arguments_that_were_written(
+    dialect: str, body: str, expected: Any
+) -> None:
+    """The schemas pick keys of the JSON, and the others would be lost."""
+    specs = TEMPLATES if dialect.startswith("template") else SCHEMAS
+    spec, text = specs["tags"], f"<tool_call>{body}</tool_call>"
+    if dialect == "template list":
+        body = body.replace('"name"', '"tool"').replace('"arguments": {},', "")
+        spec, text = specs["list"], f"<ACT>[{body}]</ACT>"
+        expected = ("f", {"x": 1}) if expected == "given twice" else expected
+    elif dialect == "schema list":
+        spec, text = specs["list"], f"<|ACT|>[{body.replace('name', 'tool_name')}]<|END_ACT|>"
+    (call,) = parse_response(text, make_spec(spec, source="test"), turn=0).calls
+    if isinstance(expected, str):
+        assert expected in (call.malformed or "")
+    else:
+        assert (call.malformed, call.name, call.arguments) == (None, *expected)

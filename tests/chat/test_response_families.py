@@ -390,6 +390,63 @@ def test_lfm(text: str, expected: Expected) -> None:
     check(parse("lfm2", text), expected)
 
 
+PYTHON_LITERALS: list[tuple[str, Any]] = [
+    ("(800, 600)", [800, 600]),
+    ("()", []),
+    ("(1,)", [1]),
+    ("(1)", 1),
+    ("((1, 2), 'a')", [[1, 2], "a"]),
+    ("{'b', 'a'}", ["b", "a"]),
+    ("{(1, 2), (3, 4)}", [[1, 2], [3, 4]]),
+    ("[1, (2,), {'a': (3,)}]", [1, [2], {"a": [3]}]),
+    ("{1: 'a', True: 2, None: 3, 1.5: 4}", {"1": "a", "true": 2, "null": 3, "1.5": 4}),
+    ("1_000", 1000),
+    ("0x1f", 31),
+    ("-0b11", -3),
+    ("0o17", 15),
+    ("+1", 1),
+    ("07", 7),
+    ("1.", 1.0),
+    (".5", 0.5),
+    ("1_0.5e-3", 0.0105),
+    ("'a' \n'b'", "ab"),
+    ("('a' \"b\")", "ab"),
+    ('"""a\nb"c"""', 'a\nb"c'),
+    (r"r'\d+'", r"\d+"),
+    (r"'\101\x41\N{BULLET}\v'", "AA\u2022\v"),
+    ("f'{{x}}'", "{x}"),
+    (r"'\ud83d\ude00'", "\U0001f600"),
+]
+NO_JSON_VALUES = [
+    *(
+        "b'x'",
+        "f'{x}'",
+        "1j",
+        "...",
+        "1e999",
+        "1__0",
+        "{1: 1, '1': 2}",
+        "(1",
+        "(1 2)",
+        "[x for x in y]",
+    ),
+    *("'a' 'b", "{'a', 'b': 1}", r"'\N{no such character}'", "{**{'a': 1}}", "1 if x else 2"),
+]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "pythonic"])
+def test_literals_of_python(family: str) -> None:
+    form = LFM if family == "lfm2" else "[{}]"
+    for literal, value in PYTHON_LITERALS:
+        (call,) = parse(family, form.format(f"f(x={literal})")).calls
+        assert (call.malformed, call.arguments) == (None, {"x": value}), literal
+        assert type(call.arguments["x"]) is type(value)
+    for literal in NO_JSON_VALUES:
+        (call,) = parse(family, form.format(f"f(x={literal})")).calls
+        assert call.malformed is not None, literal
+        assert (call.name, call.arguments) == ("f", {})
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

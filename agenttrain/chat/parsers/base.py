@@ -1,8 +1,10 @@
 """Parse the text of a completion into content, reasoning and calls, good or malformed, in order.
 
-A call is accepted if the parsers of inference servers accept it for the same family, so that the
-trained habits work after deployment. A call that they would drop or guess at is malformed, and the
-model reads the reason. A malformed call never affects the calls beside it.
+A call is accepted where the parsers of inference servers accept it for the same family, so that
+the trained habits work after deployment, and where its meaning is plain. A call whose meaning they
+would guess, or whose arguments they would lose, is malformed, and the model reads the reason. A
+malformed call never affects the calls beside it. `tests/call_corpus.py` shows where vLLM reads
+otherwise.
 
 ==========================================  ======================================================
 in a call's text                            result
@@ -12,11 +14,15 @@ arguments as a JSON string                  decoded: ``"{\\"a\\": 3}"`` is ``{"a
 arguments whose braces the schema's own     read with their braces added
 pattern consumes
 arguments missing, null or an empty string  ``{}``
+arguments under another key: "arguments",   read
+"parameters", "args"
+any key beside name, arguments, id, type    malformed: its value may be an argument
 name missing, empty or no string            malformed
 arguments that are no mapping               malformed
 a key or parameter given twice              malformed: nothing says which was meant
 keys without quotes                         read in Gemma's format; malformed in JSON
-Python literals, single quotes              read in LFM2's format; malformed in JSON
+Python literals, single quotes              read in LFM2's format, where tuples and sets are lists;
+                                            malformed in JSON
 trailing commas                             read in LFM2's format; malformed in JSON
 arguments without their braces              malformed: ``"arguments": "a": 3, "b": 4``
 … ``response_schema.lenient=true``          the last four are read in JSON too, and such calls
@@ -25,6 +31,7 @@ XML parameters, GLM's values                text, or the JSON value if the tool'
 NaN, Infinity, 1e999                        malformed
 lone surrogates, over 64 levels             malformed: no JSON file could hold them
 text between a call and its closing mark    malformed
+opening mark missing                        read in Qwen3-Coder's format if the tool exists
 closing mark missing, call cut anywhere     malformed, to the next opening mark or the end
 an id written twice in a turn               both calls get new ids; an id written once stays
 a readable name in a malformed call         the malformed call's name

@@ -26,6 +26,7 @@ from agenttrain.chat.parsers.values import (
     take_literal,
     written_name,
 )
+from agenttrain.utils.messages import ARGUMENT_KEYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     """``{"name": "f", "arguments": {"x": 1}}``"""
     value, end, problem, cut = _value(body, 0, syntax)
     if problem is not None:
-        return _problem(problem, name=written_name(body, syntax.name_key), cut=cut)
+        return _problem(problem, name=written_name(body, syntax.name_key) or None, cut=cut)
     return Read(calls=[_object(value, syntax, lenient=_is_loose(body, syntax))], end=end)
 
 
@@ -87,16 +88,41 @@ def _object(value: Any, syntax: Syntax, text: str = "", *, lenient: bool) -> Par
     """Make a call of the JSON object that describes it."""
     if not isinstance(value, dict):
         return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
+    key, problem = arguments_of(value, syntax.name_key, syntax.arguments_key)
     written = value.get("id")
     return ParsedCall(
         text=text,
         name=value.get(syntax.name_key),
-        arguments=value.get(syntax.arguments_key),
+        arguments=value.get(key),
+        problem=problem,
         id=written if isinstance(written, str) else None,
         name_label=f'"{syntax.name_key}"',
-        arguments_label=f'"{syntax.arguments_key}"',
+        arguments_label=f'"{key}"',
         lenient=lenient,
     )
+
+
+BESIDE_ARGUMENTS = ("id", "type")
+"""Keys of a call that say nothing about its arguments."""
+
+
+def arguments_of(
+    call: Mapping[str, Any], name_key: str = "name", arguments_key: str = "arguments"
+) -> tuple[str, str | None]:
+    """Return (the key of a JSON call that holds its arguments, a problem of its keys).
+
+    A key that is not known may hold arguments, so that the call would run without them. Example:
+    for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``.
+    """
+    keys = dict.fromkeys((arguments_key, *ARGUMENT_KEYS))
+    present = [key for key in keys if key in call]
+    if len(present) > 1:
+        return present[0], f'the arguments are given twice, as "{present[0]}" and "{present[1]}"'
+    for key in call:
+        if key not in keys and key not in (name_key, *BESIDE_ARGUMENTS):
+            form = f'{{"{name_key}": …, "{arguments_key}": {{…}}}}'
+            return arguments_key, f"{excerpt(key)} is no key of a call: write {form}"
+    return (present or [arguments_key])[0], None
 
 
 def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:

@@ -191,7 +191,7 @@ def _between(opening: str, closing: str, content: str) -> Field:
 def _reads_back(chat: Chat, template: Mapping[str, Any]) -> bool:
     """Return True if transformers reads completions as our parser does."""
     user: Message = {"role": "user", "content": USER_TEXT}
-    prompt = chat.prompt_ids([user], [FORECAST])
+    prompt = chat.rendered_ids([user], [FORECAST])
     read = 0
     for turn in _turns(chat):
         try:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import regex
@@ -34,6 +35,10 @@ class MarkedSpec(Syntax):
     """The mark that begins a call or a list of calls."""
     call_open_pattern: str | None = None
     """A regular expression instead, for calls without an opening mark."""
+    call_open_also: str | None = None
+    """A regular expression for other openings, which models write and templates do not. Without an
+    opening mark, an object that names no tool is content; in a format with one, so is a call of a
+    tool that does not exist. Checkpoints' `response_template` lacks these openings."""
     call_close: str | None = None
     """None: a call ends where its arguments end."""
     syntax: str = "json"
@@ -46,9 +51,28 @@ class MarkedSpec(Syntax):
     """Control tokens that occur inside calls."""
     call_id: str = CALL_ID
 
+    @property
+    def _opening(self) -> str:
+        """The expression that begins a call; in a format with an opening mark, that mark."""
+        if self.call_open or self.call_open_also is None:
+            return self.call_open_pattern or re.escape(self.call_open)
+        return f"{self.call_open_also}|{self.call_open_pattern}"
+
+    @cached_property
+    def _unmarked(self) -> re.Pattern[str] | None:
+        """Matches calls without the opening mark, in a format that has one."""
+        if not self.call_open or self.call_open_also is None:
+            return None
+        return re.compile(self.call_open_also)
+
+    @cached_property
+    def _closing(self) -> re.Pattern[str]:
+        """Matches a closing mark right behind a call."""
+        return re.compile(rf"\s*+{re.escape(self.call_close or '')}")
+
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        opening = self.call_open_pattern or re.escape(self.call_open)
+        opening = self._opening
         closing = "" if self.call_close is None else "|" + re.escape(self.call_close)
         return re.compile(f"(?P<_open>{opening}){closing}", re.DOTALL)
 
@@ -109,7 +133,7 @@ class MarkedSpec(Syntax):
             index += 1
             if mark["_open"] is None:
                 continue
-            content.append(self._between(text[position : mark.start()], calls))
+            content.append(self._beside(text[position : mark.start()], calls, schemas))
             if len(calls) >= MAX_CALLS:
                 beyond = ParsedCall(text=text[mark.start() :], problem=TOO_MANY)
                 return "".join(content), [*calls, beyond]
@@ -117,14 +141,17 @@ class MarkedSpec(Syntax):
             end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:
                 index += 1
+            if mark.end() == mark.start() and [call.name for call in read.calls] == [None]:
+                position = mark.start()  # JSON that no mark opens and that names no tool
+                continue
             following = marks[index] if index < len(marks) else None
             region, position = self._region(text, mark.start(), end, read, following)
             calls += region
-        behind = self._between(text[position:], calls)
+        behind = self._beside(text[position:], calls, schemas)
         if calls and self.call_open_pattern is not None and self.call_close is None:
             # Without an opening mark, a completion may be cut before a call is recognisable.
             head = behind.strip(self.separator + " \t\r\n")
-            beginning = regex.compile(self.call_open_pattern, regex.DOTALL)  # the library caches it
+            beginning = regex.compile(self._opening, regex.DOTALL)  # the library caches it
             match = beginning.match(head, partial=True) if head else None
             if match is not None and match.partial and match.end() == len(head):
                 name = written_name(head, self.name_key)
@@ -164,9 +191,31 @@ class MarkedSpec(Syntax):
             calls.append(ParsedCall(text=behind, problem=problem))
         return calls, position
 
-    def _between(self, text: str, calls: Sequence[ParsedCall]) -> str:
-        """Return the content beside calls; nothing if it is the separator alone."""
-        return "" if calls and self.separator and text.strip() == self.separator else text
+    def _beside(self, text: str, calls: list[ParsedCall], schemas: Schemas) -> str:
+        """Return the content beside calls; append to them those that lack their opening mark.
+
+        The separator alone is no content. A call without its mark ends before the next one, so that
+        a value that is not closed cannot run over it.
+        """
+        if self._unmarked is None:
+            return "" if calls and self.separator and text.strip() == self.separator else text
+        openings = [opening.start() for opening in self._unmarked.finditer(text)]
+        content: list[str] = []
+        position = 0
+        for start, limit in pairwise([*openings, len(text)]):
+            if len(calls) > MAX_CALLS:
+                break
+            read = READERS[self.syntax](text[start:limit], self, schemas)
+            if [call.name in schemas for call in read.calls] != [True]:
+                continue
+            (call,) = read.calls
+            end = limit if call.problem is not None else start + read.end
+            if (closing := self._closing.match(text, end)) is not None:
+                end = closing.end()
+            calls.append(replace(call, text=text[start:end]))
+            content.append(text[position:start])
+            position = end
+        return "".join([*content, text[position:]])
 
     def _read(
         self, text: str, start: int, marks: list[re.Match[str]], index: int, schemas: Schemas

@@ -38,8 +38,17 @@ from agenttrain.chat.parsers.response_template import (
     REASONING,
     ContentError,
     call_from_item,
+    paired,
+    with_all_arguments,
 )
-from agenttrain.chat.parsers.values import excerpt, kind, read_items, skip_blank, written_name
+from agenttrain.chat.parsers.values import (
+    excerpt,
+    kind,
+    read_items,
+    read_json,
+    skip_blank,
+    written_name,
+)
 
 _REASONING_MARKS = (
     ("<think>", "</think>"),
@@ -144,7 +153,10 @@ class SchemaSpec:
         values = read if isinstance(read, list) else [] if read is None else [read]
         values = values[: MAX_CALLS + 1]  # `parse_response` reports those beyond
         calls = [call_from_item(item, text, schemas, inside=self.inside) for item in values]
-        return [replace(call, lenient=loose) for call in calls]
+        return [
+            replace(with_all_arguments(call, written), lenient=loose)
+            for call, written in paired(calls, read_json(text).value)
+        ]
 
     def _each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:
         """Search the calls one by one; return (calls, text outside of them)."""
@@ -196,7 +208,8 @@ class SchemaSpec:
                 value, loose = self._item_value(given, schemas, self.loose), True
             except ContentError:
                 return ParsedCall(text=text, name=written_name(text), problem=str(error))
-        return replace(call_from_item(value, text, {}, inside=self.inside), lenient=loose)
+        call = replace(call_from_item(value, text, {}, inside=self.inside), lenient=loose)
+        return with_all_arguments(call, read_json(given).value) if isinstance(given, str) else call
 
     def _item_value(self, given: Any, schemas: Schemas, root: Node) -> Any:
         """Read a call; parameters get the types that the tool's schema gives them."""
@@ -239,7 +252,10 @@ class SchemaSpec:
                 continue
             try:
                 read = node.parsed(f"[{item.text}]")
-                calls += [call_from_item(one, item.text, {}) for one in read or ()]
+                calls += [
+                    with_all_arguments(call_from_item(one, item.text, {}), item.value)
+                    for one in read or ()
+                ]
             except ContentError as error:
                 calls.append(ParsedCall(text=item.text, problem=str(error)))
         return calls

@@ -25,7 +25,7 @@ from functools import cache, partial
 from typing import Any
 
 from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, ParsedCall, ParsedCompletion
-from agenttrain.chat.parsers.calls import Schemas, typed
+from agenttrain.chat.parsers.calls import Schemas, arguments_of, typed
 from agenttrain.chat.parsers.marked import MARKS_IN_STRINGS, parameters
 from agenttrain.chat.parsers.patterns import Hit, Pattern
 from agenttrain.chat.parsers.values import (
@@ -38,8 +38,10 @@ from agenttrain.chat.parsers.values import (
     read_loose,
     written_name,
 )
+from agenttrain.utils.messages import ARGUMENT_KEYS
 
 CALLS = "tool_calls"
+EMPTY: tuple[Any, ...] = (None, "", {}, [])
 CONTENT_FIELD = "content"
 MAX_REGIONS = 8 * MAX_CALLS
 """Regions of one completion that are read."""
@@ -80,6 +82,8 @@ class _Region:
     """End of its closing mark."""
     closed: bool = True
     value: Any = None
+    json: Any = None
+    """The JSON value that was read, before the field's transform; None for other content."""
     problem: str | None = None
     loose: bool = False
     """Only a lenient spec accepts it."""
@@ -137,8 +141,10 @@ class TemplateSpec:
                 continue
             values = region.value if isinstance(region.value, list) else [region.value]
             types = known if field.content in ("xml-inline", "kv-lines") else {}
-            for value in values[: MAX_CALLS + 1]:  # `parse_response` reports those beyond
+            # `parse_response` reports those beyond the limit.
+            for value, written in paired(values[: MAX_CALLS + 1], region.json):
                 call = call_from_item(value, span, types, inside=self.inside)
+                call = with_all_arguments(call, written)
                 calls.append(replace(call, lenient=True) if region.loose else call)
         thoughts = [region for region in regions if region.field.name in REASONING]
         return ParsedCompletion(
@@ -262,6 +268,7 @@ def _read(region: _Region, marks: _Marks) -> bool:
         try:
             read = CONTENT[field.content](text, args)
             region.value = reshaped(field.transform, read, region.captures, each=field.each)
+            region.json = read if field.content == "json" else None
         except ContentError as error:
             if problem is None:  # the strict reader's, if both have one
                 problem, cut = str(error), error.cut
@@ -287,7 +294,8 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
         return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")
-    name, arguments = inner.get("name"), inner.get("arguments")
+    key, problem = arguments_of(inner)
+    name, arguments = inner.get("name"), inner.get(key)
     if inside and isinstance(arguments, str) and arguments.strip():
         arguments = arguments if arguments.lstrip().startswith("{") else f"{{{arguments}}}"
     known: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
@@ -298,7 +306,33 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
         }
     written = value.get("id") if isinstance(value, dict) else None
     written = written if isinstance(written, str) else None
-    return ParsedCall(text=text, name=name, arguments=arguments, id=written)
+    return ParsedCall(text=text, name=name, arguments=arguments, problem=problem, id=written)
+
+
+def with_all_arguments(call: ParsedCall, written: Any) -> ParsedCall:
+    """Return a call for which the schema read no other keys of the JSON object `written`.
+
+    Arguments under another key than the schema's are taken from there. A key that neither the
+    schema nor `arguments_of` knows makes the call malformed, if its value may be arguments: the
+    call has none, or the object is written as {"name": …, "arguments": …}.
+    """
+    inner = written.get("function", written) if isinstance(written, dict) else None
+    if call.problem is not None or not isinstance(inner, dict) or call.arguments is written:
+        return call
+    present = [key for key in ARGUMENT_KEYS if key in inner]
+    named = {key: v for key, v in inner.items() if v != call.name or key in ARGUMENT_KEYS}
+    key, problem = arguments_of({k: v for k, v in named.items() if v not in EMPTY or k in present})
+    if len(present) > 1 or (problem and ("name" in inner or not (present or call.arguments))):
+        return replace(call, problem=problem)
+    return replace(call, arguments=inner[key]) if present and not call.arguments else call
+
+
+def paired(values: Sequence[Any], written: Any) -> list[tuple[Any, Any]]:
+    """Pair calls with the JSON objects that they were made of; with None if these are not known."""
+    objects = written[: len(values)] if isinstance(written, list) else [written]
+    return list(
+        zip(values, objects if len(objects) == len(values) else [None] * len(values), strict=True)
+    )
 
 
 def make_template_spec(template: Mapping[str, Any]) -> TemplateSpec:
@@ -534,6 +568,8 @@ def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -
         return transform
     value: Any = scope
     for key in placeholder[1].split("."):
+        if key in ARGUMENT_KEYS and isinstance(value, Mapping) and key not in value:
+            key = next((other for other in ARGUMENT_KEYS if other in value), key)
         if not isinstance(value, Mapping) or key not in value:
             if partly:
                 return None

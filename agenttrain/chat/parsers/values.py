@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -191,10 +192,11 @@ _PYTHON_WORDS = {**_JSON_WORDS, "True": True, "False": False, "None": None}
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])", re.ASCII)
 _WORD = re.compile(r"[^\W\d][\w-]*")
 KEY_AHEAD = re.compile(r"""(?:"[^"\\]*+"|'[^'\\]*+'|[^\W\d][\w-]*+)\s*+:""")
-_ESCAPE = re.compile(
-    r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}|.)", re.DOTALL
-)
+_CODES = r"u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}|."
+_ESCAPE = re.compile(rf"\\({_CODES})", re.DOTALL)
+_PYTHON_ESCAPE = re.compile(rf"\\([0-7]{{1,3}}|N\{{[^}}]*\}}|{_CODES})", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c in "\\/'\"`"}
+_PYTHON_ESCAPED = _ESCAPED | {"a": "\a", "v": "\v", "\n": ""}
 
 
 @dataclass(eq=False)
@@ -218,6 +220,9 @@ class Dialect:
     trailing_commas: bool = False
     unbraced: bool = False
     """A mapping inside another may lack its braces."""
+    python: bool = False
+    """All literals of Python that JSON has a value for: tuples, sets, hexadecimal numbers, strings
+    in three quotes or with a prefix, strings behind each other, keys that are no strings."""
     words: Mapping[str, Any]
 
 
@@ -225,7 +230,7 @@ GEMMA = Dialect(
     raw_quotes=[('<|"|>', '<|"|>')], bare_keys=True, words={**_JSON_WORDS, "None": None}
 )
 """Gemma's format: ``{city:<|"|>Oslo<|"|>,days:2}``. Early templates write None for null."""
-PYTHON = Dialect(single_quotes=True, trailing_commas=True, words=_PYTHON_WORDS)
+PYTHON = Dialect(single_quotes=True, trailing_commas=True, python=True, words=_PYTHON_WORDS)
 """Python mixed with JSON, as templates write it: ``{'city': "Oslo", "exact": True}``."""
 LENIENT = Dialect(
     single_quotes=True, bare_keys=True, trailing_commas=True, unbraced=True, words=_PYTHON_WORDS
@@ -273,6 +278,47 @@ def read_loose(text: str) -> Json:
     return Json(problem=problem, cut=cut)
 
 
+def _unescaped(text: str, *, python: bool = False) -> str:
+    """Return the text of a string whose escapes are those of JSON and `\\x41`, or Python's."""
+    if "\\" not in text:
+        return text
+    pattern, escaped = (_PYTHON_ESCAPE, _PYTHON_ESCAPED) if python else (_ESCAPE, _ESCAPED)
+
+    def character(escape: re.Match[str]) -> str:
+        code = escape[1]
+        if code in escaped:
+            return escaped[code]
+        if len(code) > 1 and code[0] in "xuU":
+            return chr(int(code[1:], 16))
+        if len(code) > 1 and code[0] == "N":
+            try:
+                return unicodedata.lookup(code[2:-1])
+            except KeyError as error:
+                raise LiteralError(f"no character is called {excerpt(code[2:-1])}") from error
+        return chr(int(code, 8)) if python and code[0] in _OCTAL else escape[0]
+
+    text = pattern.sub(character, text)
+    with suppress(UnicodeDecodeError):
+        # Join two escaped surrogates to one character.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16")
+    return text
+
+
+def _python_number(number: re.Match[str]) -> int | float:
+    """Return a number in Python's notation. Raises LiteralError."""
+    sign = -1 if number["sign"] == "-" else 1
+    if number["float"] is not None:
+        value = float(number["float"])
+        if math.isinf(value):
+            raise LiteralError(f"{number.group()} is not a finite number")
+        return sign * value
+    try:
+        # Zeros before a decimal number are an error in Python, and what a model means is clear.
+        return sign * (int(number["based"], 0) if number["based"] else int(number["whole"]))
+    except ValueError as error:  # more digits than Python converts
+        raise LiteralError(str(error)) from None
+
+
 @dataclass(frozen=True, slots=True)
 class _Reader:
     text: str
@@ -286,29 +332,40 @@ class _Reader:
             return self._scalar(at)
         if first == "{":
             return self._mapping(at + 1, depth)
-        if first != "[":
-            return self._string(at) or self._scalar(at)
+        if first == "[":
+            items, end, _ = self._items(at + 1, "]", depth)
+            return items, end
+        if first == "(" and self.dialect.python:
+            items, end, commas = self._items(at + 1, ")", depth)
+            # Parentheses around one value without a comma are no tuple.
+            return (items[0] if len(items) == 1 and not commas else items), end
+        return self._strings(at) or self._scalar(at)
+
+    def _items(self, at: int, bracket: str, depth: int) -> tuple[list[Any], int, int]:
+        """Read values up to a closing bracket: (values, position behind it, number of commas)."""
         items: list[Any] = []
-        at = skip_blank(self.text, at + 1)
-        while self.text[at : at + 1] != "]":
+        commas = 0
+        at = skip_blank(self.text, at)
+        while self.text[at : at + 1] != bracket:
             item, at = self.value(at, depth - 1)
             items.append(item)
-            at = self._after_item(at, "]", len(items))
-        return items, at + 1
+            at = skip_blank(self.text, at)
+            commas += self.text[at : at + 1] == ","
+            at = self._after_item(at, bracket, len(items))
+        return items, at + 1, commas
 
-    def _mapping(self, at: int, depth: int) -> tuple[dict[str, Any], int]:
+    def _mapping(self, at: int, depth: int) -> tuple[dict[str, Any] | list[Any], int]:
+        """Read a mapping behind its brace, or the values of a set in Python."""
         pairs: list[tuple[str, Any]] = []
-        at = skip_blank(self.text, at)
+        start = at = skip_blank(self.text, at)
+        if self.dialect.python and self.text[at : at + 1] == "(":
+            return self._items(at, "}", depth)[:2]
         while self.text[at : at + 1] != "}":
-            if (string := self._string(at)) is not None:
-                key, at = string
-            else:
-                word = _WORD.match(self.text, at) if self.dialect.bare_keys else None
-                if word is None:
-                    self._expected("a key in quotes", at)
-                key, at = word.group(), word.end()
+            key, at = self._key(at)
             at = skip_blank(self.text, at)
             if self.text[at : at + 1] != ":":
+                if self.dialect.python and not pairs and self.text[at : at + 1] in (",", "}"):
+                    return self._items(start, "}", depth)[:2]
                 self._expected("':'", at)
             at = skip_blank(self.text, at + 1)
             if self.dialect.unbraced and KEY_AHEAD.match(self.text, at):
@@ -328,6 +385,17 @@ class _Reader:
         except ValueError as error:
             raise LiteralError(str(error)) from None
 
+    def _key(self, at: int) -> tuple[str, int]:
+        if (string := self._strings(at)) is not None:
+            return string
+        if self.dialect.python and _PYTHON_SCALAR.match(self.text, at):
+            value, end = self._scalar(at)
+            return json.dumps(value), end
+        word = _WORD.match(self.text, at) if self.dialect.bare_keys else None
+        if word is None:
+            self._expected("a key in quotes", at)
+        return word.group(), word.end()
+
     def _after_item(self, at: int, bracket: str, count: int) -> int:
         """Return the position of the next item or the closing bracket. Raises LiteralError."""
         if count > MAX_ITEMS:
@@ -340,6 +408,35 @@ class _Reader:
         elif self.text[at : at + 1] != bracket:
             self._expected(f"',' or '{bracket}'", at)
         return at
+
+    def _strings(self, at: int) -> tuple[str, int] | None:
+        """Read a string; in Python, strings that stand behind each other are one."""
+        if not self.dialect.python:
+            return self._string(at)
+        texts: list[str] = []
+        end = at
+        while (string := self._python_string(at)) is not None:
+            text, end = string
+            texts.append(text)
+            at = skip_blank(self.text, end)
+        return ("".join(texts), end) if texts else None
+
+    def _python_string(self, at: int) -> tuple[str, int] | None:
+        opening = _PYTHON_STRING.match(self.text, at)
+        if opening is None:
+            return None
+        prefix, quote = opening["prefix"].lower(), opening["quote"]
+        string = _QUOTED[quote].match(self.text, opening.start("quote"))
+        if string is None:
+            raise LiteralError("a string is not closed", cut=True)
+        text = string.group()[len(quote) : -len(quote)]
+        if "b" in prefix:
+            raise LiteralError("bytes, which JSON has no value for")
+        if "f" in prefix:
+            if re.search(r"(?<!\{)\{(?:\{\{)*+(?!\{)", text):
+                raise LiteralError("a text with placeholders, whose values are not known")
+            text = text.replace("{{", "{").replace("}}", "}")
+        return (text if "r" in prefix else _unescaped(text, python=True)), string.end()
 
     def _string(self, at: int) -> tuple[str, int] | None:
         for opening, closing in self.dialect.raw_quotes:
@@ -355,22 +452,11 @@ class _Reader:
         string = _QUOTED[quote].match(self.text, at)
         if string is None:
             raise LiteralError("a string is not closed", cut=True)
-        text = string.group()[1:-1]
-        if "\\" in text:
-            text = _ESCAPE.sub(
-                lambda escape: (
-                    chr(int(escape[1][1:], 16))
-                    if len(escape[1]) > 1
-                    else _ESCAPED.get(escape[1], escape[0])
-                ),
-                text,
-            )
-            with suppress(UnicodeDecodeError):
-                # Join two escaped surrogates to one character.
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16")
-        return text, string.end()
+        return _unescaped(string.group()[1:-1]), string.end()
 
     def _scalar(self, at: int) -> tuple[Any, int]:
+        if self.dialect.python and (number := _PYTHON_NUMBER.match(self.text, at)) is not None:
+            return _python_number(number), number.end()
         if (number := _NUMBER.match(self.text, at)) is not None:
             literal = number.group()
             if len(literal) < SHORT and literal.isdigit():
@@ -398,6 +484,22 @@ MAX_ITEMS = 65_536
 SHORT = 16
 """Digits of a number that needs no further check."""
 _DIGITS = "0123456789-"
+_OCTAL = "01234567"
 _QUOTED = {
     quote: re.compile(rf"{quote}(?:[^{quote}\\]++|\\.)*+{quote}", re.DOTALL) for quote in "\"'"
+} | {
+    3 * quote: re.compile(
+        rf"{3 * quote}(?:[^{quote}\\]++|\\.|{quote}(?!{2 * quote}))*+{3 * quote}", re.DOTALL
+    )
+    for quote in "\"'"
 }
+_PYTHON_STRING = re.compile(
+    r"""(?P<prefix>[rR][bBfF]?|[bBfF][rR]?|[uU]|)(?P<quote>'''|\"\"\"|'|")"""
+)
+_PYTHON_SCALAR = re.compile(rf"[+-]?\.?\d|(?:{'|'.join(_PYTHON_WORDS)})\b", re.ASCII)
+_PYTHON_NUMBER = re.compile(
+    r"(?P<sign>[+-]?)(?:(?P<based>0[xX](?:_?[0-9a-fA-F])+|0[oO](?:_?[0-7])+|0[bB](?:_?[01])+)"
+    r"|(?P<float>(?:(?:\d(?:_?\d)*+)?\.\d(?:_?\d)*+|\d(?:_?\d)*+\.)(?:[eE][+-]?\d(?:_?\d)*+)?"
+    r"|\d(?:_?\d)*+[eE][+-]?\d(?:_?\d)*+)|(?P<whole>\d(?:_?\d)*+))(?![\w.])",
+    re.ASCII,
+)

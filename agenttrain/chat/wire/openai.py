@@ -6,7 +6,6 @@ Fields that would change an answer are followed or refused; `wire/fields.py` nam
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -18,6 +17,8 @@ from agenttrain.chat.wire.fields import OPENAI, SHAPE, field_problem, shown, unf
 from agenttrain.chat.wire.normal import Answer, Question, call_message
 from agenttrain.engines.config import LEAST_TEMPERATURE
 from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
+from agenttrain.utils.messages import REASONING_KEYS, call_arguments
+from agenttrain.utils.strict_json import read_json
 
 ROLES = {
     "system": "system",
@@ -113,30 +114,6 @@ class ChatRequest(BaseModel):
             kept = {k: v for k, v in function.items() if k != "strict" and v is not None}
             schemas.append({"type": "function", "function": {**kept, "parameters": parameters}})
         return schemas
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError("a number is beyond the range of floats")
-    return value
-
-
-STRICT = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
-
-
-def read_json(text: str | bytes) -> Any:
-    """Parse JSON without Python's NaN and Infinity, which no answer could repeat.
-
-    Raises ValueError or RecursionError.
-    """
-    if isinstance(text, bytes):
-        text = text.decode("utf-8", "surrogatepass")
-    return STRICT.decode(text)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -293,9 +270,9 @@ def read_messages(request: ChatRequest, *, text_arguments: bool = False) -> list
         if role == "assistant":
             if not message["content"] and isinstance(given.get("refusal"), str):
                 message["content"] = given["refusal"]
-            reasoning = given.get("reasoning_content", given.get("reasoning"))
-            if isinstance(reasoning, str) and reasoning:
-                message["reasoning_content"] = reasoning
+            thoughts = [given[key] for key in REASONING_KEYS if isinstance(given.get(key), str)]
+            if reasoning := next(filter(None, thoughts), ""):
+                message[REASONING_KEYS[0]] = reasoning
             if given.get("tool_calls"):
                 if not isinstance(given["tool_calls"], list):
                     raise RequestError(
@@ -346,16 +323,14 @@ def _call(given: Any, where: str, text_arguments: bool) -> dict[str, Any]:
             f"{where}.tool_calls: each needs an id and a function with a name",
             param=f"{where}.tool_calls",
         )
-    arguments = function.get("arguments") or "{}"
+    arguments = function.get("arguments")
     try:
-        decoded = read_json(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(decoded, dict):
-            raise ValueError("it is no object")
-    except (ValueError, RecursionError) as error:
+        decoded = call_arguments(arguments, function["name"])
+    except ValueError as error:
         if text_arguments and isinstance(arguments, str):
             return call_message(str(given.get("id")), function["name"], {}, arguments)
         raise RequestError(
-            f"{where}.tool_calls: the arguments of {function['name']} are no JSON object: {error}",
+            f"{where}.tool_calls: {error}",
             param=f"{where}.tool_calls",
         ) from error
     return call_message(str(given.get("id")), function["name"], decoded)

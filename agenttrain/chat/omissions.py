@@ -1,0 +1,134 @@
+"""Find the messages that a chat template leaves out of a prompt.
+
+Templates drop messages without a word: of a role that they do not know, in a place where they
+expect none, or beside a call. A text that stands in the rendering was not dropped. Where a text is
+not found, or its message stands in a place that was not seen yet, the same conversation is rendered
+with a word of ours in place of each text, which shows exactly what is left out. So a row costs a
+second rendering only if it has a new place, or a text that the template changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agenttrain.chat.encoding import ChatError
+from agenttrain.types import Message
+
+Render = Callable[[Sequence[Message]], str]
+"""Renders messages as a prompt; raises ChatError if the template refuses them."""
+Place = tuple[str, bool, str, bool, str]
+"""Role of a message and whether it has calls, the same of the message before, the role behind."""
+
+ROLES = ("system", "user", "assistant", "tool")
+ALIASES: Mapping[str, str] = {
+    "developer": "system",
+    "human": "user",
+    "gpt": "assistant",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Other names of roles, OpenAI's and ShareGPT's. `role_of` adds those that differ in case."""
+
+
+def role_of(name: str) -> str | None:
+    """Return the role that another name stands for: `human` is `user`, `System` is `system`."""
+    lower = name.lower()
+    return ALIASES.get(lower) or (lower if lower in ROLES and lower != name else None)
+
+
+def _word(index: int) -> str:
+    """Return a text that no template contains or changes."""
+    return f"zqtext{index}qz"
+
+
+def _texts(content: Any) -> list[str]:
+    """Return the texts of a content that are not blank."""
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return [text for text in texts if isinstance(text, str) and text.strip()]
+
+
+def _with_word(message: Message, index: int) -> Message:
+    """Return a message whose texts are the word of this index."""
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        return {
+            **message,
+            "content": [
+                {**part, "text": _word(index)} if _texts([part]) else part for part in content
+            ],
+        }
+    return {**message, "content": _word(index)} if _texts(content) else message
+
+
+def places(messages: Sequence[Message]) -> dict[int, Place]:
+    """Return the place of each message with a text, by its number."""
+    described = [(str(m.get("role")), bool(m.get("tool_calls"))) for m in messages]
+    around = [("", False), *described, ("", False)]
+    return {
+        index: (*around[index + 1], *around[index], around[index + 2][0])
+        for index, message in enumerate(messages)
+        if _texts(message.get("content"))
+    }
+
+
+def left_out(messages: Sequence[Message], render: Render) -> list[int]:
+    """Return the numbers of the messages whose texts a rendering of the conversation lacks.
+
+    Empty too if the template refuses the conversation with words of ours in it.
+    """
+    try:
+        rendering = render([_with_word(m, i) for i, m in enumerate(messages)])
+    except ChatError:
+        return []
+    return [index for index in places(messages) if _word(index) not in rendering]
+
+
+def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close: str) -> bool:
+    """Return True if all texts stand in a rendering, in their order and none within another.
+
+    Templates may trim texts, write them as JSON, and leave out reasoning at the beginning of an
+    assistant's.
+    """
+    position = 0
+    for message in messages:
+        for text in _texts(message.get("content")):
+            if reasoning_close and message.get("role") == "assistant":
+                text = text.rpartition(reasoning_close)[2]
+            text = text.strip()
+            for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]):
+                start = rendering.find(form, position)
+                if start >= 0:
+                    position = start + len(form)
+                    break
+            else:
+                return False
+    return True
+
+
+def advice(messages: Sequence[Message], index: int, shown: Sequence[str]) -> str:
+    """Return what to write in place of a message that is left out.
+
+    `shown` are the roles of which the template renders messages.
+    """
+    message = messages[index]
+    role, before = str(message.get("role")), [str(m.get("role")) for m in messages[:index]]
+    known = role_of(role)
+    if known is not None:
+        return f"write the role {known}, or set chat_template.roles={{{role}: {known}}}"
+    if role == "assistant" and message.get("tool_calls"):
+        return "remove the text beside its calls, or set chat_template to one that renders it"
+    if role == "tool":
+        return (
+            "put the assistant's message with its call before it: tool_calls with the id of its "
+            "tool_call_id"
+        )
+    if role == "system" and before:
+        return "put its text into the first message, or into the user's message behind it"
+    if role == "system":
+        return "put its text into the first message of the user, or set chat_template"
+    if role in ROLES:
+        return "write it in another place, or set chat_template"
+    return f"write one of the roles {', '.join(shown)}"
