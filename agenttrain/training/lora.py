@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: added in place, saved alone, switched off for the reference.
+"""Low-rank adapters through peft: added in place or loaded, saved alone, merged.
 
 peft is imported where there are adapters: it takes as long as a tenth of a start.
 """
@@ -76,6 +76,13 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
         parameter.requires_grad_("lora_" in name)
 
 
+def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Add the adapters that a folder describes, with new weights."""
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig.from_pretrained(str(folder)), ADAPTER)
+
+
 def _check_loaded(model: Any, settings: LoraSettings) -> None:
     """Raise ValueError unless the model's adapters are those of `settings`."""
     loaded = model.peft_config[ADAPTER]
@@ -98,6 +105,18 @@ def _check_loaded(model: Any, settings: LoraSettings) -> None:
 def is_adapted(model: PreTrainedModel) -> bool:
     """Return True if the model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the adapters' parameters by their names in the model."""
+    return {name: weight for name, weight in model.named_parameters() if "lora_" in name}
+
+
+def changes_nothing(model: PreTrainedModel) -> bool:
+    """Return True if the adapters are new: the second matrix of each is zero."""
+    second = ("lora_B", "lora_embedding_B")
+    adapters = adapter_parameters(model).items()
+    return not any(weight.any() for name, weight in adapters if any(b in name for b in second))
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
