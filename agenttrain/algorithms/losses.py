@@ -41,9 +41,9 @@ def token_weights(
     The weights depend on all microbatches and processes of an optimizer update, so that the
     weighted sums of its parts add up to exactly its loss.
 
-    A sequence is a trajectory, and lengths_B counts the sampled tokens of its whole rollout;
-    `tokens` and `rollouts` count the update, including those without a gradient; `fixed_length` is the limit on a
-    completion's tokens.
+    A sequence is a trajectory, and lengths_B counts the sampled tokens of its whole rollout.
+    `tokens` and `rollouts` count the update, including those without a gradient; `fixed_length` is
+    the limit on a completion's tokens.
 
     token_mean: 1 / tokens (DAPO, https://arxiv.org/abs/2503.14476). sequence_mean:
     1 / (rollouts x length): the mean over rollouts of each one's mean (GRPO,

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from agenttrain.training.attention import backbone
-from agenttrain.training.checkpoint_files import auto_class, loading_options
+from agenttrain.training.checkpoint_files import auto_class, loading_options, set_stop_tokens
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.sharding import assign
+from agenttrain.training.tensor_files import read_header
 from agenttrain.utils.model_path import base_folder
 from agenttrain.utils.names import did_you_mean
 
@@ -152,10 +154,35 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load the base model of a folder of adapters and merge the adapters into its weights."""
+    """Load the base model of a folder of adapters and merge the adapters into its weights.
+
+    They are added in float32, whatever the files' formats, and the sum is cast once: to `dtype`,
+    or for ``auto`` to the format of the adapters, which is that of their training. The ends of
+    sequence are the folder's.
+    """
     from peft import PeftModel
 
     base = base_folder(str(folder))
     assert base is not None
-    model = auto_class(base).from_pretrained(base, dtype=dtype, **loading_options(base))
-    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    model = auto_class(base).from_pretrained(base, dtype=torch.float32, **loading_options(base))
+    model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+        ends = model.generation_config.eos_token_id
+        set_stop_tokens(model, ends if isinstance(ends, list) else [ends])
+    return cast(model, adapter_dtype(folder) if isinstance(dtype, str) else dtype)
+
+
+def adapter_dtype(folder: Path) -> torch.dtype:
+    """Return the number format of the adapters in a folder."""
+    return next(iter(read_header(folder / WEIGHTS_FILE).values())).dtype
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Cast the weights to a format, but for those that transformers keeps in float32."""
+    kept = model._get_dtype_plan(dtype)
+    for name, weight in model.named_parameters():
+        if kept.keys().isdisjoint(name.split(".")):
+            weight.data = weight.data.to(dtype)
+    model.config.dtype = dtype
+    return model

@@ -21,7 +21,7 @@ from agenttrain.training.config import LoraSettings
 from agenttrain.training.lora import adapter_weights, add_lora, save_adapter_config
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding
-from agenttrain.training.weight_sync import policy_logprobs
+from agenttrain.training.weight_sync import named_weights, policy_logprobs
 from agenttrain.types import Origin
 
 TEXT = [7, 8, 9, 20, 21, 22, 2]
@@ -116,9 +116,7 @@ def test_the_reference_of_continued_adapters_is_the_policy_at_the_start_of_the_r
     assert update(resumed, random_groups(2))["kl"] == kl > 1e-6
 
 
-def test_sharded_continued_adapters_have_the_same_reference(
-    tmp_path: Path, alone: None
-) -> None:
+def test_sharded_continued_adapters_have_the_same_reference(tmp_path: Path, alone: None) -> None:
     warm = policy(adapted(base(tmp_path / "m")), lr=1e-1)
     update(warm, random_groups(0))
     write_adapter(warm.model, tmp_path / "warm")
@@ -185,6 +183,26 @@ def test_export_merges_adapters_into_a_plain_model(tmp_path: Path) -> None:
     assert not names & {"adapter_config.json", "policy.pt", "rng-0.pt", "manifest.json"}
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(logits(merged), logits(trained.model), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_are_merged_in_float32_and_cast_once(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    tiny.model().bfloat16().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    add_lora(model, LoraSettings(rank=4))
+    trained = policy(model, lr=1e-3)
+    update(trained, random_groups(0))
+    path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
+    exact = dict(named_weights(trained.model))
+    for dtype, format in {"auto": torch.float32, "bfloat16": torch.bfloat16}.items():
+        export(path, tmp_path / dtype, dtype=dtype)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / dtype)
+        assert merged.dtype is format
+        for name, tensor in merged.state_dict().items():
+            torch.testing.assert_close(tensor, exact[name].to(format), rtol=1e-6, atol=1e-8)
+    changed = [n for n, t in exact.items() if not torch.equal(t, t.bfloat16().float())]
+    assert len(changed) == 14  # 7 linear layers of each of 2 layers: what bfloat16 would round
 
 
 def test_export_converts_the_format_of_full_weights(tmp_path: Path) -> None:
