@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -17,7 +18,7 @@ from agenttrain.training.attention import backbone
 from agenttrain.training.checkpoint_files import auto_class, loading_options, set_stop_tokens
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.gathering import gather_by_layer
-from agenttrain.training.sharding import assign
+from agenttrain.training.sharding import assign, full_tensor, like_part, own_rows
 from agenttrain.training.tensor_files import read_header
 from agenttrain.utils.model_path import base_folder
 from agenttrain.utils.names import did_you_mean
@@ -25,6 +26,10 @@ from agenttrain.utils.names import did_you_mean
 ADAPTER = "default"
 """peft's name of the only adapter."""
 WEIGHTS_FILE = "adapter_model.safetensors"
+CONVERSIONS = "_weight_conversions"
+"""transformers' attribute with the conversions of the files that a model was loaded from."""
+PEFT = "base_model.model."
+"""What peft puts before the names of a model's modules."""
 VISION_TOWER = r".*\bvisual\b.*"
 """Matches the modules of a vision tower, which gets no adapters."""
 
@@ -42,6 +47,9 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     targets = settings.targets
     if is_adapted(model):
         _check_loaded(model, settings)
+        recorded = getattr(model, CONVERSIONS, None) or ()
+        if any(PEFT in pattern for one in recorded for pattern in one.source_patterns):
+            setattr(model, CONVERSIONS, None)  # those of the adapters' file; now the family's count
     else:
         # peft ignores a target that does not exist as long as another one does.
         modules = [name for name, _ in model.named_modules()]
@@ -85,6 +93,16 @@ def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
     model.add_adapter(LoraConfig.from_pretrained(str(folder)), ADAPTER)
 
 
+def load_saved_adapters(model: Any, folder: Path) -> None:
+    """Load the adapters in a folder onto a model that has none.
+
+    The model keeps the names of its own files: transformers records those of the last load.
+    """
+    conversions = getattr(model, CONVERSIONS, None)
+    model.load_adapter(str(folder))
+    setattr(model, CONVERSIONS, conversions)
+
+
 def _check_loaded(model: Any, settings: LoraSettings) -> None:
     """Raise ValueError unless the model's adapters are those of `settings`."""
     loaded = model.peft_config[ADAPTER]
@@ -109,6 +127,43 @@ def is_adapted(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+def base_name(name: str) -> str:
+    """Return the name of a weight or module in the model without adapters.
+
+    Example: peft nests the adapters of packed experts, and ``experts.base_layer.base_layer.down``
+    is ``experts.down`` in the model.
+    """
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def adapted_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """Return peft's layer of each adapted weight, by the weight's name without adapters."""
+    from peft.tuners.lora import LoraLayer
+
+    return {
+        f"{base_name(name)}.{getattr(layer, 'parameter_name', 'weight')}": layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+
+
+def delta(layer: Any, weight: Tensor) -> Tensor:
+    """Return what a layer's adapters add to its weight, or to this process's rows of it."""
+    experts = getattr(layer, "num_experts", 1)
+    if experts == 1 or not isinstance(weight, DTensor):
+        change: Tensor = layer.get_delta_weight(ADAPTER)
+        return change
+    # Packed experts: rows of the weight are experts, and the adapters' rows are not.
+    below, above = (full_tensor(m[ADAPTER].weight) for m in (layer.lora_A, layer.lora_B))
+    rows = slice(*own_rows(weight))
+    below_ERI = below.reshape(experts, -1, below.shape[-1])[rows]
+    above_ORE = above.reshape(above.shape[0], -1, experts)[..., rows]
+    change = torch.einsum("ore,eri->eoi", above_ORE, below_ERI) * layer.scaling[ADAPTER]
+    if not layer._did_swap_in_out_features:  # the weight is [experts, in, out]
+        change = change.transpose(1, 2)
+    return like_part(weight, change)
+
+
 def adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the adapters' parameters by their names in the model."""
     return {name: weight for name, weight in model.named_parameters() if "lora_" in name}
@@ -128,7 +183,7 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     # "auto" compares the base with that on the hub, and saves its embeddings if they differ.
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return {
-        f"base_model.model.{name}": tensor.contiguous().cpu()
+        f"{PEFT}{name}": tensor.contiguous().cpu()
         for name, tensor in gather_by_layer(model, state.items())
     }
 
@@ -150,7 +205,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
         if "lora_" in name:
             # A linear layer has …lora_A.default.weight, an embedding …lora_embedding_A.default.
             saved = name.removesuffix(f".{ADAPTER}").replace(f".{ADAPTER}.", ".")
-            assign(parameter, state[f"base_model.model.{saved}"])
+            assign(parameter, state[f"{PEFT}{saved}"])
 
 
 def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:

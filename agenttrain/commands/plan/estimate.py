@@ -37,7 +37,7 @@ from agenttrain.training.footprint import (
 )
 from agenttrain.training.lora import adapter_parameters
 from agenttrain.types import ConfigError
-from agenttrain.utils.model_path import SIZES, base_folder, model_folder
+from agenttrain.utils.model_path import SIZES, base_folder, model_folder, why_merged
 
 GIB = 2**30
 BFLOAT16 = 2
@@ -168,7 +168,7 @@ def estimate(
         memory=machine.memory,
         taken=0 if on_gpu else sizes.weights + PYTHON_ON_CPU,
         sharded=config.distributed.name is DistributedName.fsdp2,
-        adapters=config.model.lora.rank > 0,
+        adapters=sizes.sends_adapters,
         broadcast=config.weight_sync.transport is Transport.nccl,
     )
     try:
@@ -462,6 +462,8 @@ class Sizes:
         )
         self.continues = base is not None
         """Training continues adapters of an earlier one."""
+        self.sends_adapters = config.lora.rank > 0 and not (base and why_merged(folder))
+        """Engines get adapters as they are."""
         self._saved = {name: Saved(self.model, dtype) for name, dtype in AUTOCAST.items()}
 
     @cached_property
