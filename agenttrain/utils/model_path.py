@@ -18,8 +18,8 @@ BUNDLED = "bundled:"
 MODELS = PACKAGE / "data" / "models"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-SENT_MERGED = ("target_parameters", "rank_pattern", "alpha_pattern", "use_rslora")
-"""Keys of adapter_config.json of adapters that engines get merged into the weights."""
+SENT_MERGED = ("rank_pattern", "alpha_pattern", "use_rslora")
+"""Keys of adapters that have not one rank and one scale of alpha / rank."""
 NOT_MERGED = ("use_dora", "lora_bias", "bias", "modules_to_save", "trainable_token_indices")
 """Keys of adapters that are more than a product of two matrices."""
 WEIGHTS = "file of weights (*.safetensors, *.bin)"
@@ -128,13 +128,22 @@ def base_folder(
 def why_merged(folder: Path) -> str | None:
     """Return why engines get the adapters in a folder merged into the weights.
 
-    None: they get them as they are. vLLM reads adapters of packed experts for few models, and
-    wrongly for others; the description that we send with adapters has one rank and one scale.
+    None: they get them as they are. The description that is sent with adapters has one rank and
+    one scale.
     """
     described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    for key in SENT_MERGED:
-        if value := described.get(key):
-            return f"{key}={shown(value)}"
+    several = (f"{key}={shown(described[key])}" for key in SENT_MERGED if described.get(key))
+    return packed_experts(folder) or next(several, None)
+
+
+def packed_experts(folder: Path) -> str | None:
+    """Return what shows that adapters in a folder are of packed experts; None: they are not.
+
+    vLLM reads such adapters for few models, and wrongly for others.
+    """
+    described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    if value := described.get("target_parameters"):
+        return f"target_parameters={shown(value)}"
     # peft converts adapters of single experts, as older files have them.
     return next((name for name in _adapter_names(folder) if ".experts." in name), None)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,10 @@ from safetensors.torch import load_file, save_file
 from training_cases import policy, rollout
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from agenttrain.runs.loading import check_model
+from agenttrain.runs.sampling import engine_inputs
+from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.trainer import update
 from agenttrain.training.config import LoraSettings, WeightSyncConfig
 from agenttrain.training.lora import (
@@ -38,7 +44,8 @@ from agenttrain.training.weight_sync import (
     policy_logprobs,
     sync,
 )
-from agenttrain.types import Origin
+from agenttrain.types import ConfigError, Origin
+from agenttrain.utils.model_path import MODELS
 
 SIZES = {
     **{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -293,3 +300,56 @@ def test_an_engine_gets_the_names_of_the_files_unless_it_wants_those_in_memory()
         engine = Receiver(model, **dict.fromkeys(more, True))
         asyncio.run(sync(SimpleNamespace(model=model), engine, 1, WeightSyncConfig()))
         assert some in engine.received
+
+
+def described(folder: Path, **keys: object) -> Path:
+    """A folder of adapters of the bundled agent that has these keys in its description."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": ["q_proj"], **keys}
+    config["base_model_name_or_path"] = str(MODELS / "shop")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"base_model.model.a": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "shop" / name, folder)
+    return folder
+
+
+def settings(folder: Path, *words: str) -> RunConfig:
+    with hydra_session(Source()):
+        model = (f"model.path={folder}", "model.lora.rank=4", "engine=vllm_server")
+        return compose_run([*model, *words], Source()).config
+
+
+@pytest.mark.parametrize(
+    ("keys", "sent"),
+    [
+        ({}, True),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, False),
+        ({"use_rslora": True}, False),
+        ({"rank_pattern": {"q_proj": 2}}, False),
+    ],
+)
+def test_adapters_that_vllm_would_read_otherwise_are_sent_merged(
+    keys: dict, sent: bool, tmp_path: Path
+) -> None:
+    config = settings(described(tmp_path, **keys))
+    inputs = engine_inputs(config, None, tmp_path, on_gpu=False, rank=0)
+    assert (inputs.adapters is not None) is sent
+    check_model(config)
+    forced = settings(tmp_path, "weight_sync.transport=lora")
+    if sent:
+        check_model(forced)
+    else:
+        key = next(iter(keys))
+        with pytest.raises(ConfigError, match=rf"weight_sync\.transport=lora: .*\({key}="):
+            check_model(forced)
+
+
+@pytest.mark.parametrize("keys", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_that_cannot_be_merged_are_refused_before_the_start(
+    keys: dict, tmp_path: Path
+) -> None:
+    config = settings(described(tmp_path, **keys))
+    with pytest.raises(
+        ConfigError, match=rf"model\.path={tmp_path}: its adapters have {next(iter(keys))}="
+    ):
+        check_model(config)
