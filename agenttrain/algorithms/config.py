@@ -122,9 +122,9 @@ class Correction(StrEnum):
     none = "none"
     token = "token"
     sequence = "sequence"
-    """Their ratio over the whole rollout."""
+    """Their ratio over the whole trajectory."""
     geometric = "geometric"
-    """The geometric mean of the rollout's token ratios."""
+    """The geometric mean of the trajectory's token ratios."""
 
 
 class CorrectionMode(StrEnum):
@@ -249,7 +249,7 @@ class AlgorithmConfig:
     mask_truncated: Data[bool] = False
     """Rollouts cut by a token limit get no gradient; they still count in their group's baseline."""
     off_policy_threshold: Number | None = None
-    """Nats per token. Rollouts of negative advantage get no gradient if their tokens lost more
+    """Nats per token. Trajectories of negative advantage get no gradient if their tokens lost more
     log-probability than this since they were sampled, on average."""
     behaviour: Data[Behaviour] = Behaviour.engine
     correction: Data[Correction] = Correction.none
@@ -542,7 +542,7 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
         )
     if objective.applies_correction and a.correction is Correction.geometric:
         yield (
-            f"algorithm.correction=geometric: algorithm.objective={name} multiplies the rollout's "
+            f"algorithm.correction=geometric: algorithm.objective={name} multiplies a trajectory's "
             "ratio by its correction, which a mean is none of; set algorithm.correction=token or "
             "sequence"
         )
@@ -569,6 +569,6 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
     elif of_sequences and not a.token_advantages:
         yield (
             f"algorithm.top_entropy={a.top_entropy}: the gradient of algorithm.objective.ratio="
-            f"{ratio} reaches all tokens of a rollout, so that none can be left out; set "
+            f"{ratio} reaches all tokens of a trajectory, so that none can be left out; set "
             "algorithm.top_entropy=1, or algorithm.objective.ratio=token"
         )

@@ -1,7 +1,7 @@
 """Corrections for an engine whose probabilities are not exactly the trainer's.
 
 Engines compute in other kernels and precisions, or hold weights that are an update old. Shapes: S
-sampled tokens of B rollouts; sequence_S is the index of each token's rollout.
+sampled tokens of B sequences, which are trajectories; sequence_S is the index of each token's.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from agenttrain.algorithms.objectives.base import sequence_means, sequence_sums
 
 
 def correction_ratio(
-    trainer_S: Tensor, engine_S: Tensor, sequence_S: Tensor, *, rollouts: int, level: Correction
+    trainer_S: Tensor, engine_S: Tensor, sequence_S: Tensor, *, sequences: int, level: Correction
 ) -> Tensor:
-    """trainer / engine probability: [S] on token level, [B] of whole rollouts above it.
+    """trainer / engine probability: [S] on token level, [B] of whole sequences above it.
 
     token: truncated it is TIS (Yao et al., "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training"), masked IcePop (https://arxiv.org/abs/2510.18855). sequence: the
-    product over a rollout's tokens. geometric: their geometric mean, whose spread does not grow
+    product over a sequence's tokens. geometric: their geometric mean, whose spread does not grow
     with the length.
 
-    Example: log ratios [.1, .3] of one rollout give exp([.1, .3]), exp(.4), exp(.2).
+    Example: log ratios [.1, .3] of one sequence give exp([.1, .3]), exp(.4), exp(.2).
     """
     difference_S = (trainer_S - engine_S).detach()
     if level is Correction.token:
         return difference_S.exp()
     reduce = sequence_sums if level is Correction.sequence else sequence_means
-    return reduce(difference_S, sequence_S, rollouts).exp()
+    return reduce(difference_S, sequence_S, sequences).exp()
 
 
 def bounded(
@@ -56,10 +56,10 @@ def off_policy_keep(
     sequence_S: Tensor,
     threshold: float,
 ) -> Tensor:
-    """Rollouts that keep their gradient, [B] of bool.
+    """Sequences that keep their gradient, [B] of bool.
 
-    A rollout keeps it if A >= 0, or if its mean of log p(engine) - log p(policy) is not above the
-    threshold: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. A rollout from which the policy has
+    A sequence keeps it if A >= 0, or if its mean of log p(engine) - log p(policy) is not above the
+    threshold: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. A sequence from which the policy has
     moved away already is not pushed further.
     """
     difference_S = engine_S - logprobs_S.detach()

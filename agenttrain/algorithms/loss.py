@@ -2,8 +2,10 @@
 
 Its metrics are parts that combine over microbatches, updates and processes (`Metrics`).
 
-Shapes: S sampled tokens of B rollouts, one rollout after the other; sequence_S is the index of each
-token's rollout. Tokens that the policy did not sample (prompt, template, tool) are not among the S.
+Shapes: S sampled tokens of B sequences, one sequence after the other; sequence_S is the index of
+each token's sequence. Tokens that the policy did not sample (prompt, template, tool) are not among
+the S. A sequence is a trajectory: ratios, corrections and masks above token level are a
+trajectory's, and so is each weight, whose lengths are those of the whole rollout.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ class LossInputs:
     """Index of the token's sequence, 0 … B-1."""
     advantages_S: Tensor
     weights_B: Tensor
-    """Weight of each of the rollout's tokens, from `token_weights`."""
+    """Weight of each of the sequence's tokens, from `token_weights`."""
+    rollout_tokens_B: Tensor | None = None
+    """Sampled tokens of the whole rollout that each sequence belongs to; None: each sequence is all
+    of its rollout."""
     engine_S: Tensor | None = None
     """The engine's logprobs, where a correction or a mask reads them."""
     ref_logprobs_S: Tensor | None = None
@@ -51,8 +56,8 @@ class LossInputs:
     """Weight of a token's entropy: the coefficient over the tokens of the update it acts on."""
 
     @property
-    def rollouts(self) -> int:
-        """B, the number of rollouts."""
+    def sequences(self) -> int:
+        """B, the number of sequences."""
         return self.weights_B.numel()
 
 
@@ -69,7 +74,8 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         behaviour_S=inputs.behaviour_S,
         advantages_S=inputs.advantages_S,
         sequence_S=inputs.sequence_S,
-        sequences=inputs.rollouts,
+        sequences=inputs.sequences,
+        rollout_tokens_B=inputs.rollout_tokens_B,
         token_advantages=config.token_advantages,
         correction_S=correction if in_objective and of_tokens else None,
         correction_B=correction if in_objective and not of_tokens else None,
@@ -148,7 +154,7 @@ def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | N
         inputs.behaviour_S,
         inputs.engine_S,
         inputs.sequence_S,
-        rollouts=inputs.rollouts,
+        sequences=inputs.sequences,
         level=config.correction,
     )
     low, high = config.correction_min, config.correction_max

@@ -1,6 +1,6 @@
 """Terms of the loss beside its objective: KL estimators, token weights, entropy.
 
-Shapes: S sampled tokens of B rollouts, N tokens of an optimizer update.
+Shapes: S sampled tokens of B sequences, N tokens of an optimizer update.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def token_weights(
     The weights depend on all microbatches and processes of an optimizer update, so that the
     weighted sums of its parts add up to exactly its loss.
 
-    lengths_B counts the sampled tokens of the sequence's whole rollout; `tokens` and `rollouts`
-    count the update, including those without a gradient; `fixed_length` is the limit on a
-    completion's tokens.
+    A sequence is a trajectory, and lengths_B counts the sampled tokens of its whole rollout.
+    `tokens` and `rollouts` count the update, including those without a gradient; `fixed_length` is
+    the limit on a completion's tokens.
 
     token_mean: 1 / tokens (DAPO, https://arxiv.org/abs/2503.14476). sequence_mean:
     1 / (rollouts x length): the mean over rollouts of each one's mean (GRPO,
@@ -54,8 +54,9 @@ def token_weights(
     Example: an update of lengths [3, 1], with fixed_length 10, has the weights [1/4, 1/4],
     [1/6, 1/2], [1/2, 1/2] or [1/20, 1/20].
 
-    A loss on the level of sequences is the same number at each of a rollout's tokens, so that
-    sequence_mean makes it the mean over rollouts, as in RLOO.
+    A loss on the level of sequences is the same number at each of a sequence's tokens, so that
+    sequence_mean makes it the mean over rollouts, as in RLOO; in a rollout of several trajectories
+    each counts by its tokens.
     """
     lengths_B = lengths_B.double()
     if aggregation is Aggregation.token_mean:

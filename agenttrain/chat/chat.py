@@ -70,7 +70,9 @@ class Chat:
     """
 
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a completion: end-of-sequence ids, then the template's ends of turn."""
+    """Tokens that end a completion: end-of-sequence ids, then `turn_end_ids`."""
+    turn_end_ids: tuple[int, ...]
+    """Control tokens with which the template ends an assistant's turn; none in some families."""
     template: str
     """Source of the template, after fixes."""
     tokenizer: Any
@@ -132,7 +134,8 @@ class Chat:
             lambda messages, opened: self.render(messages, generation_prompt=opened), self.encoder
         )
         self._reply_text = ReplyTexts(self._boundary, self.encoder)
-        self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._turn_ends()]))
+        self.turn_end_ids = tuple(dict.fromkeys(self._turn_ends()))
+        self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self.turn_end_ids]))
         self._marks = response.marks(self.encoder.control)
         self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
         self._stripped -= {self.encoder.control[mark] for mark in self._marks}

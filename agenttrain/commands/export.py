@@ -28,6 +28,8 @@ FORMATS = ("transformers", "adapter", "merged")
 LATEST = Path("checkpoints", "latest")
 HUB = "hub:"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+GENERATION_FILE = "generation_config.json"
+"""Has the tokens that end a turn."""
 READABLE, ENTERABLE = 0o644, 0o755
 """Modes of files and folders: a server of another user has to read them."""
 
@@ -107,9 +109,10 @@ def export(
     """Write the model of `checkpoint` to `folder`, for transformers, vLLM and others to load.
 
     `form`: `adapter` copies the adapters, the others merge them into their base model. The
-    tokenizer has the chat template that the run was trained with. `dtype`: `auto` (as saved),
-    `float32`, `bfloat16` or `float16`. The folder appears once it is complete. `name` is the
-    model's in its card. Raises CheckpointError for an incomplete checkpoint.
+    tokenizer has the chat template that the run was trained with, and the files name the tokens
+    that ended its turns. `dtype`: `auto` (that of the training), `float32`, `bfloat16` or
+    `float16`. The folder appears once it is complete. `name` is the model's in its card. Raises
+    CheckpointError for an incomplete checkpoint.
     """
     import torch
     from transformers import AutoTokenizer
@@ -125,21 +128,28 @@ def export(
     shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
     part.mkdir(parents=True)
     try:
+        weights = "complete"
         if form == "adapter":
-            for file in ADAPTER_FILES:
-                shutil.copyfile(checkpoint / file, part / file)
+            for file in (*ADAPTER_FILES, GENERATION_FILE):
+                if (checkpoint / file).is_file():
+                    shutil.copyfile(checkpoint / file, part / file)
         else:
+            adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
+            if adapted and dtype == "auto":
+                dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
             wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
             with only_tensors(checkpoint):
-                if (checkpoint / ADAPTER_FILES[0]).is_file():
+                if adapted:
                     model = merged(checkpoint, wanted)
+                    weights += ", adapters (LoRA) merged in float32"
                 else:
                     model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=wanted)
             model.save_pretrained(part)
+            weights += f", saved in {str(model.dtype).removeprefix('torch.')}"
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)
         if (checkpoint / PROCESSOR_FILE).is_file():
             shutil.copyfile(checkpoint / PROCESSOR_FILE, part / PROCESSOR_FILE)
-        _describe(checkpoint, part, name or folder.name, adapter=form == "adapter")
+        _describe(checkpoint, part, name or folder.name, form, weights)
         for path in (part, *part.rglob("*")):
             path.chmod(ENTERABLE if path.is_dir() else READABLE)
         part.rename(folder)
@@ -148,7 +158,13 @@ def export(
         raise
 
 
-def _describe(checkpoint: Path, folder: Path, name: str, *, adapter: bool) -> None:
+def _run_config(checkpoint: Path) -> dict[str, Any]:
+    """Return the settings of the run that a checkpoint is of; empty without its run."""
+    file = run_of(checkpoint) / "config.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str) -> None:
     """Write the card and the run's settings; adapters then name their base as the run did.
 
     A checkpoint without its run gets none of it.
@@ -156,14 +172,16 @@ def _describe(checkpoint: Path, folder: Path, name: str, *, adapter: bool) -> No
     from agenttrain.commands.model_card import SETTINGS, model_card, published_settings
     from agenttrain.engines.vision import PROCESSOR_FILE
 
-    run = run_of(checkpoint)
-    if not (run / "config.yaml").is_file():
+    run, config = run_of(checkpoint), _run_config(checkpoint)
+    if not config:
         return
-    config: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     step = int(state.get("step", checkpoint.name.removeprefix("step-")))
     sees = (folder / PROCESSOR_FILE).is_file()
-    card = model_card(name, config, read_summary(run), step=step, adapter=adapter, sees=sees)
+    adapter = form == "adapter"
+    card = model_card(
+        name, config, read_summary(run), step=step, adapter=adapter, weights=weights, sees=sees
+    )
     (folder / "README.md").write_text(card, encoding="utf-8")
     (folder / SETTINGS).write_text(published_settings(config), encoding="utf-8")
     base = config.get("model", {})

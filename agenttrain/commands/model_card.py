@@ -27,12 +27,13 @@ def model_card(
     *,
     step: int,
     adapter: bool,
+    weights: str = "complete",
     sees: bool = False,
 ) -> str:
     """Return the card of a run's model after `step` steps.
 
-    `config` is the run's config.yaml, `summary` its summary.json; both may lack anything. `sees`:
-    the model reads images.
+    `config` is the run's config.yaml, `summary` its summary.json; both may lack anything. `weights`
+    describes files of complete weights. `sees`: the model reads images.
     """
     model = dict(config.get("model", {}))
     provenance = dict(config.get("provenance", {}))
@@ -60,7 +61,7 @@ def model_card(
     ]
     facts = {
         "base model": f"`{base}`" + (f" at revision `{revision}`" if revision else ""),
-        "weights": "adapters (LoRA) alone: load them on the base model" if adapter else "complete",
+        "weights": "adapters (LoRA) alone: load them on the base model" if adapter else weights,
         "training": f"{algorithm}, {step} steps, seed {config.get('seed')}",
         "data": f"`{source}`" + (f" ({arguments})" if arguments else ""),
         **({} if sft else {"rewards": ", ".join(rewards) or "none"}),

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from agenttrain.engines.config import DEFAULT_ENGINE
-from agenttrain.engines.registry import spec_of
+from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.engines.spec import ServedModel
 from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.command_line import first_value
@@ -20,7 +20,12 @@ from agenttrain.settings.saved import checkpoint_of, run_of
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.child_process import ChildGone
 from agenttrain.utils.garbage import no_collections
-from agenttrain.utils.model_path import base_folder, model_folder, weights_folder
+from agenttrain.utils.model_path import (
+    base_folder,
+    model_folder,
+    packed_experts,
+    weights_folder,
+)
 
 if TYPE_CHECKING:
     from agenttrain.chat.chat import Chat
@@ -162,6 +167,12 @@ def _serve_by_engine(config: RunConfig, options: ServeOptions, listener: socket)
     path, revision = config.model.path, config.model.revision
     model = model_folder(path, revision=revision)
     base = base_folder(path, revision, config.model.base_revision)
+    if base and (reason := packed_experts(model)):
+        raise ConfigError(
+            f"model.path={path}: holds adapters of packed experts ({reason}), which vLLM reads "
+            "wrongly or not at all; merge them first (agenttrain export), or set "
+            f"{names_with(own_weights=False)}"
+        )
     port = listener.getsockname()[1]
     weights = str(base or weights_folder(path, revision=revision))
     with TemporaryDirectory(prefix="agenttrain-serve-") as temporary:

@@ -94,7 +94,8 @@ class Separate(Protocol):
 
     takes_adapters: bool
     """True: `update` takes a model's adapters as they are, by peft's names, and no other weights;
-    False: it takes all weights, with the adapters merged into them."""
+    False: it takes all weights, with the adapters merged into them, by the names in the model's
+    files."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of every id after the first, given those before it, at temperature 1."""
@@ -148,6 +149,15 @@ class OwnNumberFormat(Protocol):
 
     dtype: torch.dtype
     """Weights are cast to it before they are sent: half as many bytes cross between processes."""
+
+
+@runtime_checkable
+class ModelNames(Protocol):
+    """A `Separate` engine whose model is transformers' own."""
+
+    model_names: bool
+    """True: it takes weights by their names in the model in memory; False, as without the
+    attribute: by those of the model's files, in the files' pieces."""
 
 
 @runtime_checkable

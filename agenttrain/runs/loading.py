@@ -14,7 +14,7 @@ from pathlib import Path
 
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.engines.base import Engine, Separate
-from agenttrain.engines.registry import spec_of
+from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.runs.sampling import engine_inputs, load_empty, load_model, vision_of
@@ -24,7 +24,7 @@ from agenttrain.settings.role_checks import named_gpus
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
 from agenttrain.training.checkpoint_files import auto_class
-from agenttrain.training.config import Init
+from agenttrain.training.config import Init, Transport
 from agenttrain.training.logprobs import checkpoint_layers
 from agenttrain.training.lora import add_lora, is_adapted
 from agenttrain.training.optimizers import build_optimizer
@@ -34,7 +34,7 @@ from agenttrain.training.sliced_weights import WrongWeights, stand_ins
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import is_hub_id
-from agenttrain.utils.model_path import model_folder
+from agenttrain.utils.model_path import ADAPTER_CONFIG, model_folder, why_merged, why_not_sent
 from agenttrain.utils.seeds import derive_seed
 
 
@@ -48,7 +48,9 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
     from transformers import AutoConfig
 
     folder = model_folder(config.model.path, revision=config.model.revision)
-    if (folder / "adapter_config.json").is_file():  # its base may be anywhere; adapters fit it
+    if (folder / ADAPTER_CONFIG).is_file():  # its base may be anywhere; adapters fit it
+        if sampled:
+            _check_sent(config, folder)
         return
     try:
         architecture = AutoConfig.from_pretrained(folder)
@@ -73,6 +75,22 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
     if config.model.lora.rank:
         add_lora(model, config.model.lora)
     build_optimizer(model, config.optimizer)
+
+
+def _check_sent(config: RunConfig, folder: Path) -> None:
+    """Raise ConfigError for adapters in `folder` that the engine would not get as they are."""
+    path, sync = config.model.path, config.weight_sync.transport
+    if run_spec(config).own_weights and (reason := why_not_sent(folder)):
+        raise ConfigError(
+            f"model.path={path}: its adapters have {reason}, which engine={config.engine.name} "
+            f"cannot be sent; merge them into their model with peft, or set "
+            f"{names_with(own_weights=False)}"
+        )
+    if sync is Transport.lora and (reason := why_merged(folder)):
+        raise ConfigError(
+            f"weight_sync.transport=lora: the adapters of model.path={path} are merged before "
+            f"they are sent ({reason}); leave it out"
+        )
 
 
 def make_policy(

@@ -145,6 +145,7 @@ class RemoteReplica(RemoteEngine):
     def __init__(self, rollouts: Rollouts, ready: Ready, dtype: torch.dtype) -> None:
         super().__init__(rollouts, ready)
         self.takes_adapters = ready.takes_adapters
+        self.model_names = ready.model_names
         self.quantized = ready.quantized
         self.dtype = dtype
 

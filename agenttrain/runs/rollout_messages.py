@@ -82,6 +82,7 @@ class Ready:
     own_weights: bool
     """It is a `Separate` engine; the others are the fields of the further protocols."""
     takes_adapters: bool = False
+    model_names: bool = False
     quantized: bool = False
     broadcasts: bool = False
     dtype: str | None = None

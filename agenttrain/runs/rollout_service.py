@@ -18,6 +18,7 @@ from typing import Any
 from agenttrain.engines.base import (
     EngineError,
     Metered,
+    ModelNames,
     OwnNumberFormat,
     Quantized,
     ReadsFiles,
@@ -188,6 +189,7 @@ class RolloutService:
             max_context=engine.max_context,
             own_weights=True,
             takes_adapters=engine.takes_adapters,
+            model_names=isinstance(engine, ModelNames) and engine.model_names,
             quantized=isinstance(engine, Quantized) and engine.quantized,
             broadcasts=isinstance(engine, Broadcasts),
             dtype=None if dtype is None else str(dtype).removeprefix("torch."),

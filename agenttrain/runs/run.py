@@ -20,6 +20,7 @@ from typing import Any
 
 from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
 from agenttrain.algorithms.objectives.config import build_objective
+from agenttrain.chat.saving import saved_tokenizer
 from agenttrain.engines.base import Engine, EngineDead
 from agenttrain.engines.weights_place import remove_weights_folder
 from agenttrain.evaluation import (
@@ -56,7 +57,11 @@ from agenttrain.tracking.timeline import Timeline
 from agenttrain.tracking.tracker import SilentTracker, Tracker
 from agenttrain.trainer import BatchSource, Trainer
 from agenttrain.training.checkpoint import Checkpoints
-from agenttrain.training.checkpoint_files import CheckpointError, NotWritten
+from agenttrain.training.checkpoint_files import (
+    CheckpointError,
+    NotWritten,
+    set_stop_tokens,
+)
 from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import sync
 from agenttrain.training.world import PeerFailed, World
@@ -517,7 +522,8 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         collector = components.collector(engine, run.folder, run.timeline)
     process = None if rollouts is None else rollouts.process
     run.watchdog.watch(process or collector, policy.model.get_input_embeddings())
-    checkpoints = run.checkpoints(components.tokenizer)
+    set_stop_tokens(policy.model, components.chat.stop_token_ids)
+    checkpoints = run.checkpoints(saved_tokenizer(components.chat))
     state = run.restore(checkpoints, policy)
     done = 0 if state is None else state["step"]
     probe = None

@@ -29,7 +29,7 @@ from agenttrain.training.checkpoint_files import (
 from agenttrain.training.config import Init, VisionTower
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import COMMIT
-from agenttrain.utils.model_path import base_folder, model_folder, weights_folder
+from agenttrain.utils.model_path import base_folder, model_folder, weights_folder, why_merged
 
 if TYPE_CHECKING:
     from agenttrain.engines.vision import Vision
@@ -122,6 +122,7 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
     import torch
 
     from agenttrain.training.kernels import disable_cudnn_attention
+    from agenttrain.training.lora import load_saved_adapters
     from agenttrain.training.sliced_weights import (
         SlicedWeights,
         empty_model,
@@ -145,7 +146,7 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
     weights = SlicedWeights(model, base or source, rank)
     if base is not None:
         with stand_ins(model), only_tensors(source):
-            model.load_adapter(str(source))
+            load_saved_adapters(model, source)
         _record_revision(model, base)
     _set_threads(model, threads)
     return model, weights
@@ -179,6 +180,7 @@ def _load(config: RunConfig) -> Any:
     from transformers import AutoConfig
     from transformers.utils import logging
 
+    from agenttrain.training.lora import load_saved_adapters
     from agenttrain.training.sliced_weights import load_whole
 
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
@@ -195,7 +197,7 @@ def _load(config: RunConfig) -> Any:
             return load_whole(source, dtype)
         # By itself transformers would look the base up under its name, in any revision.
         model = load_whole(base, dtype)
-        model.load_adapter(str(source))
+        load_saved_adapters(model, source)
     _record_revision(model, base)
     return model
 
@@ -244,11 +246,13 @@ def engine_inputs(
     lora = config.model.lora
     path, revision = config.model.path, config.model.revision
     folder_of_model = model_folder(path, revision=revision)
+    base = base_folder(path, revision, config.model.base_revision)
+    merged = base is not None and why_merged(folder_of_model) is not None
     return EngineInputs(
         policy=policy,
-        model=base_folder(path, revision, config.model.base_revision) or folder_of_model,
+        model=base or folder_of_model,
         dtype=config.model.dtype,
-        adapters=lora if lora.rank else None,
+        adapters=lora if lora.rank and not merged else None,
         tokenizer=folder_of_model if config.rollout.structured_calls else None,
         sync_mode=config.weight_sync.mode,
         sync_folder=config.weight_sync.folder,

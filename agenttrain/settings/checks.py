@@ -156,7 +156,8 @@ def _reference(config: RunConfig) -> Iterator[str]:
     if config.algorithm.reference is Reference.synced and config.model.lora.rank:
         yield (
             f"algorithm.reference=synced: the reference of a model with adapters (model.lora.rank="
-            f"{config.model.lora.rank}) is the model without them; set algorithm.reference=frozen"
+            f"{config.model.lora.rank}) is the model as the run began, and two sets of adapters "
+            "cannot be mixed; set algorithm.reference=frozen"
         )
 
 

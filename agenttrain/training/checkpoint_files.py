@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -72,6 +72,21 @@ def loading_options(folder: Path) -> dict[str, Any]:
     from transformers import Mxfp4Config
 
     return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
+def set_stop_tokens(model: Any, token_ids: Sequence[int]) -> None:
+    """Make `token_ids` the ends of sequence of the model, in the files that are saved with it.
+
+    Whatever generates with these files then stops where training does. Files that have the ids in
+    another order stay as they are.
+    """
+    ids: int | list[int] = token_ids[0] if len(token_ids) == 1 else list(token_ids)
+    for settings in (model.config, model.config.get_text_config(), model.generation_config):
+        if not hasattr(settings, "eos_token_id"):  # there is no such key or no such file
+            continue
+        named = settings.eos_token_id
+        if set(named if isinstance(named, list) else [named]) != set(token_ids):
+            settings.eos_token_id = ids
 
 
 def auto_class(folder: Path) -> Any:

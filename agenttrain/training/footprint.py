@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from agenttrain.training.batch import one_after_the_other
 from agenttrain.training.config import LoraSettings, OptimizerConfig
 from agenttrain.training.head import CPU_TILE, GPU_TILE
 from agenttrain.training.logprobs import backbone
-from agenttrain.training.lora import add_lora
+from agenttrain.training.lora import add_lora, add_saved_adapters
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
 
 FLOAT32 = 4
@@ -50,12 +51,19 @@ TRACED, TRACED_SCORES = 256, 2048
 for models whose scores are held in memory: only from there on is the growth linear."""
 
 
-def empty_model(config: Any, dtype: torch.dtype, lora: LoraSettings) -> PreTrainedModel:
-    """Return the model of a config without storage; with adapters if `lora` has a rank."""
+def empty_model(
+    config: Any, dtype: torch.dtype, lora: LoraSettings, adapters: Path | None = None
+) -> PreTrainedModel:
+    """Return the model of a config without storage; with adapters if `lora` has a rank.
+
+    `adapters` is the folder of those that training continues.
+    """
     with init_empty_weights(include_buffers=True):
         sees = config.model_type in SEEING
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         model = kind.from_config(config, dtype=dtype)
+        if adapters is not None:
+            add_saved_adapters(model, adapters)
         if lora.rank:
             add_lora(model, lora)
             # With real weights, peft gives an adapter the format of its layer.

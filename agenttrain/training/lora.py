@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: added in place, saved alone, switched off for the reference.
+"""Low-rank adapters through peft: added in place or loaded, saved alone, merged.
 
 peft is imported where there are adapters: it takes as long as a tenth of a start.
 """
@@ -10,19 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from agenttrain.training.attention import backbone
-from agenttrain.training.checkpoint_files import auto_class, loading_options
+from agenttrain.training.checkpoint_files import auto_class, loading_options, set_stop_tokens
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.gathering import gather_by_layer
-from agenttrain.training.sharding import assign
+from agenttrain.training.sharding import assign, full_tensor, like_part, own_rows
+from agenttrain.training.tensor_files import read_header
 from agenttrain.utils.model_path import base_folder
 from agenttrain.utils.names import did_you_mean
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
 WEIGHTS_FILE = "adapter_model.safetensors"
+CONVERSIONS = "_weight_conversions"
+"""transformers' attribute with the conversions of the files that a model was loaded from."""
+PEFT = "base_model.model."
+"""What peft puts before the names of a model's modules."""
 VISION_TOWER = r".*\bvisual\b.*"
 """Matches the modules of a vision tower, which gets no adapters."""
 
@@ -40,6 +47,9 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     targets = settings.targets
     if is_adapted(model):
         _check_loaded(model, settings)
+        recorded = getattr(model, CONVERSIONS, None) or ()
+        if any(PEFT in pattern for one in recorded for pattern in one.source_patterns):
+            setattr(model, CONVERSIONS, None)  # those of the adapters' file; now the family's count
     else:
         # peft ignores a target that does not exist as long as another one does.
         modules = [name for name, _ in model.named_modules()]
@@ -76,6 +86,23 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
         parameter.requires_grad_("lora_" in name)
 
 
+def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Add the adapters that a folder describes, with new weights."""
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig.from_pretrained(str(folder)), ADAPTER)
+
+
+def load_saved_adapters(model: Any, folder: Path) -> None:
+    """Load the adapters in a folder onto a model that has none.
+
+    The model keeps the names of its own files: transformers records those of the last load.
+    """
+    conversions = getattr(model, CONVERSIONS, None)
+    model.load_adapter(str(folder))
+    setattr(model, CONVERSIONS, conversions)
+
+
 def _check_loaded(model: Any, settings: LoraSettings) -> None:
     """Raise ValueError unless the model's adapters are those of `settings`."""
     loaded = model.peft_config[ADAPTER]
@@ -100,6 +127,55 @@ def is_adapted(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+def base_name(name: str) -> str:
+    """Return the name of a weight or module in the model without adapters.
+
+    Example: peft nests the adapters of packed experts, and ``experts.base_layer.base_layer.down``
+    is ``experts.down`` in the model.
+    """
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def adapted_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """Return peft's layer of each adapted weight, by the weight's name without adapters."""
+    from peft.tuners.lora import LoraLayer
+
+    return {
+        f"{base_name(name)}.{getattr(layer, 'parameter_name', 'weight')}": layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+
+
+def delta(layer: Any, weight: Tensor) -> Tensor:
+    """Return what a layer's adapters add to its weight, or to this process's rows of it."""
+    experts = getattr(layer, "num_experts", 1)
+    if experts == 1 or not isinstance(weight, DTensor):
+        change: Tensor = layer.get_delta_weight(ADAPTER)
+        return change
+    # Packed experts: rows of the weight are experts, and the adapters' rows are not.
+    below, above = (full_tensor(m[ADAPTER].weight) for m in (layer.lora_A, layer.lora_B))
+    rows = slice(*own_rows(weight))
+    below_ERI = below.reshape(experts, -1, below.shape[-1])[rows]
+    above_ORE = above.reshape(above.shape[0], -1, experts)[..., rows]
+    change = torch.einsum("ore,eri->eoi", above_ORE, below_ERI) * layer.scaling[ADAPTER]
+    if not layer._did_swap_in_out_features:  # the weight is [experts, in, out]
+        change = change.transpose(1, 2)
+    return like_part(weight, change)
+
+
+def adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the adapters' parameters by their names in the model."""
+    return {name: weight for name, weight in model.named_parameters() if "lora_" in name}
+
+
+def changes_nothing(model: PreTrainedModel) -> bool:
+    """Return True if the adapters are new: the second matrix of each is zero."""
+    second = ("lora_B", "lora_embedding_B")
+    adapters = adapter_parameters(model).items()
+    return not any(weight.any() for name, weight in adapters if any(b in name for b in second))
+
+
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the adapters' weights by peft's names, on the CPU; all processes gather together."""
     from peft import get_peft_model_state_dict
@@ -107,7 +183,7 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     # "auto" compares the base with that on the hub, and saves its embeddings if they differ.
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return {
-        f"base_model.model.{name}": tensor.contiguous().cpu()
+        f"{PEFT}{name}": tensor.contiguous().cpu()
         for name, tensor in gather_by_layer(model, state.items())
     }
 
@@ -129,14 +205,39 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
         if "lora_" in name:
             # A linear layer has …lora_A.default.weight, an embedding …lora_embedding_A.default.
             saved = name.removesuffix(f".{ADAPTER}").replace(f".{ADAPTER}.", ".")
-            assign(parameter, state[f"base_model.model.{saved}"])
+            assign(parameter, state[f"{PEFT}{saved}"])
 
 
 def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load the base model of a folder of adapters and merge the adapters into its weights."""
+    """Load the base model of a folder of adapters and merge the adapters into its weights.
+
+    They are added in float32, whatever the files' formats, and the sum is cast once: to `dtype`,
+    or for ``auto`` to the format of the adapters, which is that of their training. The ends of
+    sequence are the folder's.
+    """
     from peft import PeftModel
 
     base = base_folder(str(folder))
     assert base is not None
-    model = auto_class(base).from_pretrained(base, dtype=dtype, **loading_options(base))
-    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    model = auto_class(base).from_pretrained(base, dtype=torch.float32, **loading_options(base))
+    model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+        ends = model.generation_config.eos_token_id
+        set_stop_tokens(model, ends if isinstance(ends, list) else [ends])
+    return cast(model, adapter_dtype(folder) if isinstance(dtype, str) else dtype)
+
+
+def adapter_dtype(folder: Path) -> torch.dtype:
+    """Return the number format of the adapters in a folder."""
+    return next(iter(read_header(folder / WEIGHTS_FILE).values())).dtype
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Cast the weights to a format, but for those that transformers keeps in float32."""
+    kept = model._get_dtype_plan(dtype)
+    for name, weight in model.named_parameters():
+        if kept.keys().isdisjoint(name.split(".")):
+            weight.data = weight.data.to(dtype)
+    model.config.dtype = dtype
+    return model

@@ -15,13 +15,13 @@ from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.config import Reference as Kind
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.logprobs import Scorer
-from agenttrain.training.lora import is_adapted
+from agenttrain.training.lora import adapter_parameters, changes_nothing, is_adapted
 from agenttrain.training.sharding import Sharding, assign, give_storage, local_part
 from agenttrain.training.wrapping import shard
 
 SYNCED_ADAPTERS = (
-    "algorithm.reference=synced: the reference of a model with adapters is the model without them, "
-    "which cannot follow; set algorithm.reference=frozen"
+    "algorithm.reference=synced: the reference of a model with adapters is the model as the run "
+    "began, and two sets of adapters cannot be mixed; set algorithm.reference=frozen"
 )
 
 
@@ -55,7 +55,10 @@ class ReferencePolicy:
 
 
 class AdaptersOff(ReferencePolicy):
-    """The policy with its adapters switched off; `scorer` is the policy's own."""
+    """The policy with its adapters switched off; `scorer` is the policy's own.
+
+    New adapters change nothing before the first update, so this is the policy at its start.
+    """
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -70,6 +73,28 @@ class AdaptersOff(ReferencePolicy):
             model.enable_adapters()
             for parameter in trained:
                 parameter.requires_grad_(True)
+
+
+@dataclass(slots=True, eq=False)
+class LoadedAdapters(ReferencePolicy):
+    """The policy with the adapters that it was loaded with; `scorer` is the policy's own."""
+
+    loaded: dict[str, Tensor]
+    """Copies of the adapters' weights by name, in host memory; not sharded."""
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Put the loaded adapters into the model for the block."""
+        adapters = adapter_parameters(self.scorer.model)
+        trained = {name: weight.detach().clone() for name, weight in adapters.items()}
+        try:
+            for name, weight in adapters.items():
+                assign(weight, self.loaded[name])
+            with self.scorer.ready():
+                yield
+        finally:
+            for name, weight in adapters.items():
+                assign(weight, trained[name])
 
 
 @dataclass(slots=True, eq=False)
@@ -118,9 +143,10 @@ def make_reference(
 ) -> ReferencePolicy | None:
     """Return the configured reference; None without a KL penalty.
 
-    It is the policy as it is now: without its adapters, if it has some, else a copy. The copy of a
-    policy without storage gets its weights by `copy_weights`. Raises ValueError for a synced
-    reference of a model with adapters.
+    It is the policy as it is now. If it has adapters, the weights under them are shared: adapters
+    that are new are switched off, and those of an earlier training are kept as a copy. Without
+    adapters it is a copy, and that of a policy without storage gets its weights by `copy_weights`.
+    Raises ValueError for a synced reference of a model with adapters.
     """
     if config.beta == 0:
         return None
@@ -128,7 +154,11 @@ def make_reference(
     if is_adapted(scorer.model):
         if synced:
             raise ValueError(SYNCED_ADAPTERS)
-        return AdaptersOff(scorer)
+        if changes_nothing(scorer.model):
+            return AdaptersOff(scorer)
+        adapters = adapter_parameters(scorer.model)
+        loaded = {name: weight.detach().cpu().clone() for name, weight in adapters.items()}
+        return LoadedAdapters(scorer, loaded=loaded)
     copied: Scorer = copy.deepcopy(scorer).requires_grad_(False)
     if sharding is None:
         copied = accelerator.prepare_model(copied, evaluation_mode=True)

@@ -122,9 +122,13 @@ def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
         own = values.rows(rows)
     else:
         own = values[rows.start : rows.stop].clone()
-    own = own.to(target.to_local().device)
+    return like_part(target, own)
+
+
+def like_part(target: DTensor, own: Tensor) -> DTensor:
+    """Return a tensor that is sharded as `target`, of which `own` are this process's rows."""
     return DTensor.from_local(
-        own,
+        own.to(target.to_local().device),
         target.device_mesh,
         target.placements,
         run_check=False,

@@ -38,6 +38,7 @@ from transformers.core_model_loading import (
 
 from agenttrain.chat.vision import SEEING
 from agenttrain.training.checkpoint_files import auto_class, loading_options
+from agenttrain.training.lora import base_name
 from agenttrain.training.sharding import RowRange, give_storage, local_part, own_rows
 from agenttrain.training.tensor_files import (
     BadTensorFile,
@@ -278,7 +279,7 @@ class SlicedWeights:
         """Yield each weight once with its name in the files' model and its place."""
         seen: set[int] = set()
         for full_name, tensor in model.state_dict(keep_vars=True).items():
-            name = full_name.replace(".base_layer.", ".")
+            name = base_name(full_name)
             place = self._places.get(name) or self._tied_place(name)
             if place is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
@@ -374,7 +375,7 @@ class SlicedWeights:
 def rows_of(model: nn.Module) -> dict[str, RowRange]:
     """Return this process's rows of every weight, by its name without adapters."""
     state = model.state_dict(keep_vars=True)
-    return {name.replace(".base_layer.", "."): own_rows(tensor) for name, tensor in state.items()}
+    return {base_name(name): own_rows(tensor) for name, tensor in state.items()}
 
 
 def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world: World) -> None:

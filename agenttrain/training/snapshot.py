@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
+from agenttrain.training.file_names import in_files, one_by_one
 from agenttrain.training.lora import WEIGHTS_FILE, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import PART, WHOLE, gather_to, own_part, shard_of
@@ -169,8 +168,7 @@ def _on_cpu(tensor: Tensor, copies: bool) -> Tensor:
 
 def _original(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights under the names and in the shapes of the files that the model is from."""
-    reverted: Mapping[str, Tensor] = revert_weight_conversion(model, weights)
-    return {name: tensor.contiguous() for name, tensor in reverted.items()}
+    return {name: tensor.contiguous() for name, tensor in in_files(model, weights).items()}
 
 
 def _owners(model: PreTrainedModel, weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
@@ -179,32 +177,11 @@ def _owners(model: PreTrainedModel, weights: Mapping[str, Tensor], count: int) -
     The first one writes all weights of a model some of whose tensors in files are made of several
     weights.
     """
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-    if any(isinstance(one, WeightConverter) for one in conversions):
-        shapes = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in weights.items()
-        }
-        if not _one_by_one(model, shapes):
-            return dict.fromkeys(weights, 0)
+    if not one_by_one(model):
+        return dict.fromkeys(weights, 0)
     loads = [0] * count
     owners = {}
     for name in sorted(weights, key=lambda name: (-weights[name].nbytes, name)):
         owners[name] = min(range(count), key=lambda rank: loads[rank])
         loads[owners[name]] += weights[name].nbytes
     return owners
-
-
-def _one_by_one(model: PreTrainedModel, shapes: dict[str, Tensor]) -> bool:
-    """Return True if converting the weights one by one gives what converting all of them does."""
-    together = {name: t.shape for name, t in _original(model, shapes).items()}
-    alone: dict[str, torch.Size] = {}
-    for name, tensor in shapes.items():
-        try:
-            made = _original(model, {name: tensor})
-        except Exception:  # an operation that misses its other inputs raises anything
-            return False
-        alone.update((n, t.shape) for n, t in made.items())
-    return alone == together

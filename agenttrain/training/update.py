@@ -227,6 +227,9 @@ def loss_inputs(
         # With one update per step the old policy was not scored: it is the current one.
         scored = len(known) == len(old)
         behaviour_S = torch.cat(known).to(logprobs_S) if scored else logprobs_S.detach()
+    lengths = [sequence.sampled_length for sequence in microbatch.sequences]
+    of_rollouts = [sequence.rollout.sampled_length for sequence in microbatch.sequences]
+    parts = lengths != of_rollouts
     return LossInputs(
         logprobs_S=logprobs_S,
         behaviour_S=behaviour_S,
@@ -237,6 +240,7 @@ def loss_inputs(
         sequence_S=microbatch.sequence_S,
         advantages_S=microbatch.advantages_S,
         weights_B=microbatch.weights_B,
+        rollout_tokens_B=torch.tensor(of_rollouts, device=logprobs_S.device) if parts else None,
         bonus=minibatch.bonus,
     )
 

@@ -9,16 +9,15 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenttrain.engines.base import (
     Engine,
     Forgetful,
+    ModelNames,
     OwnNumberFormat,
     Quantized,
     Replicated,
@@ -28,8 +27,16 @@ from agenttrain.engines.broadcast import WeightForm
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
+from agenttrain.training.file_names import in_files, on_meta, one_by_one
 from agenttrain.training.gathering import gather_by_layer
-from agenttrain.training.lora import ADAPTER, adapter_weights, is_adapted
+from agenttrain.training.lora import (
+    PEFT,
+    adapted_weights,
+    adapter_weights,
+    base_name,
+    delta,
+    is_adapted,
+)
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import is_sharded
 from agenttrain.types import AgenttrainError
@@ -221,13 +228,15 @@ async def sync(
     as_adapters = engine.takes_adapters and adapted
     dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else policy.model.dtype
     weights: Iterable[tuple[str, Tensor]]
-    if not as_adapters:
+    if isinstance(engine, ModelNames) and engine.model_names:
+        weights = named_weights(policy.model, dtype)
+    elif not as_adapters:
         weights = PolicyWeights(policy.model, dtype)
     elif isinstance(engine, Forgetful) and engine.lacks_base:
-        base = named_weights(policy.model, dtype, merged=False)
-        weights = chain(base, adapter_weights(policy.model).items())
+        base = checkpoint_weights(policy.model, dtype, merged=False)
+        weights = chain(base, checkpoint_adapters(policy.model))
     else:
-        weights = iter(adapter_weights(policy.model).items())
+        weights = checkpoint_adapters(policy.model)
     await engine.update(weights, version)
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
@@ -309,27 +318,44 @@ def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[fl
 
 @dataclass(frozen=True, slots=True)
 class PolicyWeights:
-    """The policy's `named_weights`, which every iteration gathers anew: implements `Regathered`."""
+    """The policy's `checkpoint_weights`, which every iteration gathers anew: `Regathered`."""
 
     model: PreTrainedModel
     dtype: torch.dtype
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Gather all weights; all processes do so together."""
-        return named_weights(self.model, self.dtype)
+        return checkpoint_weights(self.model, self.dtype)
 
     def forms(self) -> list[WeightForm]:
         """Return the form of each weight, and gather none."""
-        return [
-            WeightForm(name.replace(".base_layer.", "."), tensor.dtype, tuple(tensor.shape))
-            for name, tensor in _own_parts(self.model, self.dtype, merged=False)
-        ]
+        parts = _own_parts(self.model, self.dtype, merged=False)
+        weights = on_meta({base_name(name): part for name, part in parts})
+        forms = _checkpoint_pieces(self.model, weights.items())
+        return [WeightForm(name, form.dtype, tuple(form.shape)) for name, form in forms]
+
+
+def checkpoint_weights(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, *, merged: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of `named_weights` under the names and in the pieces of the model's files.
+
+    Engines that read such files know no other names: some skip others without a word.
+    """
+    yield from _checkpoint_pieces(model, named_weights(model, dtype, merged=merged))
+
+
+def checkpoint_adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters by peft's names, with those of the model's files for their modules."""
+    for name, tensor in adapter_weights(model).items():
+        for renamed, same in in_files(model, {name.removeprefix(PEFT): tensor}).items():
+            yield f"{PEFT}{renamed}", same
 
 
 def named_weights(
     model: PreTrainedModel, dtype: torch.dtype | None = None, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight by the name under which transformers saves it, tied ones under each name.
+    """Yield every weight by its name in the model without adapters, tied ones under each name.
 
     Adapters are merged, one weight at a time, or left out if not `merged`: the engine gets a model
     without adapters. Weights in the model's own format are cast to `dtype`, if given; those that
@@ -337,7 +363,18 @@ def named_weights(
     so every process has to consume the iterator.
     """
     for name, tensor in gather_by_layer(model, _own_parts(model, dtype, merged)):
-        yield name.replace(".base_layer.", "."), tensor
+        yield base_name(name), tensor
+
+
+def _checkpoint_pieces(
+    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Convert weights one at a time, or together where a piece is made of several weights."""
+    if one_by_one(model):
+        for name, tensor in weights:
+            yield from in_files(model, {name: tensor}).items()
+    else:
+        yield from in_files(model, dict(weights)).items()
 
 
 def _own_parts(
@@ -347,15 +384,13 @@ def _own_parts(
     in_fp32: set[str] = set()
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         in_fp32.update(getattr(model, attribute, None) or ())
-    modules = dict(model.named_modules()) if is_adapted(model) else {}
+    adapted = adapted_weights(model) if merged and is_adapted(model) else {}
     for name, tensor in model.state_dict().items():
-        owner, _, kind = name.rpartition(".")
         if "lora_" in name:
             continue
-        layer = modules.get(owner.removesuffix(".base_layer"))
-        if merged and isinstance(layer, LoraLayer) and kind == "weight":
-            adapted: Any = layer  # only peft's class for linear layers has the method
-            tensor = tensor + adapted.get_delta_weight(ADAPTER).to(tensor.dtype)
+        layer = adapted.get(base_name(name))
+        if layer is not None:
+            tensor = tensor + delta(layer, tensor).to(tensor.dtype)
         if dtype and tensor.dtype == model.dtype and in_fp32.isdisjoint(name.split(".")):
             tensor = tensor.to(dtype)
         yield name, tensor.detach()

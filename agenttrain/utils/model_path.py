@@ -12,10 +12,16 @@ from agenttrain.utils.gguf import PACKAGE as INSTALLED
 from agenttrain.utils.gguf import converted, gguf_file
 from agenttrain.utils.hub import fetch_weights, is_hub_id, revision_key, snapshot
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import shown
 
 BUNDLED = "bundled:"
 MODELS = PACKAGE / "data" / "models"
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+SENT_MERGED = ("rank_pattern", "alpha_pattern", "use_rslora")
+"""Keys of adapters that have not one rank and one scale of alpha / rank."""
+NOT_MERGED = ("use_dora", "lora_bias", "bias", "modules_to_save", "trainable_token_indices")
+"""Keys of adapters that are more than a product of two matrices."""
 WEIGHTS = "file of weights (*.safetensors, *.bin)"
 PARTS = {
     "config.json": ("config.json", ADAPTER_CONFIG),
@@ -117,6 +123,48 @@ def base_folder(
         return model_folder(name, SIZES, revision=pinned, key=BASE)
     except ConfigError as error:
         raise ConfigError(f"model.path={path}: holds adapters, and {error}") from error
+
+
+def why_merged(folder: Path) -> str | None:
+    """Return why engines get the adapters in a folder merged into the weights.
+
+    None: they get them as they are. The description that is sent with adapters has one rank and
+    one scale.
+    """
+    described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    several = (f"{key}={shown(described[key])}" for key in SENT_MERGED if described.get(key))
+    return packed_experts(folder) or next(several, None)
+
+
+def packed_experts(folder: Path) -> str | None:
+    """Return what shows that adapters in a folder are of packed experts; None: they are not.
+
+    vLLM reads such adapters for few models, and wrongly for others.
+    """
+    described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    if value := described.get("target_parameters"):
+        return f"target_parameters={shown(value)}"
+    # peft converts adapters of single experts, as older files have them.
+    return next((name for name in _adapter_names(folder) if ".experts." in name), None)
+
+
+def _adapter_names(folder: Path) -> list[str]:
+    """Return the names of the adapters' weights; none for a file that cannot be read."""
+    try:
+        with (folder / ADAPTER_WEIGHTS).open("rb") as file:
+            return sorted(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
+    except (OSError, ValueError, OverflowError, MemoryError):  # reported where it is loaded
+        return []
+
+
+def why_not_sent(folder: Path) -> str | None:
+    """Return what the adapters in a folder have that is not merged; None: nothing."""
+    described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    for key in NOT_MERGED:
+        value = described.get(key)
+        if value and value != "none":
+            return f"{key}={shown(value)}"
+    return None
 
 
 def is_foreign(path: str) -> bool:

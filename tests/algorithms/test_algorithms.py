@@ -22,6 +22,7 @@ from agenttrain.algorithms.config import (
     Behaviour,
     Correction,
     CorrectionMode,
+    Credit,
     KlEstimator,
     KlIn,
 )
@@ -335,6 +336,75 @@ def test_the_gradient_of_one_advantage_is_that_of_the_plain_form(logs: list, lev
             importance_ratio, sequence_S=rows, sequences=len(logs), level=level, own=own
         )
         assert gradient(ratio) == pytest.approx(expected, rel=1e-9)
+
+
+CUT_OBJECTIVES = {
+    "sequence_sum": build_objective("clip", ratio="sequence_sum"),
+    "sequence_mean": build_objective("clip", ratio="sequence_mean"),
+    "sapo": build_objective("sapo", ratio="sequence_sum"),
+    "cispo": build_objective("cispo", ratio="sequence_sum"),
+    "gmpo": build_objective("geometric_mean"),
+    "vespo": build_objective("vespo"),
+}
+CUTS = ([5], [3, 2], [1, 3, 1])
+
+
+def cut_inputs(lengths: list[int], settings_: AlgorithmConfig, log_ratios: list[float]):
+    """An update of two rollouts: 5 tokens of advantage 2 cut so, and 3 tokens of advantage -1."""
+    counts = torch.tensor([*lengths, 3])
+    of_rollouts = torch.tensor([*([5] * len(lengths)), 3])
+    new = torch.linspace(-3, -0.5, 8, dtype=torch.float64)
+    return LossInputs(
+        logprobs_S=(new + torch.tensor(log_ratios, dtype=torch.float64)).requires_grad_(),
+        behaviour_S=new,
+        engine_S=new,
+        sequence_S=torch.repeat_interleave(torch.arange(len(counts)), counts),
+        advantages_S=torch.tensor([2.0] * 5 + [-1.0] * 3, dtype=torch.float64),
+        weights_B=token_weights(
+            of_rollouts, settings_.aggregation, tokens=8, rollouts=2, fixed_length=FIXED_LENGTH
+        ),
+        rollout_tokens_B=of_rollouts if len(lengths) > 1 else None,
+    )
+
+
+@pytest.mark.parametrize("correction", ["none", "sequence", "token"])
+@pytest.mark.parametrize("objective", CUT_OBJECTIVES)
+def test_a_gradient_does_not_depend_on_how_a_rollout_is_cut(
+    objective: str, correction: str
+) -> None:
+    settings_ = config(
+        objective=CUT_OBJECTIVES[objective],
+        aggregation=Aggregation.sequence_mean,
+        correction=Correction(correction),
+        behaviour=Behaviour.engine if correction == "none" else Behaviour.recomputed,
+        off_policy_threshold=0.1,
+    )
+    # A of one token over its 2 rollouts; where the ratio is a sum, each of its rollout's tokens
+    # carries it: 5 tokens of 1 / (2 x 5) and 3 of 1 / (2 x 3).
+    of_sum = objective in ("sequence_sum", "sapo")
+    long, short = (-2 / 2, 1 / 2) if of_sum else (-2 / 10, 1 / 6)
+    for lengths in CUTS:
+        inputs = cut_inputs(lengths, settings_, [0.0] * 8)
+        loss, _ = policy_loss(inputs, settings_)
+        (gradient,) = torch.autograd.grad(loss, inputs.logprobs_S)
+        assert gradient.tolist() == pytest.approx([long] * 5 + [short] * 3, rel=1e-13)
+        if objective in ("sequence_sum", "sequence_mean", "gmpo"):  # -2 x 1/2 + 1 x 1/2
+            assert loss.item() == pytest.approx(-0.5, rel=1e-13)
+
+
+@pytest.mark.parametrize("token_advantages", [False, True])
+def test_a_ratio_of_sequences_is_that_of_the_trajectory(token_advantages: bool) -> None:
+    clipless = build_objective("clip", ratio="sequence_sum", low=0.9, high=9.0)
+    credit = {"credit": Credit.turn_reward} if token_advantages else {}
+    settings_ = config(objective=clipless, aggregation=Aggregation.sequence_mean, **credit)
+    inputs = cut_inputs([3, 2], settings_, [0.1, 0.2, 0.1, 0.3, 0.4, 0.0, 0.0, 0.0])
+    loss, _ = policy_loss(inputs, settings_)
+    # -2 (3 e^.4 + 2 e^.7) / 10 + 1 / 2
+    assert loss.item() == pytest.approx(-2 * (3 * math.exp(0.4) + 2 * math.exp(0.7)) / 10 + 0.5)
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs_S)
+    # each of the rollout's 5 tokens: 5 x -2 r / 10
+    expected = [-math.exp(0.4)] * 3 + [-math.exp(0.7)] * 2 + [0.5] * 3
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-13)
 
 
 def test_kl_estimators() -> None:

@@ -18,6 +18,7 @@ from stub_hub_upload import UploadHub
 from agenttrain.cli import main
 from agenttrain.commands.model_card import model_card, published_settings
 from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.utils.model_path import MODELS
 
 LORA = ("model.lora.rank=4", "algorithm.beta=0.01", "eval.questions=0", "steps=1")
 
@@ -109,6 +110,65 @@ def test_adapters_name_their_base_model_on_the_hub(adapters, tmp_path) -> None:
     described = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == "org/agent"
     assert described["revision"] == "c" * 40 and described["r"] > 0
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled agent as a base model: files end sequences with <|endoftext|> (0) alone."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    shutil.copytree(MODELS / "shop", folder)
+    for name, change in (
+        ("config.json", {"eos_token_id": 0}),
+        ("generation_config.json", {"eos_token_id": 0}),
+        ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
+    ):
+        file = folder / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    return folder
+
+
+def ends(folder: Path) -> dict[str, object]:
+    """Where the files of a folder say that a sequence ends."""
+    keys = {
+        "config.json": "eos_token_id",
+        "generation_config.json": "eos_token_id",
+        "tokenizer_config.json": "eos_token",
+    }
+    return {
+        name: json.loads((folder / name).read_text())[key]
+        for name, key in keys.items()
+        if (folder / name).is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "formats"), [((), ["transformers"]), (LORA, ["merged", "adapter"])]
+)
+def test_checkpoints_and_exports_stop_where_training_did(
+    settings: tuple[str, ...], formats: list[str], base: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = ["debug=tiny", "tracker=none", "eval.questions=0", "steps=1", f"model.path={base}"]
+    assert main([*words, *settings, f"hydra.run.dir={run}"]) == 0
+    complete = {
+        "config.json": [0, 2],
+        "generation_config.json": [0, 2],
+        "tokenizer_config.json": "<|im_end|>",
+    }
+    without_config = {name: end for name, end in complete.items() if name != "config.json"}
+    checkpoint = run / "checkpoints" / "latest"
+    assert ends(checkpoint) == (without_config if settings else complete)
+    for form in formats:
+        folder = tmp_path / form
+        assert main(["export", f"run={run}", f"to={folder}", f"format={form}"]) == 0
+        assert ends(folder) == (without_config if form == "adapter" else complete)
+        if form == "merged":
+            weights = "| weights | complete, adapters (LoRA) merged in float32, saved in float32 |"
+            assert weights in (folder / "README.md").read_text()
+
+
+def test_ends_that_are_right_stay_as_they_are(run: Path) -> None:
+    assert ends(run / "checkpoints" / "latest") == ends(MODELS / "shop")
 
 
 def test_nothing_half_written_is_left_after_a_kill(run, tmp_path) -> None:

@@ -369,6 +369,21 @@ def test_the_words_of_a_run_that_does_not_start(capsys, short):
     assert found["remedies"][-1]["overrides"] == "engine.kv_cache_mb=320"
 
 
+def test_adapters_that_training_continues_are_planned_on_their_base(capsys, short, tmp_path):
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    described["base_model_name_or_path"] = str(short)
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    lora = ("model.lora.rank=8", "model.dtype=bfloat16", "algorithm.beta=0.1")
+    _, found = plan(capsys, folder, "--gpu-memory-gb", "24", *lora)
+    (reference,) = [part for part in found["parts"] if part["name"] == "reference"]
+    # two layers of (1024 + 2048) x rank 8, 2 bytes each
+    assert (reference["bytes"], reference["on_host"]) == (2 * 3072 * 8 * 2, True)
+    _, new = plan(capsys, short, "--gpu-memory-gb", "24", *lora)
+    assert not [part for part in new["parts"] if part["name"] == "reference"]
+
+
 def test_nothing_is_known_that_helps(capsys, short):
     lora = ("model.lora.rank=8", "model.dtype=bfloat16")
     code = cli.main(

@@ -29,7 +29,7 @@ from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.trainer import update
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.policy import Policy
-from agenttrain.types import Origin, StopReason
+from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason
 
 RECOMPUTED = {"behaviour": Behaviour.recomputed}
 TWO = [(Origin.prompt, [7]), (Origin.sampled, [20, 2]), (Origin.tool, [30]), (Origin.sampled, [2])]
@@ -96,6 +96,44 @@ def test_ratios_of_whole_rollouts_do_not_read_the_engines_rounding(name: str) ->
     assert metrics["clip_ratio/region_mean"] == 0.0
     _, of_engine = captured({**preset(name), "behaviour": Behaviour.engine}, groups)
     assert (of_engine["clip_ratio/region_mean"] > 0.3) is (name != "rloo")  # 40 tokens: not yet
+
+
+def cut_rollout(*, whole: bool) -> Rollout:
+    """The ids 7 8 9 | 20 21 22 | 30 | 23 2: in one trajectory, or cut after the first sampled id.
+
+    In both cases each sampled token follows the same ids.
+    """
+    parts = [(Origin.sampled, [20]), (Origin.sampled, [21, 22]), (Origin.tool, [30])]
+    parts += [(Origin.sampled, [23, 2])]
+    made = rollout([(Origin.prompt, [7, 8, 9]), *([] if not whole else parts)])
+    if whole:
+        return made
+    made.trajectories[0].append_sampled(sampled(20), made.trajectories[0].token_ids)
+    second = made.branch(0, 4)
+    second.append_sampled(sampled(21, 22), second.token_ids)
+    second.append_context([30], Origin.tool)
+    third = made.branch(1, 7)
+    third.append_sampled(sampled(23, 2), third.token_ids)
+    return made
+
+
+def sampled(*ids: int) -> Completion:
+    return Completion(
+        token_ids=ids, logprobs=(-5.0,) * len(ids), finish=Finish.stop, versions=((0, len(ids)),)
+    )
+
+
+@pytest.mark.parametrize("budget", [10_000, 1])
+@pytest.mark.parametrize("name", ["rloo", "gspo", "luspo", "gmpo", "vespo", "grpo"])
+def test_a_rollout_trains_the_same_however_it_is_cut(name: str, budget: int) -> None:
+    """With `budget` 1 each trajectory is in a microbatch of its own."""
+    algorithm = {**preset(name), "behaviour": Behaviour.recomputed}
+    gradients = []
+    for whole in (True, False):
+        other = rollout([(Origin.prompt, [7, 8, 9]), (Origin.sampled, [24, 2])], sample=1, reward=0)
+        groups = [[cut_rollout(whole=whole), other]]
+        gradients.append(captured(algorithm, groups, training={"token_budget": budget})[0])
+    assert_equal(*gradients)
 
 
 EXTRAS = {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
-from training_cases import policy, random_groups, weights
+from training_cases import policy, random_groups, rollout, weights
 from transformers import AutoModelForCausalLM
 
 from agenttrain.commands.export import export
@@ -16,6 +19,12 @@ from agenttrain.trainer import update
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.lora import adapter_weights, add_lora, save_adapter_config
+from agenttrain.training.policy import Policy
+from agenttrain.training.sharding import Sharding
+from agenttrain.training.weight_sync import named_weights, policy_logprobs
+from agenttrain.types import Origin
+
+TEXT = [7, 8, 9, 20, 21, 22, 2]
 
 
 def base(folder: Path, **settings: object) -> Path:
@@ -63,6 +72,67 @@ def test_the_reference_is_the_model_without_adapters(tmp_path: Path) -> None:
     assert moved["kl"] > 1e-6
     assert update(trained, random_groups(2))["grad_norm"] > 0, "training goes on with adapters"
     assert update(full, random_groups(0))["kl"] == pytest.approx(0, abs=1e-7)
+
+
+def continued(folder: Path, **settings: object):
+    """A policy with the adapters of a folder, and the logprobs of a text under these."""
+    model = adapted(folder)
+    loaded = policy_logprobs(model, TEXT)
+    return policy(model, algorithm={"beta": 0.1}, lr=1e-2, **settings), loaded
+
+
+def reference_logprobs(trained: Policy) -> list[float]:
+    one = rollout([(Origin.prompt, TEXT[:1]), (Origin.sampled, TEXT[1:])])
+    ((sequence,),) = trained.score([[one]])
+    return sequence.ref_logprobs_S.tolist()
+
+
+def test_the_reference_of_continued_adapters_is_the_policy_at_the_start_of_the_run(
+    tmp_path: Path,
+) -> None:
+    warm = policy(adapted(base(tmp_path / "m")), lr=1e-1)
+    update(warm, random_groups(0))
+    write_adapter(warm.model, tmp_path / "warm")
+    trained, loaded = continued(tmp_path / "warm")
+    before = weights(trained)
+    assert reference_logprobs(trained) == pytest.approx(loaded, abs=1e-5)
+    assert update(trained, random_groups(0))["kl"] == pytest.approx(0, abs=1e-7)
+    moved = weights(trained)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in moved.items())
+    assert update(trained, random_groups(1))["kl"] > 1e-6
+    assert reference_logprobs(trained) == pytest.approx(loaded, abs=1e-5)
+    # Scoring put the trained adapters back to the bit.
+    after = weights(trained)
+    trained.score(random_groups(2))
+    assert all(torch.equal(tensor, weights(trained)[name]) for name, tensor in after.items())
+
+    # A resumed run loads model.path again before its checkpoint.
+    checkpoints = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1)
+    checkpoints.save(trained, step=2)
+    resumed, _ = continued(tmp_path / "warm")
+    checkpoints.load_latest(resumed)
+    assert reference_logprobs(resumed) == reference_logprobs(trained)
+    kl = update(trained, random_groups(2))["kl"]
+    assert update(resumed, random_groups(2))["kl"] == kl > 1e-6
+
+
+def test_sharded_continued_adapters_have_the_same_reference(tmp_path: Path, alone: None) -> None:
+    warm = policy(adapted(base(tmp_path / "m")), lr=1e-1)
+    update(warm, random_groups(0))
+    write_adapter(warm.model, tmp_path / "warm")
+    trained, loaded = continued(tmp_path / "warm", processes={"sharding": Sharding()})
+    update(trained, random_groups(0))
+    assert reference_logprobs(trained) == pytest.approx(loaded, abs=1e-5)
+    assert update(trained, random_groups(1))["kl"] > 1e-6
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """No process group is left behind."""
+    AcceleratorState._reset_state()
+    yield
+    dist.destroy_process_group()
+    AcceleratorState._reset_state()
 
 
 def test_a_checkpoint_holds_the_adapters_alone_and_resumes_to_the_bit(tmp_path: Path) -> None:
@@ -113,6 +183,26 @@ def test_export_merges_adapters_into_a_plain_model(tmp_path: Path) -> None:
     assert not names & {"adapter_config.json", "policy.pt", "rng-0.pt", "manifest.json"}
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(logits(merged), logits(trained.model), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_are_merged_in_float32_and_cast_once(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    tiny.model().bfloat16().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    add_lora(model, LoraSettings(rank=4))
+    trained = policy(model, lr=1e-3)
+    update(trained, random_groups(0))
+    path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
+    exact = dict(named_weights(trained.model))
+    for dtype, format in {"auto": torch.float32, "bfloat16": torch.bfloat16}.items():
+        export(path, tmp_path / dtype, dtype=dtype)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / dtype)
+        assert merged.dtype is format
+        for name, tensor in merged.state_dict().items():
+            torch.testing.assert_close(tensor, exact[name].to(format), rtol=1e-6, atol=1e-8)
+    changed = [n for n, t in exact.items() if not torch.equal(t, t.bfloat16().float())]
+    assert len(changed) == 14  # 7 linear layers of each of 2 layers: what bfloat16 would round
 
 
 def test_export_converts_the_format_of_full_weights(tmp_path: Path) -> None:

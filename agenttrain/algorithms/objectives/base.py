@@ -4,7 +4,8 @@ Composition imports these files for the settings classes and must not import tor
 imported for its types only, and tensors' methods do the work.
 
 Shapes: S sampled tokens of B sequences, one sequence after the other; sequence_S is the index of
-each token's sequence.
+each token's sequence. A sequence is a trajectory: all that a rollout sampled, or a part of it where
+the context was rewritten or a sub-agent has one of its own.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 CLIP_METRICS = {
     "clip_ratio/low_mean": "Share of tokens clipped from below (advantage under 0).",
-    "clip_ratio/low_min": "The smallest such share of a rollout.",
+    "clip_ratio/low_min": "The smallest such share of a trajectory.",
     "clip_ratio/high_mean": "Share of tokens clipped from above (advantage over 0).",
-    "clip_ratio/high_max": "The largest such share of a rollout.",
+    "clip_ratio/high_max": "The largest such share of a trajectory.",
     "clip_ratio/region_mean": "Share of tokens clipped on either side.",
 }
 
@@ -40,6 +41,9 @@ class ObjectiveInputs:
     """Index of the token's sequence, 0 … B-1."""
     sequences: int
     """B; a sequence may have no token."""
+    rollout_tokens_B: Tensor | None = None
+    """Sampled tokens of the whole rollout that each sequence belongs to; None: each sequence is all
+    of its rollout."""
     token_advantages: bool = False
     """True if the advantages of a sequence's tokens may differ."""
     correction_S: Tensor | None = None
@@ -68,7 +72,12 @@ class ObjectiveInputs:
         Example: ``inputs.ratio("sequence_mean")``. Raises ValueError for another name.
         """
         return importance_ratio(
-            self.log_ratio_S, self.sequence_S, self.sequences, level, own=self.token_advantages
+            self.log_ratio_S,
+            self.sequence_S,
+            self.sequences,
+            level,
+            own=self.token_advantages,
+            rollout_tokens_B=self.rollout_tokens_B,
         )
 
     def sum(self, values_S: Tensor) -> Tensor:
@@ -97,6 +106,7 @@ def importance_ratio(
     level: Ratio | str,
     *,
     own: bool = False,
+    rollout_tokens_B: Tensor | None = None,
 ) -> Tensor:
     """policy / behaviour probability, [S]; above token level one value per sequence.
 
@@ -109,6 +119,11 @@ def importance_ratio(
     goes to its own token alone, so that a token's advantage reaches no other (GSPO-token, section
     4.3 of GSPO's paper). If all tokens of a sequence have one advantage, both gradients are equal.
 
+    A sum's gradient reaches each token once for every token of its sequence. With
+    `rollout_tokens_B` it counts as once for every token of the rollout, so that at a ratio of 1 a
+    token's gradient is the same in however many sequences its rollout lies. Example: a token of a
+    sequence of 2 has the gradient 2 in the sum of both ratios, and 6 if its rollout has 6 tokens.
+
     A ratio too large for its type is infinite and has no gradient: where a clip removes the
     gradient, that of exp would be 0 times infinity.
     """
@@ -120,13 +135,20 @@ def importance_ratio(
         log_ratio_S = sequence_means(token_S, sequence_S, sequences)[sequence_S]
     elif level is Ratio.sequence_sum:
         log_ratio_S = sequence_sums(token_S, sequence_S, sequences)[sequence_S]
+    # Below, differences that are zero carry the gradient.
     if own and level is not Ratio.token:
-        # The difference is zero and carries the gradient. In a sum's plain form a token is part of
-        # as many values as its sequence has tokens.
         own_S = token_S - token_S.detach()
         if level is Ratio.sequence_sum:
-            own_S = own_S * sequence_S.bincount(minlength=sequences)[sequence_S]
+            tokens_B = rollout_tokens_B
+            if tokens_B is None:
+                tokens_B = sequence_S.bincount(minlength=sequences)
+            own_S = own_S * tokens_B[sequence_S]
         log_ratio_S = log_ratio_S.detach() + own_S
+    elif level is Ratio.sequence_sum and rollout_tokens_B is not None:
+        tokens_B = sequence_S.bincount(minlength=sequences).clamp(min=1)
+        scale_B = rollout_tokens_B.to(token_S.dtype) / tokens_B
+        scaled_S = (log_ratio_S - log_ratio_S.detach()) * scale_B[sequence_S]
+        log_ratio_S = log_ratio_S.detach() + scaled_S
     large = log_ratio_S > math.log(torch.finfo(log_ratio_S.dtype).max) - 1
     return log_ratio_S.masked_fill(large, 0.0).exp().masked_fill(large, math.inf)
 

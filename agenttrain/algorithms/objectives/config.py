@@ -49,9 +49,9 @@ class Ratio(StrEnum):
 
     token = "token"
     sequence_mean = "sequence_mean"
-    """Geometric mean over a sequence's tokens (GSPO)."""
+    """Geometric mean over a trajectory's tokens (GSPO)."""
     sequence_sum = "sequence_sum"
-    """The whole sequence (RLOO)."""
+    """The whole trajectory (RLOO)."""
 
 
 def ratio_level(level: Ratio | str) -> Ratio:

@@ -29,7 +29,7 @@ class VespoSettings:
 
 
 @objective(
-    metrics={"vespo/phi_seq_mean": "Mean weight that VESPO gives a rollout."},
+    metrics={"vespo/phi_seq_mean": "Mean weight that VESPO gives a trajectory."},
     stopped_ratio=True,
     whole_sequence=True,
     applies_correction=True,

@@ -59,7 +59,7 @@ def _copy(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> Beside
     assert estimate is not None
     sizes = planner.sizes(config.model)
     by_rows = {
-        rows: estimate(config.engine, load_apart(config, memory, rows), sizes, 1)
+        rows: estimate(config.engine, load_apart(config, memory, sizes, rows), sizes, 1)
         for rows in (load.rows >> power for power in range(load.rows.bit_length()))
     }
     return _part(

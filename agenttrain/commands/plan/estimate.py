@@ -35,8 +35,9 @@ from agenttrain.training.footprint import (
     updating,
     weight_bytes,
 )
+from agenttrain.training.lora import adapter_parameters
 from agenttrain.types import ConfigError
-from agenttrain.utils.model_path import SIZES, model_folder
+from agenttrain.utils.model_path import SIZES, base_folder, model_folder, why_merged
 
 GIB = 2**30
 BFLOAT16 = 2
@@ -167,7 +168,7 @@ def estimate(
         memory=machine.memory,
         taken=0 if on_gpu else sizes.weights + PYTHON_ON_CPU,
         sharded=config.distributed.name is DistributedName.fsdp2,
-        adapters=config.model.lora.rank > 0,
+        adapters=sizes.sends_adapters,
         broadcast=config.weight_sync.transport is Transport.nccl,
     )
     try:
@@ -282,6 +283,10 @@ def _training(
     if config.algorithm.beta > 0 and not config.model.lora.rank:
         reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
         yield MemoryItem(name="reference", bytes=sizes.weights // by, why=reference)
+    elif config.algorithm.beta > 0 and sizes.continues:
+        loaded = sum(weight.nbytes for weight in adapter_parameters(sizes.model).values())
+        reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the loaded adapters"
+        yield MemoryItem(name="reference", bytes=loaded, why=reference, on_host=True)
     teacher = config.algorithm.teacher
     if teacher.own_path is not None:
         size = weight_bytes(_teacher(config)) // by
@@ -446,11 +451,19 @@ class Sizes:
     def __init__(self, config: ModelConfig, key: str = "model.path") -> None:
         """`key` is the setting that names the model."""
         self._named = f"{key}={config.path}"
-        folder = model_folder(config.path, SIZES, revision=config.revision, key=key)
+        base = base_folder(config.path, config.revision, config.base_revision, weights=False)
+        parts = SIZES if base is None else ()
+        folder = model_folder(config.path, parts, revision=config.revision, key=key)
+        adapters = None if base is None else folder
         dtype = getattr(torch, config.dtype)
+        architecture = self._traced(lambda: AutoConfig.from_pretrained(base or folder))
         self.model: PreTrainedModel = self._traced(
-            lambda: empty_model(AutoConfig.from_pretrained(folder), dtype, config.lora)
+            lambda: empty_model(architecture, dtype, config.lora, adapters)
         )
+        self.continues = base is not None
+        """Training continues adapters of an earlier one."""
+        self.sends_adapters = config.lora.rank > 0 and not (base and why_merged(folder))
+        """Engines get adapters as they are."""
         self._saved = {name: Saved(self.model, dtype) for name, dtype in AUTOCAST.items()}
 
     @cached_property

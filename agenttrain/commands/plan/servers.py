@@ -121,7 +121,7 @@ def fits(estimate: EngineMemory, limit: int | None) -> bool | None:
     return most(estimate) <= limit and not short
 
 
-def load_apart(config: RunConfig, memory: MemoryEstimate, rows: int) -> EngineLoad:
+def load_apart(config: RunConfig, memory: MemoryEstimate, sizes: Sizes, rows: int) -> EngineLoad:
     """Return the load of an engine with the policy's weights, and a GPU without the trainer."""
     load = memory.load
     return EngineLoad(
@@ -133,7 +133,7 @@ def load_apart(config: RunConfig, memory: MemoryEstimate, rows: int) -> EngineLo
         memory=memory.machine.memory,
         taken=0,
         sharded=False,
-        adapters=config.model.lora.rank > 0,
+        adapters=sizes.sends_adapters,
         broadcast=config.weight_sync.transport is Transport.nccl,
     )
 
@@ -146,7 +146,7 @@ def plan_servers(
     if not spec.fleet or memory.machine.kind == "cpu":
         return None
     rows = min(config.engine.max_rows, ceil(load.in_flight / servers.count))
-    engine_load = load_apart(config, memory, rows)
+    engine_load = load_apart(config, memory, sizes, rows)
 
     def tried(gpus: int) -> ServerMemory:
         assert spec.server_memory is not None

@@ -32,6 +32,7 @@ class TransformersCopy(TransformersEngine):
     """
 
     takes_adapters = False
+    model_names = True
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class TransformersCopy(TransformersEngine):
         return dtype
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load all weights, by transformers' names, between two steps."""
+        """Load all weights, by their names in the model, between two steps."""
         given = await asyncio.to_thread(dict, weights)  # they may be read from files
 
         def load() -> None:

@@ -1,0 +1,73 @@
+"""Weights under the names and in the pieces that the files of their model have.
+
+transformers renames and joins weights when it loads them: the experts of a layer are two weights in
+memory, and many in most files. Files of the model, and engines that read such files, know the
+files' names alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+from agenttrain.training.lora import base_name
+
+
+def in_files(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights of `model` as its files have them.
+
+    By the conversions with which the model was loaded, or those of its family, if it was built
+    without files.
+
+    Example: ``….experts.down_proj`` of 2 experts becomes ``….experts.0.down_proj.weight`` and
+    ``….experts.1.down_proj.weight``.
+    """
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    return reverted
+
+
+def on_meta(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of the same shapes and formats without storage."""
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in weights.items()
+    }
+
+
+def one_by_one(model: PreTrainedModel) -> bool:
+    """Return True if each tensor of the files is made of one weight, so that others may be absent.
+
+    A model is tried once: its experts make thousands of tensors.
+    """
+    if model not in _ONE_BY_ONE:
+        _ONE_BY_ONE[model] = _try_one_by_one(model)
+    return _ONE_BY_ONE[model]
+
+
+_ONE_BY_ONE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def _try_one_by_one(model: PreTrainedModel) -> bool:
+    """Convert the weights one by one and together, without storage, and compare."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if not any(isinstance(conversion, WeightConverter) for conversion in conversions):
+        return True
+    state = {base_name(name): t for name, t in model.state_dict().items() if "lora_" not in name}
+    shapes = on_meta(state)
+    together = {name: t.shape for name, t in in_files(model, shapes).items()}
+    alone: dict[str, torch.Size] = {}
+    for name, tensor in shapes.items():
+        try:
+            made = in_files(model, {name: tensor})
+        except Exception:  # an operation that misses its other inputs raises anything
+            return False
+        alone.update((n, t.shape) for n, t in made.items())
+    return alone == together
