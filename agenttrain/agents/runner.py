@@ -29,7 +29,7 @@ from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
 from agenttrain.agents.conversations import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
-from agenttrain.agents.sandbox import SandboxLimits, check_sandbox, confined
+from agenttrain.agents.sandbox import check_sandbox, confined
 from agenttrain.agents.task import AgentFailed, AgentTask
 from agenttrain.agents.transport import EndpointTransport
 from agenttrain.agents.workers import WorkerAgent
@@ -240,9 +240,8 @@ class Agents:
         if self._folder is None:
             return command
         port = int(self.address.rpartition(":")[2])
-        settings = self.settings
-        limits = SandboxLimits(memory_mb=settings.memory_mb, disk_mb=settings.disk_mb)
-        return confined(command, Path(self._folder.name, "endpoint"), port, limits)
+        socket = Path(self._folder.name, "endpoint")
+        return confined(command, self.settings, socket=socket, port=port)
 
     async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
         """Run the agent of a rollout to its end; return its failure and its reward."""
@@ -326,6 +325,8 @@ class Agents:
                 self._folder = tempfile.TemporaryDirectory(prefix="agenttrain-")
                 listeners.append(socket.socket(socket.AF_UNIX))
                 listeners[-1].bind(f"{self._folder.name}/endpoint")
+                # Sandboxes may have another user; the folder lets nobody else in.
+                os.chmod(f"{self._folder.name}/endpoint", 0o666)
                 listeners[-1].listen(2048)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=listeners))
             while not self._server.started and not self._serving.done():
@@ -448,7 +449,7 @@ def make_agent(
     if not settings.command:
         return ExternalAgent()
     if settings.sandbox is Sandbox.bwrap:
-        check_sandbox()
+        check_sandbox(settings)
     env = environment_of(settings.env)
     if settings.reuse:
         return WorkerAgent(command, env, folder, at_once=settings.per_process)

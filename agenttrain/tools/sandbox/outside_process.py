@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agenttrain.tools.sandbox.config import SandboxSettings
+from agenttrain.tools.sandbox.confine import INNER_ID
 
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 START = (
@@ -156,17 +157,7 @@ class Jail:
             number = theirs.fileno()
             user = None if self.backend == "none" else next_user()
             settings = inside(self.settings, self.backend, control=number, work=work, user=user)
-            before: list[str] = []
-            if self.backend == "bwrap":
-                # For namespaces only: `inside_setup.py` does all else inside.
-                program = shutil.which("bwrap")
-                if program is None:
-                    raise FileNotFoundError("bwrap is not installed")
-                mapped = ["--unshare-user", "--uid", "1000", "--gid", "1000"]
-                names = ("pid", "net", "ipc", "uts", "cgroup-try")
-                spaces = [f"--unshare-{name}" for name in names]
-                root = ["--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/", "--"]
-                before = [program, *(mapped if user is None else []), *spaces, *root]
+            before = [*bubblewrap(user), "--"] if self.backend == "bwrap" else []
             code = START.format(root=PACKAGE_ROOT)
             # The code sees none of our variables.
             environment = {
@@ -217,6 +208,21 @@ def interpreter() -> str:
     """Return the Python that runs agenttrain, outside of any virtual environment."""
     path = getattr(sys, "_base_executable", sys.executable) or sys.executable
     return os.path.realpath(path)
+
+
+def bubblewrap(user: int | None) -> list[str]:
+    """Return bubblewrap with options that make new namespaces, and leave all privileges in them:
+    the command, which follows `--`, calls `confine`. Raises FileNotFoundError.
+
+    `user` is the one that the command will become; None: it gets a user namespace.
+    """
+    program = shutil.which("bwrap")
+    if program is None:
+        raise FileNotFoundError("bwrap is not installed")
+    inner = str(INNER_ID)
+    mapped = ["--unshare-user", "--uid", inner, "--gid", inner] if user is None else []
+    spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    return [program, *mapped, *spaces, "--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/"]
 
 
 _users = iter(range(1, 1 << 62))

@@ -6,6 +6,7 @@ nothing that the code writes reaches the machine.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
@@ -138,58 +139,60 @@ def _make_devices(terminals: bool) -> None:
 
 
 def _show_all(root: Root, submounts: Sequence[str]) -> None:
-    """Make programs and folders visible, parents first; one within a folder is seen with it."""
+    """Make programs and folders visible, parents first."""
     os.mkdir(LAYERS)
     mount("tmpfs", LAYERS, "tmpfs", MS_NOSUID, "size=1m,mode=755")
+    numbers = itertools.count()
     done: list[str] = []
     for path in sorted({*root.programs, *root.shown}):
-        if any(_is_within(path, folder) for folder in done):
-            continue
-        if path not in root.shown or not os.path.isdir(HOST + path):
-            _expose(path)
-        else:
-            _show(path, f"{LAYERS}/{len(done)}", root.hidden)
-            for index, inner in enumerate(sorted(submounts)):
+        if path in root.shown and os.path.isdir(HOST + path):
+            _show(path, f"{LAYERS}/{next(numbers)}", root)
+            for inner in sorted(submounts):
                 if inner != path and _is_within(inner, path) and os.path.isdir(path):
                     with suppress(OSError):  # no disk: it is absent
-                        _show(inner, f"{LAYERS}/{len(done)}-{index}", root.hidden)
+                        _show(inner, f"{LAYERS}/{next(numbers)}", root)
+        elif not any(_is_within(path, folder) for folder in done):
+            _expose(path)
         done.append(path)
     unmount(LAYERS)
     os.rmdir(LAYERS)
 
 
-def _show(path: str, layer: str, hidden: Sequence[str]) -> None:
-    """Mount a folder over itself, as a layer of its own: its sockets and pipes lead nowhere.
+def _show(path: str, layer: str, root: Root) -> None:
+    """Mount a folder over itself, below a layer: its sockets and pipes lead nowhere.
 
-    `layer` is the layer above it, whose whiteouts (devices 0:0) remove what is hidden. Its top can
-    be entered by anybody, as can each folder that was named.
+    Whiteouts in the layer, devices 0:0, remove what is hidden. Where the code has another user than
+    the folder's owner, it can still enter the folder and reach what is shown in it.
     """
     os.mkdir(layer, 0o755)
-    for secret in hidden:
-        if not _is_within(secret, path) or secret == path:
-            continue
-        *folders, name = os.path.relpath(secret, path).split("/")
-        inner, source = layer, HOST + path
-        for folder in folders:
-            inner, source = f"{inner}/{folder}", f"{source}/{folder}"
-            if not os.path.isdir(inner):
-                os.mkdir(inner)
-                _copy_access(source, inner)
-        with suppress(FileExistsError):
-            os.mknod(f"{inner}/{name}", stat.S_IFCHR, os.makedev(0, 0))
+    for secret in root.hidden:
+        if _is_within(secret, path) and secret != path:
+            inner = _copy_folders(os.path.dirname(secret), path, layer)
+            with suppress(FileExistsError):
+                os.mknod(f"{inner}/{os.path.basename(secret)}", stat.S_IFCHR, os.makedev(0, 0))
+    for place in (*root.programs, *root.shown):
+        if _is_within(place, path) and place != path:
+            _copy_folders(os.path.dirname(place), path, layer, added=0o011)
     _make_folder(path)
     lower = ":".join(re.sub(r"([\\:,])", r"\\\1", folder) for folder in (layer, HOST + path))
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV
     mount("overlay", path, "overlay", flags, f"lowerdir={lower},userxattr")
 
 
-def _copy_access(source: str, path: str) -> None:
-    """Give a folder of a layer the owner and the permissions of the one below it."""
-    state = os.stat(source)
-    os.chmod(path, stat.S_IMODE(state.st_mode))
-    if state.st_uid != os.getuid():
-        with suppress(OSError):  # in a user namespace it has no number
-            os.chown(path, state.st_uid, state.st_gid)
+def _copy_folders(folder: str, top: str, layer: str, *, added: int = 0) -> str:
+    """Make the folders from `top` to `folder` in a layer, with owner and permissions of the
+    machine's; return the last one. `added` are further permissions."""
+    source, copy = HOST + top, layer
+    for name in filter(None, folder[len(top) :].split("/")):
+        source, copy = f"{source}/{name}", f"{copy}/{name}"
+        state = os.stat(source)
+        if not os.path.isdir(copy):
+            os.mkdir(copy)
+            os.chmod(copy, stat.S_IMODE(state.st_mode))
+            with suppress(OSError):  # in a user namespace other users have no numbers
+                os.chown(copy, state.st_uid, state.st_gid)
+        os.chmod(copy, stat.S_IMODE(os.stat(copy).st_mode) | added)
+    return copy
 
 
 def _is_within(path: str, folder: str) -> bool:
