@@ -241,7 +241,7 @@ class Agents:
             return command
         port = int(self.address.rpartition(":")[2])
         socket = Path(self._folder.name, "endpoint")
-        return confined(command, self.settings, socket=socket, port=port)
+        return [*confined(self.settings, socket=socket, port=port), *command]
 
     async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
         """Run the agent of a rollout to its end; return its failure and its reward."""

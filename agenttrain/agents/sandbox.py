@@ -9,9 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Sequence
-from functools import cache
 from glob import glob
 from pathlib import Path
 
@@ -45,7 +42,8 @@ def check_sandbox(settings: AgentConfig) -> None:
     key = f"agent.sandbox={settings.sandbox}"
     try:
         user = next_user()
-        problem = _probe(os.getcwd())
+        bubblewrap(user)
+        problem = _probe(settings)
     except FileNotFoundError as error:
         raise ValueError(
             f"{key}: bubblewrap is not installed; install it (apt install bubblewrap, on Linux), "
@@ -55,24 +53,21 @@ def check_sandbox(settings: AgentConfig) -> None:
         raise ValueError(f"{key}: {error}; leave agent.sandbox out") from error
     if problem:
         raise ValueError(f"{key}: no sandbox can be made here: {problem}; leave agent.sandbox out")
-    visible_files(settings.command, settings.read)
-    for path in filter(os.path.isfile, settings.command):
-        if user is not None and not os.stat(path).st_mode & 0o004:
-            raise ValueError(
-                f"agent.command: {path}: only its owner can read it, and the agents of a run that "
-                "root has started are another user; chmod o+r it"
-            )
+    script = next(filter(os.path.isfile, settings.command), None)
+    if script is not None and user is not None and not os.stat(script).st_mode & 0o004:
+        raise ValueError(
+            f"agent.command: {script}: only its owner can read it, and the agents of a run that "
+            "root has started are another user; chmod o+r it"
+        )
 
 
-def confined(
-    command: Sequence[str], settings: AgentConfig, *, socket: Path | None = None, port: int = 0
-) -> list[str]:
-    """Return a command that runs another in a sandbox.
+def confined(settings: AgentConfig, *, socket: Path | None = None, port: int = 0) -> list[str]:
+    """Return the beginning of a command that runs another, such as `agent.command`, in a sandbox.
 
     `socket` is the one on which the endpoint listens; in the sandbox it has its usual address, that
-    of `port`.
+    of `port`. Raises ValueError for files that cannot be shown.
     """
-    visible, user = visible_files(command, settings.read), next_user()
+    visible, user = visible_files(settings.command, settings.read), next_user()
     root = Root(
         # The first process ends all with a reason before the disk is full.
         disk_mb=settings.memory_mb,
@@ -95,19 +90,13 @@ def confined(
     code = START.format(root=str(PACKAGE.parent))
     return [
         *(*bubblewrap(user), "--die-with-parent", "--", interpreter(), "-I", "-S", "-c", code),
-        *(json.dumps(inside), *command),
+        json.dumps(inside),
     ]
 
 
-@cache
-def _probe(work: str) -> str:
-    """Return why no program can run in a sandbox that is started in a folder; "" if it can.
-
-    Raises FileNotFoundError without bubblewrap.
-    """
-    if sys.platform != "linux":
-        raise FileNotFoundError("sandboxes need Linux")
-    command = confined(["true"], AgentConfig())
+def _probe(settings: AgentConfig) -> str:
+    """Return why no program can run in a sandbox; "" if it can."""
+    command = [*confined(settings), "true"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S

@@ -148,12 +148,8 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
     for program in _programs(command, visible.links):
         visible.add_program(program)
     for file in _files(command):
-        if within(os.path.realpath(file), *secrets):
-            raise ValueError(
-                f"agent.command: {file}: lies where keys, tokens and histories lie, which an agent "
-                "must not read; move it to another folder"
-            )
-        visible.add(file) if os.path.isdir(file) else visible.add_beside(file)
+        if not within(os.path.realpath(file), *secrets):
+            visible.add(file) if os.path.isdir(file) else visible.add_beside(file)
     for path in (work, *map(os.path.expanduser, read)):
         visible.add(path)
     visible.shown = {path for path in visible.shown if not within(path, *secrets)}
@@ -261,7 +257,7 @@ def _programs(command: Sequence[str], links: dict[str, str]) -> Iterator[str]:
         yield path
         if os.path.islink(path):
             waiting.append(os.path.join(os.path.dirname(path), os.readlink(path)))
-        else:
+        elif os.path.isfile(path):  # and no named pipe
             waiting += filter(None, map(shutil.which, _interpreters(path)))
 
 

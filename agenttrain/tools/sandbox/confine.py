@@ -33,9 +33,7 @@ SIGNALS = 256
 """Signals that may be queued."""
 
 
-def confine(
-    root: Root, *, user: int | None, processes: int, permitted: Sequence[str] = ()
-) -> None:
+def confine(root: Root, *, user: int | None, processes: int, permitted: Sequence[str] = ()) -> None:
     """Build the sandbox's file system, drop all privileges, and install limits and filter.
 
     This process has namespaces of its own, in which it is still privileged. `user` is the one that
