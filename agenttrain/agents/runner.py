@@ -30,7 +30,7 @@ from agenttrain.agents.conversations import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
 from agenttrain.agents.sandbox import check_sandbox, confined
-from agenttrain.agents.task import AgentFailed, AgentTask
+from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.agents.transport import EndpointTransport
 from agenttrain.agents.workers import WorkerAgent
 from agenttrain.chat.certificate import certify
@@ -40,11 +40,12 @@ from agenttrain.chat.wire.normal import Question
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine
 from agenttrain.engines.registry import names_with
-from agenttrain.rewards.function import LARGEST, copy_task
+from agenttrain.rewards.function import copy_task
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.tools.arguments import ArgumentSchema
 from agenttrain.types import Finish, Rollout, StopReason
 from agenttrain.utils.locate import locate
+from agenttrain.utils.threads import attempt_async
 
 GRACE_S = 5.0
 """Seconds that an agent has to end by itself once its rollout is over."""
@@ -78,19 +79,17 @@ class FunctionAgent:
         self._output = DividedOutput()
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Await the function; an exception is the agent's failure."""
-        try:
-            with self._output.of(log):
-                result = await self._function(assignment)
-        except Exception as error:
+        """Await the function; whatever it raises is the agent's failure."""
+
+        async def attempted() -> Any:
+            return await self._function(assignment)
+
+        with self._output.of(log):
+            outcome = await attempt_async(attempted())
+        if (error := outcome.error) is not None:
             raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
-        if isinstance(result, dict):
-            result = result.get("reward")
-        if result is None:
-            return None
-        if isinstance(result, bool) or not isinstance(result, int | float):
-            raise AgentFailed(f"returned {result!r}; a reward is a number")
-        return float(result)
+        result = outcome.value
+        return agent_reward(result.get("reward") if isinstance(result, dict) else result)
 
     async def aclose(self) -> None:
         """Put standard output and error back."""
@@ -220,7 +219,7 @@ class Agents:
                 raise rollout.failure
             reward = reward if rollout.reward is None else rollout.reward
             self._conclude(rollout, failure)
-            if reward is not None and abs(reward) <= LARGEST:
+            if reward is not None:
                 done.environment_reward = reward
             return done
 

@@ -55,6 +55,7 @@ from agenttrain.training.checkpoint_files import newest_first
 from agenttrain.training.heap import MAPPED_FROM_THE_START
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
+from agenttrain.utils.signals import signal_name
 
 ELASTIC = (signal.SIGQUIT,)
 """Signals that elastic's agent handles by itself: it stops."""
@@ -261,7 +262,7 @@ def _named(ended: WorkerEnd) -> str:
 
 def _how(ended: WorkerEnd, folder: Path | None = None, error: str | None = None) -> str:
     if ended.code < 0:
-        how = f"was killed by {signal.Signals(-ended.code).name}"
+        how = f"was killed by {signal_name(-ended.code)}"
     else:
         how = WHY.get(ended.code, f"ended with exit code {ended.code}").format(rank=ended.rank)
     how += f": {error}" if error else ""

@@ -26,6 +26,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import IO, Any
 
+from agenttrain.utils.signals import signal_name
+
 MAX_TAIL = 2000
 """Bytes of a child's output that are kept: its end."""
 LAST_WORDS_S = 1.0
@@ -138,7 +140,7 @@ class ChildProcess:
         if code is None:
             how = "hangs"
         elif code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
+            how = f"was ended by {signal_name(-code)}"
         else:
             how = f"ended with exit code {code}"
         printed = self.printed()
