@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import socket
-import tempfile
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -45,6 +44,7 @@ from agenttrain.rollout.config import RolloutConfig
 from agenttrain.tools.arguments import ArgumentSchema
 from agenttrain.types import Finish, Rollout, StopReason
 from agenttrain.utils.locate import locate
+from agenttrain.utils.temporary import TemporaryFolder
 from agenttrain.utils.threads import attempt_async
 
 GRACE_S = 5.0
@@ -169,7 +169,7 @@ class Agents:
         self._problems: dict[str, tuple[str, str] | None] = {}
         """Tools and form of a request, as JSON -> the parameter at fault, and why."""
         self._restarted: set[Restart] = set()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: TemporaryFolder | None = None
         """Folder of the socket by which sandboxes reach the endpoint."""
         self._server: LoopServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -231,7 +231,7 @@ class Agents:
             await self._serving
             self._server = self._serving = None
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
 
     def _command(self) -> list[str]:
         """Return the command of a process, in a sandbox if it is to have one."""
@@ -239,7 +239,7 @@ class Agents:
         if self._folder is None:
             return command
         port = int(self.address.rpartition(":")[2])
-        socket = Path(self._folder.name, "endpoint")
+        socket = self._folder.path / "endpoint"
         return [*confined(self.settings, socket=socket, port=port), *command]
 
     async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
@@ -321,11 +321,11 @@ class Agents:
             self._server = LoopServer(config)
             listeners = [listener]
             if self.settings.sandbox is Sandbox.bwrap:
-                self._folder = tempfile.TemporaryDirectory(prefix="agenttrain-")
+                self._folder = TemporaryFolder()
                 listeners.append(socket.socket(socket.AF_UNIX))
-                listeners[-1].bind(f"{self._folder.name}/endpoint")
+                listeners[-1].bind(str(self._folder.path / "endpoint"))
                 # Sandboxes may have another user; the folder lets nobody else in.
-                os.chmod(f"{self._folder.name}/endpoint", 0o666)
+                (self._folder.path / "endpoint").chmod(0o666)
                 listeners[-1].listen(2048)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=listeners))
             while not self._server.started and not self._serving.done():

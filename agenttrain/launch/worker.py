@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -38,7 +39,11 @@ def main() -> int:
             return None
 
     # Without the launcher nothing passes signals on or notices a dead rank.
-    end_with_parent("the launcher of this process is gone: it stops", after_s=RECORD_S)
+    end_with_parent(
+        "the launcher of this process is gone: it stops",
+        after_s=RECORD_S,
+        at_end=lambda: shutil.rmtree(exchange, ignore_errors=True),
+    )
     hear_interrupts()
     with listening() as stop:  # before the slow imports
         stop.passed_on = received_signal

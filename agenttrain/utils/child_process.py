@@ -184,8 +184,12 @@ class ChildProcess:
             self._print_line(unprinted.decode("utf-8", "replace"))
 
 
-def end_with_parent(message: str = "", *, after_s: float = 0.0) -> None:
+def end_with_parent(
+    message: str = "", *, after_s: float = 0.0, at_end: Callable[[], object] = lambda: None
+) -> None:
     """Kill this process's group `after_s` seconds after its parent has ended in any way.
+
+    `at_end` is called just before.
 
     Call it first in the child. The kernel's PR_SET_PDEATHSIG would also act at the end of the
     thread that started the child.
@@ -202,6 +206,7 @@ def end_with_parent(message: str = "", *, after_s: float = 0.0) -> None:
         time.sleep(after_s)
         if message:
             print(message, file=sys.stderr, flush=True)
+        at_end()
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     Thread(target=watch, daemon=True).start()

@@ -12,13 +12,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agenttrain.tools.sandbox.config import SandboxSettings
 from agenttrain.tools.sandbox.confine import INNER_ID
+from agenttrain.utils.temporary import TemporaryFolder
 
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 START = (
@@ -70,7 +70,7 @@ class Jail:
         self.control.setblocking(False)
         self._process: subprocess.Popen[bytes] | None = None
         self._workers: dict[str, SandboxProcess] = {}
-        self._folder: str | None = None
+        self._folder: TemporaryFolder | None = None
 
     async def start(self) -> None:
         """Start it; raises SandboxError with the reason if that cannot be done here."""
@@ -147,12 +147,14 @@ class Jail:
         if process.stderr is not None:
             process.stderr.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def _launch(self) -> None:
+        work = "/work"
         if self.backend == "none":
-            self._folder = tempfile.mkdtemp(prefix="agenttrain-")
-        work = self._folder or "/work"
+            self._folder = TemporaryFolder()
+            work = str(self._folder.path / "work")
+            os.mkdir(work)
         with self._theirs as theirs:
             number = theirs.fileno()
             user = None if self.backend == "none" else next_user()
