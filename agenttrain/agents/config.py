@@ -80,7 +80,8 @@ class Sandbox(StrEnum):
 
     none = "none"
     bwrap = "bwrap"
-    """By bubblewrap: no network but the endpoint, a read-only disk, an empty /tmp of its own."""
+    """By bubblewrap: no network but the endpoint, a home and a /tmp of its own, no files but its
+    program's and those that it is shown, no privileges."""
 
 
 MEMORY_MB, DISK_MB = 4096, 512
@@ -125,11 +126,15 @@ class AgentConfig:
     that it prints when one is done has its `rollout_id`."""
     sandbox: Data[Sandbox] = Sandbox.none
     """Confinement of the processes of `command`; needs Linux and the program bwrap."""
+    read: list[str] = field(default_factory=list)
+    """Files and folders that a sandbox shows, read-only, besides the program's own and the folder
+    in which the run was started."""
     memory_mb: Whole = Field(default=MEMORY_MB, ge=64)
-    """Memory of all processes in a sandbox with what they wrote to /tmp; of more they are ended,
-    as a crash."""
+    """Memory of all processes in a sandbox with what they wrote; of more they are ended, as a
+    crash."""
     disk_mb: Whole = Field(default=DISK_MB, ge=1)
-    """Size of what is written to /tmp, /run and /dev/shm of a sandbox; they are in memory."""
+    """Size of what is written to the home, /tmp, /run and /dev/shm of a sandbox; they are in
+    memory."""
     exit_code_reward: Data[bool] = False
     """The exit code is the reward: 0 gives 1, another gives 0 and is no crash."""
     env: list[str] = field(default_factory=list)
@@ -168,6 +173,11 @@ class AgentConfig:
                 problems.append(
                     f"agent.{name}={value}: only a sandbox has this limit; add agent.sandbox=bwrap"
                 )
+        if self.read and self.sandbox is Sandbox.none:
+            problems.append(
+                f"agent.read={self.read}: without a sandbox everything can be read; add "
+                "agent.sandbox=bwrap"
+            )
         if self.disk_mb > self.memory_mb:
             problems.append(
                 f"agent.disk_mb={self.disk_mb}: more than agent.memory_mb={self.memory_mb}, which "

@@ -1,21 +1,33 @@
-"""Runs an agent's program in a sandbox without a network, in which only the endpoint answers.
+"""The first process of an agent's sandbox: it runs the program, to which only the endpoint answers.
 
-``python -I -S inside.py <settings as JSON> program argument …``: what connects to 127.0.0.1 at
-`port` is connected to the Unix socket, on which the endpoint listens outside. Of `root`, the folder
-of this package, it imports only what counts memory. It ends as the program did, and all processes
-of the sandbox end with it; also when they use more memory than they may.
+``python -I -S -c "… main()" <settings as JSON> program argument …``: what connects to 127.0.0.1 at
+`port` is connected to the Unix socket, on which the endpoint listens outside. It ends as the
+program did, and the kernel then ends all processes of the sandbox; also when they use more memory
+than they may.
 """
 
 import asyncio
 import json
 import os
+import resource
+import signal
+import subprocess
 import sys
 from contextlib import suppress
 
-DISKS = ("/tmp", "/run", "/dev", "/dev/shm")
-"""Folders of the sandbox to which programs can write; they are in memory."""
+from agenttrain.tools.sandbox.confine import confine, die_first
+from agenttrain.tools.sandbox.memory import disk_in_use, memory_in_use
+from agenttrain.tools.sandbox.root import Root
+from agenttrain.tools.sandbox.system import PR_SET_DUMPABLE, prctl
+
 MEMORY_CHECK_S = 0.1
 """Seconds between two checks of the memory in use."""
+PROCESSES = 1024
+"""Processes and threads at once."""
+OPEN_FILES = 1024
+"""Open files of a process."""
+PERMITTED = ("inotify_init", "inotify_init1")
+"""System calls that agents may make and a model's code may not: programs that watch files."""
 
 
 async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -29,16 +41,31 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def excess(memory_mb: int, disk_mb: int) -> str:
+async def excess(settings: dict) -> str:
     """Wait until more memory is in use than allowed; return the setting that says so."""
-    from agenttrain.tools.sandbox.memory import disk_in_use, memory_in_use
-
+    disk_mb, memory_mb, disks = settings["disk_mb"], settings["memory_mb"], (settings["home"],)
     while True:
-        if disk_in_use(DISKS) > disk_mb << 20:
+        if disk_in_use(disks) > disk_mb << 20:
             return f"agent.disk_mb={disk_mb}: its files are larger"
-        if memory_in_use(DISKS) > memory_mb << 20:
+        if memory_in_use(disks, OPEN_FILES) > memory_mb << 20:
             return f"agent.memory_mb={memory_mb}: its processes and files use more"
         await asyncio.sleep(MEMORY_CHECK_S)
+
+
+def reap(program: int, ended: asyncio.Future[int]) -> None:
+    """Collect processes that have ended: orphans become children of the first process."""
+    with suppress(ChildProcessError):
+        while True:
+            number, status = os.waitpid(-1, os.WNOHANG)
+            if number == 0:
+                return
+            if number == program and not ended.done():
+                ended.set_result(os.waitstatus_to_exitcode(status))
+
+
+def show_files() -> None:
+    """Let the first process count the files of this one while it becomes the program."""
+    prctl(PR_SET_DUMPABLE, 1)
 
 
 async def serve(settings: dict, command: list[str]) -> int:
@@ -52,14 +79,21 @@ async def serve(settings: dict, command: list[str]) -> int:
             for end in (outer, writer):
                 end.close()
 
-    await asyncio.start_server(connected, "127.0.0.1", settings["port"])
+    if settings["socket"] is not None:
+        await asyncio.start_server(connected, "127.0.0.1", settings["port"])
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+    environment = {**os.environ, "HOME": settings["home"], "TMPDIR": "/tmp"}
     try:
-        program = await asyncio.create_subprocess_exec(*command)
+        program = subprocess.Popen(
+            command, env=environment, cwd=settings["work"], preexec_fn=show_files
+        )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
-    ended = asyncio.ensure_future(program.wait())
-    watch = asyncio.ensure_future(excess(settings["memory_mb"], settings["disk_mb"]))
+    loop.add_signal_handler(signal.SIGCHLD, reap, program.pid, ended)
+    reap(program.pid, ended)
+    watch = asyncio.ensure_future(excess(settings))
     await asyncio.wait((ended, watch), return_when=asyncio.FIRST_COMPLETED)
     if ended.done():
         return ended.result()
@@ -68,16 +102,22 @@ async def serve(settings: dict, command: list[str]) -> int:
 
 
 def main() -> None:
-    """Serve, and end as the program did."""
-    settings, *command = sys.argv[1:]
-    given = json.loads(settings)
-    sys.path.insert(0, given["root"])
-    # If the machine runs out of memory, the kernel ends the agent first.
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-    code = asyncio.run(serve(given, command))
+    """Confine this process, serve, and end as the program did."""
+    text, *command = sys.argv[1:]
+    settings = json.loads(text)
+    try:
+        die_first()
+        confine(
+            Root(**settings["root"]),
+            user=settings["user"],
+            processes=PROCESSES,
+            permitted=PERMITTED,
+        )
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+        most = min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except OSError as error:
+        print(f"agent.sandbox=bwrap: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    code = asyncio.run(serve(settings, command))
     os._exit(128 - code if code < 0 else code)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,97 @@
-"""Output of agents in the run's own process: what a coroutine prints, in files of its rollout."""
+"""Output of agents: bounded files, and what a coroutine in the run's own process prints."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
+
+LOG_BYTES = 4 << 20
+"""Bytes of an agent's output that a file keeps, from its beginning."""
+TAIL_BYTES = 1 << 16
+"""Bytes that it keeps of the end."""
+PAUSE_S = 0.005
+"""Pause after each 64 KiB of an agent that prints more: a flood leaves time for other rollouts."""
+
+
+class BoundedLog:
+    """A file with the beginning and the end of what is written to it; made once there is something.
+
+    Example: after 4 MiB and 64 KiB and 100 bytes, ``… [100 bytes left out] …`` stands between them.
+    """
+
+    def __init__(self, path: Path, *, limit: int = LOG_BYTES, append: bool = False) -> None:
+        """Replace the file of an earlier attempt, or `append` to it.
+
+        `limit` bytes of the beginning are kept.
+        """
+        self._path, self._room, self._mode = path, limit, "ab" if append else "wb"
+        self._file: IO[Any] | None = None
+        self._tail = bytearray()
+        self._beyond = 0
+        self._lost = False
+        if not append:
+            with suppress(OSError):
+                path.unlink()
+
+    @property
+    def full(self) -> bool:
+        """True once something was left out, or is to stand at the end."""
+        return self._beyond > 0
+
+    def write(self, data: bytes) -> None:
+        """Append output; where the disk takes no more, only its end is kept in memory."""
+        self._tail += data
+        del self._tail[:-TAIL_BYTES]
+        head = data[: self._room]
+        self._room -= len(head)
+        self._beyond += len(data) - len(head)
+        if head:
+            self._append(head)
+
+    def last_words(self, characters: int) -> str:
+        """Return the end of the output."""
+        return self._tail.decode("utf-8", "replace").strip()[-characters:]
+
+    def last_line(self) -> str:
+        """Return the last line of the output, if it is shorter than what is kept of the end."""
+        return self._tail.decode("utf-8", "replace").strip().rpartition("\n")[2]
+
+    def close(self) -> None:
+        """Write the end of the output, and close the file."""
+        if self._beyond:
+            end = self._tail[-self._beyond :]
+            if left_out := self._beyond - len(end):
+                self._append(f"\n… [{left_out} bytes left out] …\n".encode())
+            self._append(end)
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self._lost = True
+
+    def _append(self, data: bytes | bytearray) -> None:
+        if self._lost:
+            return
+        try:
+            if self._file is None:
+                self._file = self._path.open(self._mode, buffering=0)
+            self._file.write(data)
+        except OSError:  # a full disk, or the agent has removed the folder
+            self._lost = True
+
+
+async def copy_output(stream: asyncio.StreamReader | None, log: BoundedLog) -> None:
+    """Write a stream to a log until its end."""
+    assert stream is not None
+    while piece := await stream.read(65536):
+        log.write(piece)
+        if log.full:
+            await asyncio.sleep(PAUSE_S)
+
 
 _current: ContextVar[RolloutOutput | None] = ContextVar("output", default=None)
 
@@ -17,18 +101,16 @@ class RolloutOutput:
 
     def __init__(self, log: Path) -> None:
         """`log` is their path without a suffix."""
-        self._log = log
-        self._files: dict[str, TextIO] = {}
+        self._files = {
+            name: BoundedLog(log.with_suffix(f".{name}")) for name in ("stdout", "stderr")
+        }
         self._closed = False
 
     def write(self, name: str, text: str) -> None:
         """Append a text to the file of `stdout` or `stderr`."""
         if self._closed:  # by a thread that the agent left behind
             return
-        if name not in self._files:
-            path = self._log.with_suffix(f".{name}")
-            self._files[name] = path.open("w", encoding="utf-8", errors="replace", buffering=1)
-        self._files[name].write(text)
+        self._files[name].write(text.encode("utf-8", "replace"))
 
     def close(self) -> None:
         """Close the files; later output is lost."""

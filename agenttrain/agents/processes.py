@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from agenttrain.agents.task import AgentFailed, AgentTask
+from agenttrain.agents.output import BoundedLog, copy_output
+from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.utils.files import PACKAGE
+from agenttrain.utils.signals import signal_name
 
 PASSED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "TMPDIR", "LANG", "LANGUAGE"),
@@ -30,8 +31,8 @@ KILL_S = 5.0
 """Longest wait for a keeper to end its processes before it is killed itself."""
 LAST_WORDS = 2000
 """Characters of its output that a failure quotes, the last ones."""
-LINE_LIMIT = 2**24
-"""Bytes of a line that a worker prints, at most."""
+LAST_WORDS_S = 1.0
+"""Longest wait for the end of the output of a program that has ended."""
 
 
 def environment_of(named: Sequence[str]) -> dict[str, str]:
@@ -56,25 +57,32 @@ class AgentProcess:
         command: Sequence[str],
         env: dict[str, str],
         *,
-        stdout: int | IO[bytes],
-        stderr: int | IO[bytes],
+        line_limit: int = 2**16,
     ) -> AgentProcess:
-        """Start a command; raises AgentFailed."""
-        watched, lifeline = os.pipe()
+        """Start a command; raises AgentFailed.
+
+        A line of its output that is read as a line has at most `line_limit` bytes.
+        """
+        try:
+            watched, lifeline = os.pipe()
+        except OSError as error:
+            raise AgentFailed(f"cannot be started: {error}") from error
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", str(LAUNCHER), str(PACKAGE.parent)),
                 *(str(os.getpid()), str(watched), *command),
                 stdin=asyncio.subprocess.PIPE,
-                stdout=stdout,
-                stderr=stderr,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
                 env=env,
                 pass_fds=(watched,),
                 start_new_session=True,
-                limit=LINE_LIMIT,
+                limit=line_limit,
             )
-        except BaseException:
+        except BaseException as error:
             os.close(lifeline)
+            if isinstance(error, OSError | ValueError):
+                raise AgentFailed(f"cannot be started: {error}") from error
             raise
         finally:
             os.close(watched)
@@ -115,60 +123,69 @@ class CommandAgent:
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Run the program to its end; return the reward in its last line, if there is one."""
-        out, err = log.with_suffix(".stdout"), log.with_suffix(".stderr")
-        with out.open("wb") as stdout, err.open("wb") as stderr:
-            env = {**self._env, **assignment.environment()}
-            program = await AgentProcess.start(self._command(), env, stdout=stdout, stderr=stderr)
+        line = assignment.line()
+        env = {**self._env, **assignment.environment()}
+        program = await AgentProcess.start(started(self._command), env)
+        out, err = (BoundedLog(log.with_suffix(f".{name}")) for name in ("stdout", "stderr"))
+        copying = [
+            asyncio.ensure_future(copy_output(program.process.stdout, out)),
+            asyncio.ensure_future(copy_output(program.process.stderr, err)),
+        ]
         try:
-            await program.send(assignment.line())
+            await program.send(line)
             assert program.process.stdin is not None
             program.process.stdin.close()
             code = await program.process.wait()
         finally:
             await program.end()
-            printed = _tail(out)
-            last, words = printed.rpartition("\n")[2], _tail(err) or printed
-            for path in (out, err):
-                if path.stat().st_size == 0:
-                    path.unlink()
+            await asyncio.wait(copying, timeout=LAST_WORDS_S)
+            for task in copying:
+                task.cancel()
+            out.close()
+            err.close()
         if self._exit_code and code >= 0:
             return float(code == 0)
         if code != 0:
+            words = err.last_words(LAST_WORDS) or out.last_words(LAST_WORDS)
             raise AgentFailed(f"{ending(code)}" + (f"; it printed: {words}" if words else ""))
-        return result_reward(last)
+        return result_reward(out.last_line())
 
     async def aclose(self) -> None:
         """Nothing is kept between rollouts."""
 
 
-def result_reward(line: str) -> float | None:
-    """Return the reward in a line that is a JSON object with one; None for any other line."""
-    with suppress(ValueError):
+def started(command: Callable[[], Sequence[str]]) -> Sequence[str]:
+    """Return the command of a process. Raises AgentFailed where a sandbox cannot be made."""
+    try:
+        return command()
+    except (OSError, ValueError) as error:
+        raise AgentFailed(f"cannot be started: {error}") from error
+
+
+def result_in(line: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object that a line is; None for any other line.
+
+    Raises AgentFailed for JSON that cannot be read: nested too deeply, or with an endless number.
+    """
+    try:
         result = json.loads(line)
-        if isinstance(result, dict):
-            return reward_in(result)
-    return None
-
-
-def reward_in(result: dict[str, Any]) -> float | None:
-    """Return the `reward` of an agent's result; None if it has none. Raises AgentFailed."""
-    value = result.get("reward")
-    if value is None:
+    except (json.JSONDecodeError, UnicodeDecodeError):
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise AgentFailed(f"its result has reward={value!r}, which is no number")
-    return float(value)
+    except RecursionError as error:
+        raise AgentFailed("printed a line of JSON that is nested too deeply to be read") from error
+    except ValueError as error:
+        raise AgentFailed(f"printed a line of JSON that cannot be read: {error}") from error
+    return result if isinstance(result, dict) else None
+
+
+def result_reward(line: str) -> float | None:
+    """Return the reward in a line that is a JSON object with one; None for any other line.
+
+    Raises AgentFailed for a reward that is no number, NaN and Infinity among them.
+    """
+    return agent_reward((result_in(line) or {}).get("reward"))
 
 
 def ending(code: int) -> str:
     """Return how a program ended, as the end of a sentence."""
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(file.tell() - LAST_WORDS, 0))
-        return file.read().decode("utf-8", "replace").strip()
+    return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

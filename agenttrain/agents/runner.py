@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import socket
-import tempfile
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -28,8 +27,8 @@ from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
 from agenttrain.agents.conversations import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
-from agenttrain.agents.sandbox import SandboxLimits, check_sandbox, confined
-from agenttrain.agents.task import AgentFailed, AgentTask
+from agenttrain.agents.sandbox import check_sandbox, confined
+from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.agents.transport import EndpointTransport
 from agenttrain.agents.workers import WorkerAgent
 from agenttrain.chat.certificate import certify
@@ -40,11 +39,13 @@ from agenttrain.chat.wire.normal import Question
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine
 from agenttrain.engines.registry import names_with
-from agenttrain.rewards.function import LARGEST, copy_task
+from agenttrain.rewards.function import copy_task
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.tools.arguments import ArgumentSchema
 from agenttrain.types import Finish, Rollout, StopReason
 from agenttrain.utils.locate import locate
+from agenttrain.utils.temporary import TemporaryFolder
+from agenttrain.utils.threads import attempt_async
 
 GRACE_S = 5.0
 """Seconds that an agent has to end by itself once its rollout is over."""
@@ -78,19 +79,17 @@ class FunctionAgent:
         self._output = DividedOutput()
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Await the function; an exception is the agent's failure."""
-        try:
-            with self._output.of(log):
-                result = await self._function(assignment)
-        except Exception as error:
+        """Await the function; whatever it raises is the agent's failure."""
+
+        async def attempted() -> Any:
+            return await self._function(assignment)
+
+        with self._output.of(log):
+            outcome = await attempt_async(attempted())
+        if (error := outcome.error) is not None:
             raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
-        if isinstance(result, dict):
-            result = result.get("reward")
-        if result is None:
-            return None
-        if isinstance(result, bool) or not isinstance(result, int | float):
-            raise AgentFailed(f"returned {result!r}; a reward is a number")
-        return float(result)
+        result = outcome.value
+        return agent_reward(result.get("reward") if isinstance(result, dict) else result)
 
     async def aclose(self) -> None:
         """Put standard output and error back."""
@@ -170,7 +169,7 @@ class Agents:
         self._problems: dict[str, tuple[str, str] | None] = {}
         """Tools and form of a request, as JSON -> the parameter at fault, and why."""
         self._restarted: set[Restart] = set()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: TemporaryFolder | None = None
         """Folder of the socket by which sandboxes reach the endpoint."""
         self._server: LoopServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -220,7 +219,7 @@ class Agents:
                 raise rollout.failure
             reward = reward if rollout.reward is None else rollout.reward
             self._conclude(rollout, failure)
-            if reward is not None and abs(reward) <= LARGEST:
+            if reward is not None:
                 done.environment_reward = reward
             return done
 
@@ -232,7 +231,7 @@ class Agents:
             await self._serving
             self._server = self._serving = None
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
 
     def _command(self) -> list[str]:
         """Return the command of a process, in a sandbox if it is to have one."""
@@ -240,9 +239,8 @@ class Agents:
         if self._folder is None:
             return command
         port = int(self.address.rpartition(":")[2])
-        settings = self.settings
-        limits = SandboxLimits(memory_mb=settings.memory_mb, disk_mb=settings.disk_mb)
-        return confined(command, Path(self._folder.name, "endpoint"), port, limits)
+        socket = self._folder.path / "endpoint"
+        return [*confined(self.settings, socket=socket, port=port), *command]
 
     async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
         """Run the agent of a rollout to its end; return its failure and its reward."""
@@ -323,9 +321,11 @@ class Agents:
             self._server = LoopServer(config)
             listeners = [listener]
             if self.settings.sandbox is Sandbox.bwrap:
-                self._folder = tempfile.TemporaryDirectory(prefix="agenttrain-")
+                self._folder = TemporaryFolder()
                 listeners.append(socket.socket(socket.AF_UNIX))
-                listeners[-1].bind(f"{self._folder.name}/endpoint")
+                listeners[-1].bind(str(self._folder.path / "endpoint"))
+                # Sandboxes may have another user; the folder lets nobody else in.
+                (self._folder.path / "endpoint").chmod(0o666)
                 listeners[-1].listen(2048)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=listeners))
             while not self._server.started and not self._serving.done():
@@ -448,7 +448,7 @@ def make_agent(
     if not settings.command:
         return ExternalAgent()
     if settings.sandbox is Sandbox.bwrap:
-        check_sandbox()
+        check_sandbox(settings)
     env = environment_of(settings.env)
     if settings.reuse:
         return WorkerAgent(command, env, folder, at_once=settings.per_process)

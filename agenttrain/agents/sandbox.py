@@ -1,52 +1,107 @@
-"""Agents' programs in a sandbox of bubblewrap, which reach the endpoint and nothing else."""
+"""Agents' programs in a sandbox, which reach the endpoint and nothing else.
+
+It is the sandbox of the tools `python` and `bash` (`tools/sandbox/confine.py`), with files of its
+own (`visible.py`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import subprocess
+from glob import glob
 from pathlib import Path
 
+from agenttrain.agents.config import AgentConfig
+from agenttrain.agents.visible import visible_files
+from agenttrain.tools.sandbox.outside_process import bubblewrap, interpreter, next_user
+from agenttrain.tools.sandbox.root import Root
 from agenttrain.utils.files import PACKAGE
 
-INSIDE = Path(__file__).with_name("inside.py")
-SOCKET = "/tmp/.endpoint"
+START = (
+    "import sys; sys.path.insert(0, {root!r}); "
+    "from agenttrain.agents.inside import main; sys.path.remove({root!r}); main()"
+)
+SOCKET = "/.endpoint"
 """Path of the endpoint's socket in the sandbox."""
+FILES = 200_000
+"""Limit of files and folders that an agent can create."""
+PROBE_S = 30.0
+"""A sandbox in which no program has run by then is broken."""
+ETC = (
+    *("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/pki/tls/certs", "/etc/ca-certificates"),
+    *("/etc/pki/ca-trust/extracted", "/etc/localtime", "/etc/timezone", "/etc/mime.types"),
+    *("/etc/services", "/etc/protocols", "/etc/fonts", "/etc/terminfo", "/etc/inputrc"),
+    *("/etc/os-release", "/etc/debian_version", "/etc/java*", "/etc/python3*", "/etc/perl"),
+)
+"""Settings of programs that agents may use."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxLimits:
-    """Memory of a sandbox; of more, all of it is ended."""
-
-    memory_mb: int
-    disk_mb: int
-
-
-def check_sandbox() -> None:
-    """Raise ValueError unless bubblewrap is installed."""
-    if sys.platform != "linux" or shutil.which("bwrap") is None:
+def check_sandbox(settings: AgentConfig) -> None:
+    """Raise ValueError unless a sandbox can be made here, and show what the agent needs."""
+    key = f"agent.sandbox={settings.sandbox}"
+    try:
+        user = next_user()
+        bubblewrap(user)
+        problem = _probe(settings)
+    except FileNotFoundError as error:
         raise ValueError(
-            "agent.sandbox=bwrap: bubblewrap is not installed; install it (apt install "
-            "bubblewrap, on Linux), or leave agent.sandbox out"
+            f"{key}: bubblewrap is not installed; install it (apt install bubblewrap, on Linux), "
+            "or leave agent.sandbox out"
+        ) from error
+    except PermissionError as error:
+        raise ValueError(f"{key}: {error}; leave agent.sandbox out") from error
+    if problem:
+        raise ValueError(f"{key}: no sandbox can be made here: {problem}; leave agent.sandbox out")
+    script = next(filter(os.path.isfile, settings.command), None)
+    if script is not None and user is not None and not os.stat(script).st_mode & 0o004:
+        raise ValueError(
+            f"agent.command: {script}: only its owner can read it, and the agents of a run that "
+            "root has started are another user; chmod o+r it"
         )
 
 
-def confined(command: Sequence[str], socket: Path, port: int, limits: SandboxLimits) -> list[str]:
-    """Return a command that runs another in a sandbox, with the endpoint at its usual address.
+def confined(settings: AgentConfig, *, socket: Path | None = None, port: int = 0) -> list[str]:
+    """Return the beginning of a command that runs another, such as `agent.command`, in a sandbox.
 
-    The sandbox has namespaces of its own, network and processes among them; the disk is read-only,
-    `/tmp` and `/run`, where sockets of other programs lie, its own and empty.
+    `socket` is the one on which the endpoint listens; in the sandbox it has its usual address, that
+    of `port`. Raises ValueError for files that cannot be shown.
     """
-    given = {"socket": SOCKET, "port": port, "root": str(PACKAGE.parent), **asdict(limits)}
-    needed = {sys.prefix, sys.base_prefix, str(PACKAGE.parent), os.getcwd()}
-    hidden = sorted(path for path in needed if path.startswith(("/tmp/", "/run/")))
+    visible, user = visible_files(settings.command, settings.read), next_user()
+    root = Root(
+        # The first process ends all with a reason before the disk is full.
+        disk_mb=settings.memory_mb,
+        files=FILES,
+        home=visible.home,
+        writable=(visible.home, "/tmp", "/var/tmp", "/run", "/dev/shm"),
+        programs=sorted(visible.programs),
+        shown=sorted(visible.shown),
+        hidden=sorted(visible.hidden),
+        links=visible.links,
+        sockets={} if socket is None else {SOCKET: str(socket)},
+        settings=[path for pattern in ETC for path in glob(pattern)],
+        terminals=True,
+    )
+    inside = {
+        **{"root": root._asdict(), "user": user, "work": visible.work, "home": visible.home},
+        **{"socket": None if socket is None else SOCKET, "port": port},
+        **{"memory_mb": settings.memory_mb, "disk_mb": settings.disk_mb},
+    }
+    code = START.format(root=str(PACKAGE.parent))
     return [
-        *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/"),
-        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/run"),
-        *(word for path in hidden for word in ("--ro-bind", path, path)),
-        *("--bind", str(socket), SOCKET, "--chdir", os.getcwd(), "--"),
-        *(sys.executable, "-I", "-S", str(INSIDE), json.dumps(given), *command),
+        *(*bubblewrap(user), "--die-with-parent", "--", interpreter(), "-I", "-S", "-c", code),
+        json.dumps(inside),
     ]
+
+
+def _probe(settings: AgentConfig) -> str:
+    """Return why no program can run in a sandbox; "" if it can."""
+    command = [*confined(settings), "true"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"it did not start within {PROBE_S:g} s"
+    words = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
+    return words[-1] if done.returncode else ""

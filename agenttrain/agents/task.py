@@ -10,11 +10,27 @@ from typing import Any
 import httpx
 
 from agenttrain.agents.transport import EndpointClient, EndpointTransport
+from agenttrain.rewards.function import KNOWN, as_reward
 from agenttrain.types import AgenttrainError, Task
 
 
 class AgentFailed(AgenttrainError):
     """An agent crashed; the message says how."""
+
+
+def agent_reward(value: object) -> float | None:
+    """Return the reward that an agent printed or returned, None if it is None. Raises AgentFailed.
+
+    Numbers of numpy and torch are numbers, as in reward functions; True is none.
+    """
+    known = type(value).__module__.partition(".")[0] in KNOWN
+    if isinstance(value, bool) or not known:
+        shown = value if known else f"an object of {type(value).__name__}"
+        raise AgentFailed(f"gave reward={shown}; a reward is a finite number")
+    try:
+        return as_reward(value)
+    except ValueError as error:
+        raise AgentFailed(f"gave a reward that is none: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,20 +80,26 @@ class AgentTask:
         return EndpointClient(self.transport(), **options)
 
     def line(self) -> str:
-        """Return the task as the line of JSON that a program reads from its standard input."""
-        return json.dumps(
-            {
-                "rollout_id": self.rollout_id,
-                "task_id": self.task.task_id,
-                "messages": self.messages,
-                "columns": dict(self.task.columns),
-                "url": self.url,
-                "base_url": self.base_url,
-                "api_key": self.api_key,
-                "model": self.model,
-            },
-            default=str,
-        )
+        """Return the task as the line of JSON that a program reads from its standard input.
+
+        Raises AgentFailed for columns that JSON cannot hold.
+        """
+        try:
+            return json.dumps(
+                {
+                    "rollout_id": self.rollout_id,
+                    "task_id": self.task.task_id,
+                    "messages": self.messages,
+                    "columns": dict(self.task.columns),
+                    "url": self.url,
+                    "base_url": self.base_url,
+                    "api_key": self.api_key,
+                    "model": self.model,
+                },
+                default=str,
+            )
+        except (TypeError, ValueError, RecursionError) as error:
+            raise AgentFailed(f"cannot be sent its task as JSON: {error}") from error
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which a program and the clients in it find the policy."""

@@ -9,14 +9,25 @@ with one. With several at once it names the rollout in that object::
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from agenttrain.agents.processes import LAST_WORDS, AgentProcess, ending, reward_in
-from agenttrain.agents.task import AgentFailed, AgentTask
+from agenttrain.agents.output import PAUSE_S, BoundedLog
+from agenttrain.agents.processes import (
+    LAST_WORDS,
+    LAST_WORDS_S,
+    AgentProcess,
+    ending,
+    result_in,
+    started,
+)
+from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
+
+LINE_LIMIT = 2**24
+"""Bytes of a line that a worker prints, at most."""
+SHARED_LOG_BYTES = 64 << 20
+"""Bytes of the output of a worker with several tasks at once that are kept, from the beginning."""
 
 
 class Worker:
@@ -24,15 +35,14 @@ class Worker:
 
     def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
         """Start it in the background."""
-        self.log: IO[bytes] | None = None
+        self.log: BoundedLog | None = None
         """Gets what it prints, its results left out."""
         self.pending: dict[str, asyncio.Future[dict[str, Any]]] = {}
         """Rollout in its hands -> its result."""
         self.retired = False
         """It gets no further task: it ended, or did not end one of its rollouts in time."""
-        pipe = asyncio.subprocess.PIPE
         self._starting = asyncio.ensure_future(
-            AgentProcess.start(command, env, stdout=pipe, stderr=pipe)
+            AgentProcess.start(command, env, line_limit=LINE_LIMIT)
         )
         self._words = b""
         self._reading = asyncio.ensure_future(self._read())
@@ -42,9 +52,10 @@ class Worker:
         result = asyncio.get_running_loop().create_future()
         self.pending[assignment.rollout_id] = result
         try:
+            line = assignment.line()
             program = await asyncio.shield(self._starting)
-            await program.send(assignment.line())
-            return reward_in(await result)
+            await program.send(line)
+            return agent_reward((await result).get("reward"))
         except BaseException:
             self.retired = True
             raise
@@ -68,8 +79,12 @@ class Worker:
         try:
             while line := await process.stdout.readline():
                 self._take(line)
+                if self.log is not None and self.log.full:
+                    await asyncio.sleep(0)
             how = ending(await process.wait())
-            await asyncio.wait((errors,), timeout=1.0)
+            await asyncio.wait((errors,), timeout=LAST_WORDS_S)
+        except AgentFailed as error:
+            how = str(error)
         except (OSError, ValueError) as error:  # a line without an end
             how = f"printed what cannot be read: {error}"
         finally:
@@ -82,14 +97,17 @@ class Worker:
                 result.set_exception(AgentFailed(f"{how}{quoted}"))
 
     def _take(self, line: bytes) -> None:
-        """Hand a printed line to its rollout if it is a result, else to the log."""
-        with suppress(ValueError):
-            if isinstance(printed := json.loads(line), dict):
-                only = next(iter(self.pending), None) if len(self.pending) == 1 else None
-                result = self.pending.get(str(printed.get("rollout_id", only)))
-                if result is not None and not result.done():
-                    result.set_result(printed)
-                    return
+        """Hand a printed line to its rollout if it is a result, else to the log.
+
+        Raises AgentFailed for a line that cannot be read: the result of a rollout may be lost.
+        """
+        printed = result_in(line)
+        if printed is not None:
+            only = next(iter(self.pending), None) if len(self.pending) == 1 else None
+            result = self.pending.get(str(printed.get("rollout_id", only)))
+            if result is not None and not result.done():
+                result.set_result(printed)
+                return
         self._write(line)
 
     async def _read_errors(self, stream: asyncio.StreamReader | None) -> None:
@@ -97,11 +115,12 @@ class Worker:
         while piece := await stream.read(65536):
             self._words = (self._words + piece)[-LAST_WORDS:]
             self._write(piece)
+            if self.log is not None and self.log.full:
+                await asyncio.sleep(PAUSE_S)
 
     def _write(self, text: bytes) -> None:
         if self.log is not None:
             self.log.write(text)
-            self.log.flush()
 
 
 class WorkerAgent:
@@ -130,17 +149,14 @@ class WorkerAgent:
         for ended in [one for one in self._workers if one.retired and not one.pending]:
             await self._end(ended)
         worker = self._free()
-        path = log.with_suffix(".log")
+        if self._at_once == 1:
+            worker.log = BoundedLog(log.with_suffix(".log"))
         try:
-            if self._at_once > 1:
-                return await worker.attempt(assignment)
-            with path.open("wb") as worker.log:
-                return await worker.attempt(assignment)
+            return await worker.attempt(assignment)
         finally:
-            if self._at_once == 1:
+            if self._at_once == 1 and worker.log is not None:
+                worker.log.close()
                 worker.log = None
-                if path.stat().st_size == 0:
-                    path.unlink()
             if worker.retired and not worker.pending:
                 await asyncio.shield(self._end(worker))
 
@@ -151,10 +167,11 @@ class WorkerAgent:
         places = [w for w in self._workers if not w.retired and len(w.pending) < self._at_once]
         if places:
             return max(places, key=lambda worker: len(worker.pending))
-        worker = Worker(self._command(), self._env)
+        worker = Worker(started(self._command), self._env)
         if self._at_once > 1:
             self._folder.mkdir(parents=True, exist_ok=True)
-            worker.log = (self._folder / f"worker-{self._count}.log").open("ab")
+            path = self._folder / f"worker-{self._count}.log"
+            worker.log = BoundedLog(path, limit=SHARED_LOG_BYTES, append=True)
         self._count += 1
         self._workers.append(worker)
         return worker

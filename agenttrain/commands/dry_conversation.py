@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import OnFailure
@@ -37,6 +35,7 @@ from agenttrain.types import (
     Task,
     ToolCall,
 )
+from agenttrain.utils.temporary import TemporaryFolder
 
 NAME = "check"
 """Name of the rollout."""
@@ -122,11 +121,11 @@ async def _attempt(
     model = DryModel(components, task)
     # A turn of the script is never cut, and a failure is shown as one.
     limits = replace(config.rollout, max_turn_tokens=context, max_completion_tokens=context)
-    with tempfile.TemporaryDirectory(prefix="agenttrain-") as folder:
+    with TemporaryFolder() as folder:
         agents = Agents(
             replace(config.agent, on_failure=OnFailure.error),
             components.chat,
-            Path(folder),
+            folder,
             lockstep=config.rollout.deterministic is not False
             and spec_of(config.engine).deterministic,
             asked=model.questions.__setitem__,

@@ -17,6 +17,7 @@ from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.hub import ID, is_hub_id
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.temporary import TemporaryFolder
 
 USAGE = (
     "export run=<run or checkpoint folder> to=<new folder or hub:org/name> [step=N|best] "
@@ -201,15 +202,13 @@ def publish(checkpoint: Path, repo: str, dtype: str, form: str, *, public: bool)
     huggingface_hub reads `HF_TOKEN` and `HF_ENDPOINT`. A new model is private unless `public`; an
     existing one stays what it is. Raises ConfigError.
     """
-    from tempfile import TemporaryDirectory
-
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     try:
-        with TemporaryDirectory(prefix="agenttrain-export-") as temporary:
-            folder = Path(temporary) / "model"
+        with TemporaryFolder() as temporary:
+            folder = temporary / "model"
             export(checkpoint, folder, dtype, form, name=repo.rpartition("/")[2])
             url = api.create_repo(repo, private=not public, exist_ok=True)
             api.upload_folder(

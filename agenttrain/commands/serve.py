@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname, socket
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from agenttrain.engines.config import DEFAULT_ENGINE
@@ -26,6 +25,7 @@ from agenttrain.utils.model_path import (
     packed_experts,
     weights_folder,
 )
+from agenttrain.utils.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from agenttrain.chat.chat import Chat
@@ -175,11 +175,12 @@ def _serve_by_engine(config: RunConfig, options: ServeOptions, listener: socket)
         )
     port = listener.getsockname()[1]
     weights = str(base or weights_folder(path, revision=revision))
-    with TemporaryDirectory(prefix="agenttrain-serve-") as temporary:
-        template = Path(temporary, "chat_template.jinja")
+    with TemporaryFolder() as temporary:
+        template = temporary / "chat_template.jinja"
         template.write_text(chat.saved_template, encoding="utf-8")
         ends = {"eos_token_id": list(chat.stop_token_ids)}
-        Path(temporary, "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
+        text = json.dumps(ends)
+        (temporary / "generation_config.json").write_text(text, encoding="utf-8")
         served = ServedModel(
             folder=weights,
             tokenizer=str(model),
@@ -189,7 +190,7 @@ def _serve_by_engine(config: RunConfig, options: ServeOptions, listener: socket)
             host=options.host,
             port=port,
             template=str(template),
-            generation=temporary,
+            generation=str(temporary),
             call_parser=parser,
             sampling={name: getattr(config.eval, name) for name in SAMPLING},
             seed=config.seed,

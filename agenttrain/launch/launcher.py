@@ -13,7 +13,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -55,6 +54,8 @@ from agenttrain.training.checkpoint_files import newest_first
 from agenttrain.training.heap import MAPPED_FROM_THE_START
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
+from agenttrain.utils.signals import signal_name
+from agenttrain.utils.temporary import TemporaryFolder
 
 ELASTIC = (signal.SIGQUIT,)
 """Signals that elastic's agent handles by itself: it stops."""
@@ -105,8 +106,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                 folder=str(folder),
                 sys_path=sys.path,
             )
-            with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
-                exchange = Path(name)
+            with TemporaryFolder() as exchange:
                 try:
                     workers = _run_once(started, section, processes, node, exchange, received)
                 except (NotMet, DistNetworkError, DistStoreError) as error:
@@ -261,7 +261,7 @@ def _named(ended: WorkerEnd) -> str:
 
 def _how(ended: WorkerEnd, folder: Path | None = None, error: str | None = None) -> str:
     if ended.code < 0:
-        how = f"was killed by {signal.Signals(-ended.code).name}"
+        how = f"was killed by {signal_name(-ended.code)}"
     else:
         how = WHY.get(ended.code, f"ended with exit code {ended.code}").format(rank=ended.rank)
     how += f": {error}" if error else ""

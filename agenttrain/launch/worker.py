@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -37,8 +38,18 @@ def main() -> int:
         except OSError:
             return None
 
+    launcher = os.getppid()
+
+    def clear() -> None:
+        """Remove the exchange if the launcher, which would, is gone."""
+        if os.getppid() != launcher:
+            shutil.rmtree(exchange, ignore_errors=True)
+
     # Without the launcher nothing passes signals on or notices a dead rank.
-    end_with_parent("the launcher of this process is gone: it stops", after_s=RECORD_S)
+    end_with_parent(
+        "the launcher of this process is gone: it stops", after_s=RECORD_S, at_end=clear
+    )
+    atexit.register(clear)
     hear_interrupts()
     with listening() as stop:  # before the slow imports
         stop.passed_on = received_signal
@@ -59,7 +70,8 @@ def main() -> int:
         except BaseException as error:
             from agenttrain.launch.processes import code_of, write_crash
 
-            write_crash(exchange, os.environ["RANK"], error)
+            if os.getppid() == launcher:
+                write_crash(exchange, os.environ["RANK"], error)
             return code_of(error)
 
 

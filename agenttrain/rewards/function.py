@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from agenttrain.types import MAIN, AgenttrainError, Rollout, Task, Trajectory
+from agenttrain.types import MAIN, AgenttrainError, Delegation, Rollout, Task, Trajectory
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt, attempt_async, blocks
 
@@ -60,6 +60,7 @@ class NoNumber(RewardUnavailable):
     """A function returned NaN, infinity or no number, in an evaluation, which goes on."""
 
 
+Schemas = tuple[Mapping[str, Any], ...]
 VISIT_S = 0.02
 """Seconds after which a thread that runs short calls returns the outcomes so far."""
 Call = Callable[[], Any]
@@ -416,6 +417,11 @@ def copy_rollout(rollout: Rollout) -> Rollout:
                 messages=copy_value(trajectory.messages),
                 turn_rewards=dict(trajectory.turn_rewards),
                 states=list(trajectory.states),
+                schemas=_copy_schemas(trajectory.schemas),
+                delegation=_copy_delegation(trajectory.delegation),
+                trainer_logprobs=copy.copy(trajectory.trainer_logprobs),
+                entropies=copy.copy(trajectory.entropies),
+                advantages=copy.copy(trajectory.advantages),
                 _ids=trajectory.token_ids,
             )
             for trajectory in rollout.trajectories
@@ -423,7 +429,18 @@ def copy_rollout(rollout: Rollout) -> Rollout:
         tool_results=results,
         rewards=dict(rollout.rewards),
         turn_scores=dict(rollout.turn_scores),
+        counts=dict(rollout.counts),
     )
+
+
+def _copy_schemas(schemas: Schemas | None) -> Schemas | None:
+    return None if schemas is None else tuple(map(copy_value, schemas))
+
+
+def _copy_delegation(delegation: Delegation | None) -> Delegation | None:
+    if delegation is None:
+        return None
+    return replace(delegation, schemas=tuple(map(copy_value, delegation.schemas)))
 
 
 def copy_task(task: Task) -> Task:

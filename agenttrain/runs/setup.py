@@ -8,7 +8,6 @@ its engine are built afterwards, in `loading.py`.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +53,7 @@ from agenttrain.training.checkpoint_files import CheckpointError
 from agenttrain.types import AssistantTurn, Finish, Message, Rollout, Task
 from agenttrain.utils.model_path import base_folder, model_folder
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from agenttrain.training.world import World
@@ -267,7 +267,7 @@ class Components:
         attempt = None
         if self.config.agent.outside:
             if folder is None:
-                folder = Path(tempfile.mkdtemp(prefix="agenttrain-"))
+                folder = TemporaryFolder().path  # for as long as this process lives
             attempt = self._outside(engine, folder / "agents")
         in_flight = InFlight(timeline=timeline or Timeline())
         for toolbox in (self.toolbox, *self.environments.toolboxes.values()):

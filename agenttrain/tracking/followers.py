@@ -26,6 +26,7 @@ from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.utils.child_process import ChildGone, ChildProcess
 from agenttrain.utils.json_lines import dumps
 from agenttrain.utils.locate import locate
+from agenttrain.utils.signals import signal_name
 
 SCRIPT = Path(__file__).with_name("follower.py")
 LONGEST_PAUSE_S = 60.0
@@ -158,7 +159,7 @@ class Follower:
         process.kill()  # closes the pipe
         self._process = None
         if code < 0:
-            self.reason = f"its process was ended by {signal.Signals(-code).name}"
+            self.reason = f"its process was ended by {signal_name(-code)}"
         else:
             self.reason = printed[-1] if printed else f"its process ended with exit code {code}"
         if code == CANNOT:

@@ -26,6 +26,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import IO, Any
 
+from agenttrain.utils.signals import signal_name
+
 MAX_TAIL = 2000
 """Bytes of a child's output that are kept: its end."""
 LAST_WORDS_S = 1.0
@@ -138,7 +140,7 @@ class ChildProcess:
         if code is None:
             how = "hangs"
         elif code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
+            how = f"was ended by {signal_name(-code)}"
         else:
             how = f"ended with exit code {code}"
         printed = self.printed()
@@ -182,8 +184,12 @@ class ChildProcess:
             self._print_line(unprinted.decode("utf-8", "replace"))
 
 
-def end_with_parent(message: str = "", *, after_s: float = 0.0) -> None:
+def end_with_parent(
+    message: str = "", *, after_s: float = 0.0, at_end: Callable[[], object] = lambda: None
+) -> None:
     """Kill this process's group `after_s` seconds after its parent has ended in any way.
+
+    `at_end` is called just before.
 
     Call it first in the child. The kernel's PR_SET_PDEATHSIG would also act at the end of the
     thread that started the child.
@@ -200,6 +206,7 @@ def end_with_parent(message: str = "", *, after_s: float = 0.0) -> None:
         time.sleep(after_s)
         if message:
             print(message, file=sys.stderr, flush=True)
+        at_end()
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     Thread(target=watch, daemon=True).start()

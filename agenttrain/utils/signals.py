@@ -39,6 +39,15 @@ NOTICE = (
 Result = TypeVar("Result")
 
 
+def signal_name(number: int) -> str:
+    """Return a signal's name, e.g. ``SIGKILL``, or ``SIGRTMIN+1`` for one of the real-time signals,
+    of which Python names the first and the last."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
 class Preempted(AgenttrainError):
     """The run got a signal to stop, and has reached a point from which it can go on."""
 

@@ -61,8 +61,11 @@ async def attempt_async(
     token = _contained.set(True)
     try:
         return Outcome(value=await awaitable)
-    except asyncio.CancelledError:
-        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raised: BaseException = error  # nobody has cancelled this task: the user's code raised it
     except BaseException as error:
         if _of_signal(error):
             raise

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,7 @@ from agenttrain.settings.command_line import parse
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED
+from agenttrain.utils.temporary import PREFIX
 
 HERE = Path(__file__).parents[1]
 TINY = ("debug=tiny", "tracker=none", "eval.questions=0")
@@ -214,6 +216,31 @@ def test_a_signal_while_workers_import_torch_is_a_preemption(tmp_path):
     ended = done(command(*TINY, *TWO, "hydra.run.dir=run"), tmp_path, first=tmp_path)
     assert ended.returncode == PREEMPTED, ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_temporary_folder(tmp_path):
+    run, temporary = tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
+    launcher = subprocess.Popen(
+        command(*TINY, *TWO, "steps=1000", "hydra.run.dir=run"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env=environment(TMPDIR=str(temporary)),
+    )
+    try:
+        while not (run / "metrics.jsonl").exists():
+            assert launcher.poll() is None
+            time.sleep(0.1)
+        assert len([*temporary.glob(f"{PREFIX}*")]) == 1
+        launcher.kill()
+        launcher.wait()
+        while [*of_folder(tmp_path)]:
+            time.sleep(0.1)
+    finally:
+        kill_left(tmp_path)
+    assert [*temporary.glob(f"{PREFIX}*")] == []
 
 
 @pytest.mark.slow

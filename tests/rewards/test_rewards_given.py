@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import math
-from dataclasses import replace
+from array import array
+from dataclasses import fields, is_dataclass, replace
 
 import parts
 import pytest
@@ -18,7 +20,7 @@ from agenttrain.environments.environments import Environments
 from agenttrain.rewards.function import RewardError, check_unchanged, copy_rollout
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector
-from agenttrain.types import LedgerError, Rollout, Task
+from agenttrain.types import Delegation, LedgerError, Rollout, Task
 
 ADD = call("add", '{"a": 3, "b": 4}')
 BYE = "The answer is 7.<|im_end|>"
@@ -117,6 +119,73 @@ def test_what_is_trained_is_what_was_sampled_whatever_a_reward_tries():
         with pytest.raises(RewardError):
             asyncio.run(Rubric({"bad": change}).score([wrong]))
     check_unchanged(before, wrong)
+
+
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"required": ["a"]}}}
+
+
+def of_an_outside_agent() -> Rollout:
+    """A rollout with all that a reward could change in it."""
+    rollout = made("It is 7.", called("add", a=3), sampled=3)
+    rollout.counts = {"agent/requests": 2}
+    delegation = Delegation(
+        caller=(0, 0), call_id="c", schemas=(copy.deepcopy(SCHEMA),), max_turns=1, max_tokens=9
+    )
+    rollout.begin(role="helper", delegation=delegation)
+    for trajectory in rollout.trajectories:
+        trajectory.schemas = (copy.deepcopy(SCHEMA),)
+        trajectory.advantages = array("d", [0.5])
+    return rollout
+
+
+def recount(rollout):
+    rollout.counts["agent/requests"] = 0
+
+
+def require(rollout):
+    rollout.trajectories[0].schemas[0]["function"]["parameters"]["required"].clear()
+
+
+def redirect(rollout):
+    rollout.trajectories[1].delegation.schemas[0]["function"]["name"] = "subtract"
+
+
+def praise(rollout):
+    rollout.trajectories[0].advantages[0] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (recount, "counts"),
+        (require, r"trajectories\[0\]\.schemas"),
+        (redirect, r"trajectories\[1\]\.delegation"),
+        (praise, r"trajectories\[0\]\.advantages"),
+    ],
+)
+def test_counts_and_schemas_are_copies_too(change, field):
+    live = of_an_outside_agent()
+    with pytest.raises(RewardError, match=rf"it changed .*\({field}\)"):
+        asyncio.run(Rubric({"bad": change}).score([live]))
+    check_unchanged(of_an_outside_agent(), live)
+
+
+def changeable(value: object) -> set[int]:
+    """The identities of all lists, dicts and arrays within a value."""
+    if isinstance(value, dict | list | array):
+        inner = value.values() if isinstance(value, dict) else value
+        return {id(value)}.union(*map(changeable, inner))
+    if isinstance(value, tuple):
+        return set().union(*map(changeable, value))
+    if is_dataclass(value):
+        return set().union(*(changeable(getattr(value, f.name)) for f in fields(value)))
+    return set()
+
+
+def test_a_copy_shares_nothing_that_can_be_changed():
+    live = of_an_outside_agent()
+    given = copy_rollout(live)
+    assert changeable(given) & changeable(live) == set()
 
 
 def test_the_ledger_is_verified_after_the_rewards():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import AutoConfig
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import EngineDtype
 from agenttrain.engines.vllm.config import VllmSettings
+from agenttrain.utils.temporary import TemporaryFolder
 from agenttrain.utils.threads import current_gpu
 
 BLOCK_ON_CPU = 32
@@ -216,8 +216,8 @@ def _logging_to(log: Path | None, arguments: Any) -> Iterator[None]:
             }
         },
     }
-    with tempfile.TemporaryDirectory(prefix="agenttrain-") as folder:
-        path = Path(folder, "logging.json")
+    with TemporaryFolder() as folder:
+        path = folder / "logging.json"
         path.write_text(json.dumps(settings), encoding="utf-8")
         arguments.logging_config = LoggingConfig(pylogging_config_file=str(path))
         yield

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agenttrain.engines.adapters import adapter_config
+from agenttrain.utils.temporary import TemporaryFolder
 
 MEMORY = Path("/dev/shm")
 """A file system in memory, where there is one."""
@@ -68,8 +68,8 @@ class Manifest:
             # Workers are processes: each reads its part of a file. Tied weights are written twice.
             tensors = {name: tensor.cpu().clone() for name, tensor in sent}
             with folder_for(tensors) as folder:
-                save_file(tensors, Path(folder, "model.safetensors"))
-                llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+                save_file(tensors, folder / "model.safetensors")
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         held = _holds(llm, sums) if sums else {}
         self.held = held if self.held is None else self.held
         if lost := sorted(self.held.keys() - held.keys()):
@@ -149,11 +149,11 @@ def _holds(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[str]]:
     return {name: made_of[name] for name, same in zip(made_of, equal, strict=True) if same}
 
 
-def folder_for(tensors: dict[str, Tensor]) -> tempfile.TemporaryDirectory[str]:
+def folder_for(tensors: dict[str, Tensor]) -> TemporaryFolder:
     """Make a folder for tensors until they are read, in memory if they fit."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size
-    return tempfile.TemporaryDirectory(prefix="agenttrain-", dir=MEMORY if fits else None)
+    return TemporaryFolder(MEMORY if fits else None)
 
 
 def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: float) -> Any:
@@ -164,13 +164,12 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
     from vllm.lora.request import LoRARequest
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
-    with folder_for(tensors) as name:
-        folder = Path(name)
+    with folder_for(tensors) as folder:
         save_file(tensors, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(adapter_config(tensors, alpha)))
-        llm.add_lora(LoRARequest(NAME, NUMBER, name, load_inplace=True))
+        llm.add_lora(LoRARequest(NAME, NUMBER, str(folder), load_inplace=True))
     # Without load_inplace, or every step would read the folder again.
-    return LoRARequest(NAME, NUMBER, name)
+    return LoRARequest(NAME, NUMBER, str(folder))
 
 
 def split_adapters(

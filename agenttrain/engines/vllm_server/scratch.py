@@ -20,8 +20,15 @@ SOCKETS = "agenttrain-server-"
 
 
 def shared_by(group: int) -> set[str]:
-    """Return the files in /dev/shm that the processes of a group have mapped."""
-    mapped: set[str] = set()
+    """Return the files in /dev/shm that the processes of a group have mapped.
+
+    Files are told apart by their inodes: glibc makes a semaphore under another name, which it then
+    removes, and the kernel shows the mapping under that one::
+
+        7f0a… rw-s 00000000 00:1a 42  /dev/shm/sem.Xq3f9a (deleted)
+        /dev/shm/sem.mp-5k2b8c1d, whose inode is 42
+    """
+    mapped: set[int] = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -29,10 +36,13 @@ def shared_by(group: int) -> set[str]:
             if os.getpgid(int(entry.name)) != group:
                 continue
             for line in (entry / "maps").read_text(errors="replace").splitlines():
-                path = line[line.find("/") :]
-                if path.startswith(str(MEMORY)) and _is_ours(Path(path)):
-                    mapped.add(path)
-    return mapped
+                words = line.split(maxsplit=5)  # range, rights, offset, device, inode, path
+                if len(words) == 6 and words[5].startswith(f"{MEMORY}/"):
+                    mapped.add(int(words[4]))
+    shared: set[str] = set()
+    with suppress(OSError), os.scandir(MEMORY) as entries:
+        shared = {e.path for e in entries if _is_ours(Path(e.path)) and e.inode() in mapped}
+    return shared
 
 
 def remove(paths: Iterable[str]) -> None:

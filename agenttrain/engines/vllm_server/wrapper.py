@@ -39,6 +39,7 @@ from agenttrain.engines.vllm_server.records import (
 )
 from agenttrain.utils.exit_codes import DONE, FAILED
 from agenttrain.utils.processes import process_exists, started_at
+from agenttrain.utils.signals import signal_name
 
 LOOK_S = 0.1
 """Seconds between two looks at the server, at the owner and for signals."""
@@ -271,7 +272,7 @@ class Wrapper:
         if not self._record.end:
             how = f"ended with exit code {code}"
             if code is None or code < 0:
-                how = f"was ended by {signal.Signals(-(code or -signal.SIGKILL)).name}"
+                how = f"was ended by {signal_name(-(code or -signal.SIGKILL))}"
             self._record = replace(self._record, end=how)
 
     def _write(self, **changes: object) -> None:

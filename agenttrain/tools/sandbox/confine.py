@@ -1,24 +1,63 @@
-"""Set resource limits for the code in a sandbox, and drop all privileges."""
+"""Inside: confine this process for good, with all that it starts.
+
+A model's code and an agent's program are confined alike: `confine` is the only way in.
+"""
 
 from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 
+from agenttrain.tools.sandbox import seccomp, system
+from agenttrain.tools.sandbox.root import Root, build_root
 from agenttrain.tools.sandbox.system import (
     PR_CAPBSET_DROP,
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
     drop_capabilities,
     prctl,
 )
+
+INNER_ID = 1000
+"""User and group as the code sees them, if the sandbox has a user namespace."""
 
 MB = 1 << 20
 OPEN_FILES = 128
 """Open files of a process. The buffers of sockets are memory that no process is charged for."""
 SIGNALS = 256
 """Signals that may be queued."""
+
+
+def confine(root: Root, *, user: int | None, processes: int, permitted: Sequence[str] = ()) -> None:
+    """Build the sandbox's file system, drop all privileges, and install limits and filter.
+
+    This process has namespaces of its own, in which it is still privileged. `user` is the one that
+    it becomes, None where it has a user namespace. `permitted` are system calls that are not
+    refused, of those in `seccomp.REFUSED`.
+    """
+    socket.sethostname("sandbox")
+    if user is None:
+        # The filter refuses further user namespaces too; this holds for calls that it cannot know.
+        with suppress(OSError), open("/proc/sys/user/max_user_namespaces", "wb") as file:
+            file.write(b"0")
+    build_root(root, user=INNER_ID if user is None else user)
+    drop_privileges(user)
+    # After the change of user, which resets this setting.
+    prctl(PR_SET_PDEATHSIG, 9)
+    limit_all(processes)
+    # For this process and all that it starts.
+    system.install_filter(seccomp.program(system.MACHINE, permitted))
+
+
+def die_first() -> None:
+    """Have the kernel kill this process and its children first if the machine's memory is full."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(b"1000")
 
 
 def limit_worker(memory_mb: int, file_mb: int, cpu_s: int) -> None:

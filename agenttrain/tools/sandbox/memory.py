@@ -14,11 +14,12 @@ FREE_FILES, FILE_BYTES = 16, 212_992
 for: it may be a socket, whose buffer (net.core.wmem_default) is charged to no process."""
 
 
-def memory_in_use(disks: Sequence[str]) -> int:
+def memory_in_use(disks: Sequence[str], most_files: int = OPEN_FILES) -> int:
     """Return the bytes that the sandbox uses for processes, open files and written files.
 
-    `disks` are folders in memory. The number is an upper bound: memory that processes share counts
-    for each of them. The first process, and the one that asks, do not count.
+    `disks` are folders in memory, `most_files` the open files that a process may have. The number
+    is an upper bound: memory that processes share counts for each of them. The first process, and
+    the one that asks, do not count.
     """
     total = disk_in_use(disks)
     for name in os.listdir("/proc"):
@@ -30,7 +31,7 @@ def memory_in_use(disks: Sequence[str]) -> int:
             kilobytes = [int(words[1]) for words in lines if words[0] in MEMORY_LINES]
             if not kilobytes:  # a process that has ended and is not reaped yet
                 continue
-            files = OPEN_FILES
+            files = most_files
             with suppress(PermissionError):  # a process that hides its files counts with the most
                 files = len(os.listdir(f"/proc/{name}/fd"))
             total += sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES

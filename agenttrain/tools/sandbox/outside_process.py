@@ -12,12 +12,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agenttrain.tools.sandbox.config import SandboxSettings
+from agenttrain.tools.sandbox.confine import INNER_ID
+from agenttrain.utils.temporary import TemporaryFolder
 
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 START = (
@@ -69,7 +70,7 @@ class Jail:
         self.control.setblocking(False)
         self._process: subprocess.Popen[bytes] | None = None
         self._workers: dict[str, SandboxProcess] = {}
-        self._folder: str | None = None
+        self._folder: TemporaryFolder | None = None
 
     async def start(self) -> None:
         """Start it; raises SandboxError with the reason if that cannot be done here."""
@@ -146,27 +147,19 @@ class Jail:
         if process.stderr is not None:
             process.stderr.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def _launch(self) -> None:
+        work = "/work"
         if self.backend == "none":
-            self._folder = tempfile.mkdtemp(prefix="agenttrain-")
-        work = self._folder or "/work"
+            self._folder = TemporaryFolder()
+            work = str(self._folder.path / "work")
+            os.mkdir(work)
         with self._theirs as theirs:
             number = theirs.fileno()
             user = None if self.backend == "none" else next_user()
             settings = inside(self.settings, self.backend, control=number, work=work, user=user)
-            before: list[str] = []
-            if self.backend == "bwrap":
-                # For namespaces only: `inside_setup.py` does all else inside.
-                program = shutil.which("bwrap")
-                if program is None:
-                    raise FileNotFoundError("bwrap is not installed")
-                mapped = ["--unshare-user", "--uid", "1000", "--gid", "1000"]
-                names = ("pid", "net", "ipc", "uts", "cgroup-try")
-                spaces = [f"--unshare-{name}" for name in names]
-                root = ["--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/", "--"]
-                before = [program, *(mapped if user is None else []), *spaces, *root]
+            before = [*bubblewrap(user), "--"] if self.backend == "bwrap" else []
             code = START.format(root=PACKAGE_ROOT)
             # The code sees none of our variables.
             environment = {
@@ -217,6 +210,21 @@ def interpreter() -> str:
     """Return the Python that runs agenttrain, outside of any virtual environment."""
     path = getattr(sys, "_base_executable", sys.executable) or sys.executable
     return os.path.realpath(path)
+
+
+def bubblewrap(user: int | None) -> list[str]:
+    """Return bubblewrap with options that make new namespaces, and leave all privileges in them:
+    the command, which follows `--`, calls `confine`. Raises FileNotFoundError.
+
+    `user` is the one that the command will become; None: it gets a user namespace.
+    """
+    program = shutil.which("bwrap")
+    if program is None:
+        raise FileNotFoundError("bwrap is not installed")
+    inner = str(INNER_ID)
+    mapped = ["--unshare-user", "--uid", inner, "--gid", inner] if user is None else []
+    spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    return [program, *mapped, *spaces, "--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/"]
 
 
 _users = iter(range(1, 1 << 62))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +13,7 @@ from agenttrain.tools.sandbox.config import BACKENDS, SandboxSettings
 from agenttrain.tools.sandbox.outside_process import Jail, SandboxError
 from agenttrain.tools.sandbox.session import MAX_CODE, CodeOutcome, End, run_call
 from agenttrain.types import ToolFailure, ToolUnavailable
+from agenttrain.utils.signals import signal_name
 
 PROBE = 'import subprocess; print(6 * 7, subprocess.run(["/bin/sh", "-c", "exit 3"]).returncode)'
 PROBE_PRINTS = "42 3"
@@ -139,7 +139,7 @@ class Pool:
             if status < 0:
                 how = f"was killed by signal {-status}"
                 with suppress(ValueError):  # a real-time signal has no name
-                    how = f"was killed by {signal.Signals(-status).name}"
+                    how = f"was killed by {signal_name(-status)}"
             why = f"{name} {how}; its variables are lost, files are kept"
             raise ToolFailure(_joined(text, f"[{why}]"))
         if end is End.failed and kind == "bash":

@@ -9,6 +9,7 @@ machine), access the memory of other processes, or belong to rarely used parts o
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from errno import EAFNOSUPPORT, ENOSYS, EPERM
 
 ARCHITECTURE = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
@@ -92,8 +93,11 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
 
 
-def program(machine: str) -> list[bytes]:
-    """Return the filter as instructions of classic BPF. Raises ValueError for another machine."""
+def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
+    """Return the filter as instructions of classic BPF. Raises ValueError for another machine.
+
+    `permitted` are names of `REFUSED` that it lets pass.
+    """
     column = tuple(ARCHITECTURE).index(machine)
     lines = [
         *(_op(LOAD, ARCHITECTURE_AT), _op(EQUAL, ARCHITECTURE[machine], 1, 0), _op(RETURN, KILL)),
@@ -102,7 +106,7 @@ def program(machine: str) -> list[bytes]:
         # A filter cannot read the flags of clone3. Without it, libraries use clone.
         *(_op(EQUAL, CLONE3[column], 0, 1), _errno(ENOSYS)),
     ]
-    for numbers in REFUSED.values():
+    for numbers in (REFUSED[name] for name in REFUSED if name not in permitted):
         lines += [_op(EQUAL, numbers[column], 0, 1), _errno(EPERM)]
     for *about, argument in OTHERS.values():
         lines += [

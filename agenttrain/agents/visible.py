@@ -1,0 +1,275 @@
+"""The files of this machine that an agent's program can read in its sandbox.
+
+That is the software that the program consists of, the folder in which the run was started, and
+`agent.read`. The home is an empty folder of the agent's own::
+
+    /home/ada                                 empty, and the agent's
+    /home/ada/.nvm/versions/node/v22          read-only: has the program, bin/my-agent
+    /home/ada/project                         read-only: the run was started here
+    /home/ada/project/.env, /home/ada/.ssh    absent
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import site
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from agenttrain.tools.sandbox.root import PROGRAMS
+from agenttrain.utils.files import PACKAGE
+
+SECRETS = (
+    *(".ssh", ".aws", ".azure", ".gnupg", ".password-store", ".local/share/keyrings"),
+    *(".netrc", "_netrc", ".git-credentials", ".config/git/credentials", ".config/agenttrain"),
+    *(".config/gh", ".config/hub", ".config/gcloud", ".config/rclone", ".config/wandb"),
+    *(".config/sops", ".config/pip", ".pip/pip.conf", ".config/pypoetry/auth.toml", ".pypirc"),
+    *(".npmrc", ".yarnrc", ".yarnrc.yml", ".cargo/credentials", ".cargo/credentials.toml"),
+    *(".gem/credentials", ".m2/settings.xml", ".gradle/gradle.properties", ".docker/config.json"),
+    *(".kube/config", ".terraform.d/credentials.tfrc.json", ".vault-token", ".boto", ".s3cfg"),
+    *(".kaggle", ".config/kaggle", ".huggingface", ".cache/huggingface/token", ".pgpass"),
+    *(".cache/huggingface/stored_tokens", ".my.cnf", ".env", ".envrc", ".config/github-copilot"),
+    *(".claude.json", ".claude/.credentials.json", ".claude/history.jsonl", ".claude/projects"),
+    *(".codex/auth.json", ".codex/history.jsonl", ".codex/sessions", ".gemini/oauth_creds.json"),
+    *(".mozilla", ".config/google-chrome", ".config/chromium", ".thunderbird"),
+    *(".bash_history", ".zsh_history", ".histfile", ".history", ".local/share/fish"),
+    *(".python_history", ".node_repl_history", ".psql_history", ".mysql_history"),
+    *(".sqlite_history", ".rediscli_history", ".lesshst", ".viminfo", ".wget-hsts"),
+    *(".modal.toml", ".anthropic", ".openai", ".config/openai", ".ngc"),
+)
+"""Keys, tokens and histories, below a home; absent from the top of other folders too."""
+SECRET_VARIABLES = (
+    *("AGENTTRAIN_KEY", "NETRC", "HISTFILE", "HF_TOKEN_PATH", "GOOGLE_APPLICATION_CREDENTIALS"),
+    *("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "KUBECONFIG", "PGPASSFILE"),
+    *("NPM_CONFIG_USERCONFIG", "PIP_CONFIG_FILE", "GNUPGHOME", "PASSWORD_STORE_DIR"),
+)
+"""Environment variables that name a file or folder with secrets."""
+SOFTWARE_VARIABLES = (
+    *("PYTHONPATH", "NODE_PATH", "LD_LIBRARY_PATH", "JAVA_HOME", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""Environment variables that agents get, with folders or files of software in them."""
+SYSTEM = (
+    *("/", "/home", "/root", "/tmp", "/var", "/var/tmp", "/etc", "/proc", "/sys", "/dev"),
+    *("/dev/shm", "/run", "/var/run", "/opt", "/srv", "/mnt", "/media", *PROGRAMS),
+)
+"""Folders that are not shown as a whole, because they are not of one program or project."""
+BINARIES = ("bin", "sbin", "shims", "libexec")
+"""Names of folders of programs, within the folder of an installation."""
+PARTS = (*BINARIES, "lib", "lib64", "pyvenv.cfg")
+"""Parts of an installation that are shown where its folder holds other things too, as a home."""
+MOST_HOPS = 40
+"""Links and interpreters between the name of a program and the program."""
+
+
+@dataclass(slots=True)
+class Visible:
+    """Files and folders that a sandbox shows."""
+
+    home: str
+    """The agent's own folder, empty at first."""
+    work: str
+    """Folder in which its program starts."""
+    programs: set[str] = field(default_factory=set)
+    """Files, and folders of software."""
+    shown: set[str] = field(default_factory=set)
+    """Folders that can be read, but for `hidden`."""
+    hidden: set[str] = field(default_factory=set)
+    links: dict[str, str] = field(default_factory=dict)
+    """Link on the way to one of them -> its target."""
+
+    def add(self, path: str) -> None:
+        """Show a file, or a folder of one project."""
+        real = follow(path, self.links)
+        if os.path.isdir(real) and self._is_of_one(real):
+            self.shown.add(real)
+        elif os.path.isfile(real) and not within(real, *PROGRAMS):
+            self.programs.add(real)
+
+    def add_beside(self, file: str) -> None:
+        """Show a file with the folder that it lies in."""
+        real = follow(file, self.links)
+        self.add(os.path.dirname(real) if self._is_of_one(os.path.dirname(real)) else real)
+
+    def add_program(self, path: str) -> None:
+        """Show a program with the installation that it belongs to.
+
+        Example: all of ``/home/ada/.nvm/versions/node/v22`` for its ``bin/node``; all that npm has
+        installed there for ``lib/node_modules/my-agent/cli.js``.
+        """
+        parts, folder = path.split("/"), os.path.dirname(path)
+        if "node_modules" in parts:
+            self.add_software("/".join(parts[: parts.index("node_modules") + 1]), self.shown)
+        elif os.path.basename(folder) in BINARIES:
+            self.add_software(os.path.dirname(folder), self.shown)
+        else:
+            self.add_beside(path)
+        self.add(path)
+
+    def add_software(self, folder: str, kind: set[str]) -> None:
+        """Add an installation to `programs` or `shown`: its folder, or its parts."""
+        real = follow(folder, self.links)
+        if self._is_of_one(real) and os.path.basename(real) != ".local":
+            kind.add(real)
+            return
+        for part in PARTS:
+            path = follow(f"{real}/{part}", self.links)
+            if os.path.isdir(path) and self._is_of_one(path):
+                kind.add(path)
+            elif os.path.isfile(path):
+                self.programs.add(path)
+
+    def _is_of_one(self, folder: str) -> bool:
+        """Return False for the system's folders, and for a home and the folders above it."""
+        system = folder in SYSTEM or within(folder, *PROGRAMS, "/proc", "/sys", "/dev")
+        return not system and not within(self.home, folder)
+
+
+def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
+    """Return what the program of a command can read, besides the system's programs.
+
+    `read` are files and folders of the user's. Raises ValueError.
+    """
+    work, links = os.getcwd(), dict[str, str]()
+    visible = Visible(home=follow(_homes()[0], links), work=work, links=links)
+    secrets = _secrets()
+    for path in read:
+        if problem := _read_problem(path, visible, secrets):
+            raise ValueError(f"agent.read: {path}: {problem}")
+    for folder in (sys.prefix, sys.base_prefix, str(PACKAGE)):
+        visible.add_software(folder, visible.programs)
+    visible.add(sys.executable)
+    for path in _software_of_environment():
+        visible.add(path)
+    for program in _programs(command, visible.links):
+        visible.add_program(program)
+    for file in _files(command):
+        if not within(os.path.realpath(file), *secrets):
+            visible.add(file) if os.path.isdir(file) else visible.add_beside(file)
+    for path in (work, *map(os.path.expanduser, read)):
+        visible.add(path)
+    visible.shown = {path for path in visible.shown if not within(path, *secrets)}
+    visible.work = work if within(work, *visible.shown) else visible.home
+    tops = {f"{folder}/{name}" for folder in visible.shown for name in SECRETS}
+    secrets |= _with_targets(tops)
+    needed = (*visible.programs, *visible.shown)
+    visible.hidden = {path for path in secrets if not any(within(n, path) for n in needed)}
+    return visible
+
+
+def follow(path: str, links: dict[str, str]) -> str:
+    """Return a path without links, and add each link on the way to `links`."""
+    rest, real, hops = os.path.abspath(path).split("/"), "", 0
+    while rest:
+        part, *rest = rest
+        if part == "..":
+            real = os.path.dirname(real)
+        elif part not in ("", "."):
+            step = f"{real}/{part}"
+            if not os.path.islink(step) or hops == MOST_HOPS:
+                real = step
+                continue
+            hops += 1
+            links[step] = os.readlink(step)
+            rest = [*links[step].split("/"), *rest]
+            real = "" if links[step].startswith("/") else real
+    return real or "/"
+
+
+def within(path: str, *folders: str) -> bool:
+    """Return True if a path is one of the folders or below one."""
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
+
+
+def _read_problem(path: str, visible: Visible, secrets: set[str]) -> str | None:
+    """Return why an entry of `agent.read` cannot be shown; None if it can."""
+    real = os.path.realpath(os.path.expanduser(path))
+    if not os.path.exists(real):
+        return "there is no such file or folder; name one that exists"
+    if within(real, *secrets):
+        return "has keys, tokens or histories, which an agent must not read; name another folder"
+    if os.path.isdir(real) and within(visible.home, real):
+        return "has your home in it, with its keys and histories; name folders within the home"
+    if real in SYSTEM or within(real, "/proc", "/sys", "/dev"):
+        return "is the system's; name folders of yours"
+    return None
+
+
+def _homes() -> list[str]:
+    """Return the user's home as programs find it, and the one of the system's list of users."""
+    listed = ""
+    with suppress(KeyError):
+        listed = pwd.getpwuid(os.getuid()).pw_dir
+    homes = [os.environ.get("HOME", ""), listed]
+    return [path for path in homes if path.startswith("/") and path.strip("/")] or ["/home/user"]
+
+
+def _secrets() -> set[str]:
+    """Return the files and folders of this user with keys, tokens and histories, and where their
+    links lead."""
+    paths = {f"{home}/{name}" for home in _homes() for name in SECRETS}
+    paths |= {os.environ[name] for name in SECRET_VARIABLES if os.environ.get(name)}
+    if settings := os.environ.get("XDG_CONFIG_HOME"):
+        names = (name for name in SECRETS if name.startswith(".config/"))
+        paths |= {f"{settings}/{name.removeprefix('.config/')}" for name in names}
+    if hub := os.environ.get("HF_HOME"):
+        paths |= {f"{hub}/token", f"{hub}/stored_tokens"}
+    return _with_targets(paths)
+
+
+def _with_targets(paths: set[str]) -> set[str]:
+    """Return those paths that exist, with their folders' links followed, and their own targets."""
+    present = [os.path.abspath(path) for path in paths if os.path.lexists(path)]
+    # A virtual environment may have the name .env.
+    present = [p for p in present if not (p.endswith("/.env") and os.path.isdir(p))]
+    lying = {f"{os.path.realpath(os.path.dirname(p))}/{os.path.basename(p)}" for p in present}
+    return lying | {os.path.realpath(path) for path in present}
+
+
+def _software_of_environment() -> Iterator[str]:
+    """Yield the files and folders of software that the agent's environment names."""
+    for name in SOFTWARE_VARIABLES:
+        yield from filter(None, os.environ.get(name, "").split(os.pathsep))
+    if site.ENABLE_USER_SITE:
+        yield site.getusersitepackages()
+
+
+def _files(command: Sequence[str]) -> Iterator[str]:
+    """Yield the files and folders that the words of a command name."""
+    for word in command:
+        for path in (word, word.partition("=")[2]):
+            if path and os.path.exists(path):
+                yield path
+
+
+def _programs(command: Sequence[str], links: dict[str, str]) -> Iterator[str]:
+    """Yield the paths of each program that a command names: links, target, interpreters."""
+    waiting = [path for word in command if (path := shutil.which(word))]
+    for _ in range(MOST_HOPS):
+        if not waiting:
+            return
+        path = waiting.pop()
+        path = f"{follow(os.path.dirname(os.path.abspath(path)), links)}/{os.path.basename(path)}"
+        yield path
+        if os.path.islink(path):
+            waiting.append(os.path.join(os.path.dirname(path), os.readlink(path)))
+        elif os.path.isfile(path):  # and no named pipe
+            waiting += filter(None, map(shutil.which, _interpreters(path)))
+
+
+def _interpreters(path: str) -> list[str]:
+    """Return the programs that a script's first line names: ``#!/usr/bin/env -S node --x``."""
+    try:
+        with open(path, "rb") as file:
+            first = file.readline(512)
+    except OSError:
+        return []
+    if not first.startswith(b"#!"):
+        return []
+    interpreter, *words = first[2:].decode("utf-8", "replace").split() or [""]
+    named = [word for word in words if not word.startswith("-") and "=" not in word]
+    return [interpreter, *(named[:1] if os.path.basename(interpreter) == "env" else [])]

@@ -1,0 +1,239 @@
+"""Inside: the file system of a sandbox, built in memory out of folders of the machine.
+
+Programs are read-only. Folders that can be written to are memory, with one limit for all of them:
+nothing that the code writes reaches the machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from agenttrain.tools.sandbox.system import (
+    ATTR_NODEV,
+    ATTR_NOEXEC,
+    ATTR_NOSUID,
+    ATTR_RDONLY,
+    MS_BIND,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_RDONLY,
+    MS_REC,
+    mount,
+    pivot_root,
+    restrict_mount,
+    unmount,
+)
+
+HOST = "/.host"
+"""Folder of the machine's own root while the new root is built."""
+DISK = "/.disk"
+LAYERS = "/.layers"
+PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+FILES = 20_000
+"""Limit of files and folders that the code can create."""
+
+
+class Root(NamedTuple):
+    """What is seen in a sandbox. Paths are absolute and free of links."""
+
+    disk_mb: int
+    """Size of all folders that can be written to."""
+    files: int = FILES
+    home: str = "/work"
+    writable: Sequence[str] = ("/work", "/tmp", "/dev/shm")
+    """Folders that are the sandbox's own, empty at first."""
+    programs: Sequence[str] = ()
+    """Files and folders that can be read, at their own paths."""
+    shown: Sequence[str] = ()
+    """Folders that can be read, at their own paths, without the sockets and named pipes in them:
+    a read-only mount would still let the code connect to these."""
+    hidden: Sequence[str] = ()
+    """Paths that are absent from the folders of `shown`."""
+    links: Mapping[str, str] = {}
+    """Link -> its target."""
+    sockets: Mapping[str, str] = {}
+    """Place in the sandbox -> socket of the machine, to which the code can connect."""
+    settings: Sequence[str] = ()
+    """Files and folders of /etc."""
+    terminals: bool = False
+    """True if the code can open pseudo-terminals."""
+
+
+def build_root(root: Root, *, user: int) -> None:
+    """Replace this process's file system; it must have a mount namespace of its own.
+
+    `user` is the one that the code will have.
+    """
+    submounts = list(_mount_points())
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    # /tmp always exists. The mount hides its files only until the old root appears at HOST.
+    flags = MS_NOSUID | MS_NODEV
+    mount("tmpfs", "/tmp", "tmpfs", flags, "size=1m,nr_inodes=4000,mode=755")
+    os.mkdir("/tmp" + HOST)
+    pivot_root("/tmp", "/tmp" + HOST)
+    os.chdir("/")
+    for path in (*PROGRAMS, *SETTINGS, *root.settings):
+        _expose(path)
+    _write_settings(root.home, user)
+    _make_devices(root.terminals)
+    os.mkdir(DISK)
+    options = f"size={root.disk_mb}m,nr_inodes={root.files},mode=755"
+    mount("tmpfs", DISK, "tmpfs", flags, options)
+    for index, path in enumerate(sorted(root.writable)):
+        inner = f"{DISK}/{index}"
+        os.mkdir(inner)
+        os.chmod(inner, 0o1777)
+        os.chown(inner, user, user)
+        _bind(inner, path, 0)
+    unmount(DISK)
+    os.rmdir(DISK)
+    _show_all(root, submounts)
+    for place, source in root.sockets.items():
+        _bind(HOST + source, place, ATTR_NOSUID | ATTR_NODEV)
+    for link, target in root.links.items():
+        if not os.path.lexists(link):
+            _make_folder(os.path.dirname(link))
+            os.symlink(target, link)
+    os.mkdir("/proc")
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    restrict_mount("/proc", ATTR_RDONLY)
+    unmount(HOST)
+    os.rmdir(HOST)
+    restrict_mount("/", ATTR_RDONLY, recursive=False)
+
+
+def _write_settings(home: str, user: int) -> None:
+    os.makedirs("/etc", exist_ok=True)
+    for name, text in {
+        "passwd": f"root:x:0:0:root:/:/bin/false\nuser:x:{user}:{user}:user:{home}:/bin/sh\n",
+        "group": f"root:x:0:\nuser:x:{user}:\n",
+        "hosts": "127.0.0.1 localhost\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    }.items():
+        with open(f"/etc/{name}", "wb") as file:
+            file.write(text.encode())
+
+
+def _make_devices(terminals: bool) -> None:
+    os.mkdir("/dev")
+    for name in (*DEVICES, "tty") if terminals else DEVICES:
+        _bind(f"{HOST}/dev/{name}", f"/dev/{name}", ATTR_RDONLY | ATTR_NOSUID | ATTR_NOEXEC)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
+    os.symlink("/proc/self/fd", "/dev/fd")
+    if terminals:
+        os.mkdir("/dev/pts")
+        options = "newinstance,ptmxmode=0666,mode=620"
+        mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
+        os.symlink("pts/ptmx", "/dev/ptmx")
+
+
+def _show_all(root: Root, submounts: Sequence[str]) -> None:
+    """Make programs and folders visible, parents first."""
+    os.mkdir(LAYERS)
+    mount("tmpfs", LAYERS, "tmpfs", MS_NOSUID, "size=1m,mode=755")
+    numbers = itertools.count()
+    done: list[str] = []
+    for path in sorted({*root.programs, *root.shown}):
+        if path in root.shown and os.path.isdir(HOST + path):
+            _show(path, f"{LAYERS}/{next(numbers)}", root)
+            for inner in sorted(submounts):
+                if inner != path and _is_within(inner, path) and os.path.isdir(path):
+                    with suppress(OSError):  # no disk: it is absent
+                        _show(inner, f"{LAYERS}/{next(numbers)}", root)
+        elif not any(_is_within(path, folder) for folder in done):
+            _expose(path)
+        done.append(path)
+    unmount(LAYERS)
+    os.rmdir(LAYERS)
+
+
+def _show(path: str, layer: str, root: Root) -> None:
+    """Mount a folder over itself, below a layer: its sockets and pipes lead nowhere.
+
+    Whiteouts in the layer, devices 0:0, remove what is hidden. Where the code has another user than
+    the folder's owner, it can still enter the folder and reach what is shown in it.
+    """
+    os.mkdir(layer, 0o755)
+    for secret in root.hidden:
+        if _is_within(secret, path) and secret != path:
+            inner = _copy_folders(os.path.dirname(secret), path, layer)
+            with suppress(FileExistsError):
+                os.mknod(f"{inner}/{os.path.basename(secret)}", stat.S_IFCHR, os.makedev(0, 0))
+    for place in (*root.programs, *root.shown):
+        if _is_within(place, path) and place != path:
+            _copy_folders(os.path.dirname(place), path, layer, added=0o011)
+    _make_folder(path)
+    lower = ":".join(re.sub(r"([\\:,])", r"\\\1", folder) for folder in (layer, HOST + path))
+    flags = MS_RDONLY | MS_NOSUID | MS_NODEV
+    mount("overlay", path, "overlay", flags, f"lowerdir={lower},userxattr")
+
+
+def _copy_folders(folder: str, top: str, layer: str, *, added: int = 0) -> str:
+    """Make the folders from `top` to `folder` in a layer, with owner and permissions of the
+    machine's; return the last one. `added` are further permissions."""
+    source, copy = HOST + top, layer
+    for name in filter(None, folder[len(top) :].split("/")):
+        source, copy = f"{source}/{name}", f"{copy}/{name}"
+        state = os.stat(source)
+        if not os.path.isdir(copy):
+            os.mkdir(copy)
+            os.chmod(copy, stat.S_IMODE(state.st_mode))
+            with suppress(OSError):  # in a user namespace other users have no numbers
+                os.chown(copy, state.st_uid, state.st_gid)
+        os.chmod(copy, stat.S_IMODE(os.stat(copy).st_mode) | added)
+    return copy
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _mount_points() -> Iterator[str]:
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            place = line.split(" ")[4]
+            yield re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place)
+
+
+def _expose(path: str) -> None:
+    """Make a folder, file or link of the machine visible read-only, if it exists."""
+    source = HOST + path
+    if os.path.islink(source):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if not os.path.lexists(path):
+            os.symlink(os.readlink(source), path)
+    elif os.path.exists(source) and not os.path.ismount(path):
+        _bind(source, path, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV)
+
+
+def _bind(source: str, path: str, attributes: int) -> None:
+    if os.path.isdir(source):
+        _make_folder(path)
+    else:
+        _make_folder(os.path.dirname(path))
+        if not os.path.exists(path):
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+    mount(source, path, None, MS_BIND | MS_REC)
+    if attributes:
+        restrict_mount(path, attributes)
+
+
+def _make_folder(path: str) -> None:
+    """Make a folder and the missing ones above it; each belongs to the owner of the one above."""
+    if not os.path.isdir(path):
+        above = os.path.dirname(path)
+        _make_folder(above)
+        os.mkdir(path)
+        owner = os.stat(above)
+        os.chown(path, owner.st_uid, owner.st_gid)
