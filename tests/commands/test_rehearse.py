@@ -20,6 +20,9 @@ from agenttrain.commands.templates import original, small_tokenizer
 from agenttrain.utils.model_path import model_folder
 
 MODULE = '''
+import signal
+
+
 class World:
     """An environment with one method."""
 
@@ -54,6 +57,19 @@ def long(page: int) -> str:
         page: Its number.
     """
     return "lamp " * 3000
+
+
+def limited(rollout, answer, **columns):
+    try:
+        before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.alarm(5)
+        try:
+            return correct(rollout, answer)
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+    except Exception:
+        return -1.0
 
 
 def correct(rollout, answer, **columns):
@@ -117,6 +133,19 @@ def test_a_run_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at 100 tokens/s" in printed and "16 rollouts" in printed
     again = report(words, 0)
     assert (again["turns"], again["answers"]) == (result["turns"], result["answers"])
+
+
+def test_a_reward_that_sets_alarms(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tools.lookup._target_=my_rehearsed.lookup", "reward.r._target_=my_rehearsed.limited"]
+    with pytest.warns(RuntimeWarning, match=r"reward\.r: "):
+        result = report(words, 0)
+    (reward,) = result["rewards"]
+    assert reward["low"] == 0.0  # -1 is what it returns where it cannot set one
+    (text,) = [text for text in result["warnings"] if "alarm" in text]
+    assert text.startswith("reward.r: ") and "reward=[math_verify]" in text
+    capsys.readouterr()
+    assert cli.main(["check", *BASE, *words]) == 0
+    assert "found in the code of my_rehearsed.limited" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

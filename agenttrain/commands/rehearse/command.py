@@ -274,6 +274,7 @@ def _judge(report: Report, collected: Collected, components: Components) -> None
         warnings.append(
             f"data.train: {collected.overlong} prompts fill the context of {report.context} tokens"
         )
+    warnings += components.rubric.alarms()
     failed = {text.partition(":")[0] for text in problems}
     for reward in report.rewards:
         if reward.low is None:
