@@ -135,6 +135,33 @@ def test_a_run_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert (again["turns"], again["answers"]) == (result["turns"], result["answers"])
 
 
+STOPS = "tools.lookup.stop=true"
+
+
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [
+        (["stop_tools=[lookup]"], {}),
+        (["stop_tools=[]", STOPS], {}),
+        # A tool of the row, run by the stop tool under another name.
+        (["stop_tools=[]", STOPS], {"tools": [{"name": "capital", "executor": "lookup"}]}),
+    ],
+)
+def test_stop_tools_end_rollouts(place: Path, words: list[str], row: dict[str, Any]) -> None:
+    for tool in row.get("tools", ()):
+        country = {"country": {"type": "string"}}
+        tool["parameters"] = {"type": "object", "properties": country, "required": ["country"]}
+        tool["description"] = "Look up a capital."
+    rows = json.loads((place / "rows.jsonl").read_text().splitlines()[0]) | row
+    (place / "rows.jsonl").write_text((json.dumps(rows) + "\n") * 10)
+    tools = ["tools.lookup._target_=my_rehearsed.lookup", "rollout.max_turns=2"]
+    result = report([*tools, *words, CORRECT], 0)
+    # The only tool is a stop tool: wherever the stub calls one, the rollout ends.
+    assert result["turns"]["stop tool"] > 0
+    assert "valid call" not in result["turns"]
+    assert result["stop_reasons"]["stop_tool"] >= result["turns"]["stop tool"]
+
+
 def test_a_reward_that_sets_alarms(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tools.lookup._target_=my_rehearsed.lookup", "reward.r._target_=my_rehearsed.limited"]
     with pytest.warns(RuntimeWarning, match=r"reward\.r: "):
