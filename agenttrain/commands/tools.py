@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -48,6 +49,8 @@ class ToolsOptions:
     """Row of the training data, from 0: its tools are printed, and calls are made for it."""
     task_id: str | None = None
     """Id of the row, instead of its number."""
+    words: tuple[str, ...] = ()
+    """The arguments as typed, without calls and --json."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[ToolsOptions, list[str]]:
@@ -83,7 +86,15 @@ def parse(arguments: Sequence[str]) -> tuple[ToolsOptions, list[str]]:
     if parsed.row is not None and not (parsed.row.isascii() and parsed.row.isdecimal()):
         raise ConfigError(f"--row {parsed.row}: give the number of a row, from 0: --row 3")
     row = None if parsed.row is None else int(parsed.row)
-    options = ToolsOptions(calls=tuple(calls), as_json=parsed.json, row=row, task_id=parsed.task)
+    row_words = [] if parsed.row is None else ["--row", parsed.row]
+    row_words += [] if parsed.task is None else ["--task", parsed.task]
+    options = ToolsOptions(
+        calls=tuple(calls),
+        as_json=parsed.json,
+        row=row,
+        task_id=parsed.task,
+        words=(*overrides, *row_words),
+    )
     return options, overrides
 
 
@@ -130,7 +141,7 @@ def show(config: RunConfig, options: ToolsOptions) -> int:
             if environment is not None:
                 console.print(Text(f"environment {environment}", "bold"))
             for tool in described:
-                _print_tool(console, tool)
+                _print_tool(console, tool, options.words)
         if not any(tools.values()):
             console.print(f"{'this run' if row_tools is None else 'this row'} has no tools")
     return int(any(result.error for result in results))
@@ -229,7 +240,7 @@ def _described(tools: Toolbox | RowTools) -> list[dict[str, Any]]:
     ]
 
 
-def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
+def _print_tool(console: Console, tool: Mapping[str, Any], words: Sequence[str]) -> None:
     """Print a tool's schema and limits, and a call as an example."""
     limits = {name: value for name, value in tool["limits"].items() if value not in (None, [])}
     title = Text.assemble((tool["name"], "bold cyan"), ("  stop tool", "magenta"))
@@ -242,7 +253,9 @@ def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
     properties = parameters.get("properties", {})
     values = {name: _example(properties.get(name, {})) for name in parameters.get("required", ())}
     example = json.dumps(values, ensure_ascii=False)
-    console.print(_inset(Text(f"try it: --call {tool['name']} '{example}'", "dim"), below=1))
+    command = shlex.join(["agenttrain", "tools", *words, "--call", tool["name"], example])
+    # soft_wrap: a command broken over lines cannot be copied.
+    console.print(Text(f"  try it: {command}\n", "dim"), soft_wrap=True)
 
 
 def _example(schema: Mapping[str, Any]) -> Any:

@@ -121,6 +121,7 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
         plain=plain,
         folder=Path(first.folder),
         sweep=sweep,
+        words=command.words,
         world=world,
     ).execute()
 

@@ -66,6 +66,7 @@ def start(
                 plain=composed.plain,
                 folder=folder,
                 sweep=sweep,
+                words=command.words,
             ).execute()
         except KeyboardInterrupt:
             return stop_code(stop, command.verb)

@@ -120,6 +120,8 @@ class Run:
     """The run folder; a run in it is resumed."""
     sweep: bool = False
     """True if the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
+    words: Sequence[str] = ()
+    """Arguments of a new run's command."""
     world: World = field(default_factory=World)
     stop: StopRequest = field(default_factory=StopRequest)
     watchdog: Watchdog = field(default_factory=Watchdog)
@@ -154,6 +156,7 @@ class Run:
                         sweep=self.sweep or None,
                         processes=self.world.size if self.world.size > 1 else None,
                         stalled_phase=None,
+                        **({"arguments": list(self.words)} if self.words else {}),
                     )
                     remove_weights_folder(self.folder)
                     try:
@@ -271,7 +274,8 @@ class Run:
                 f"({stopped['mean']:.4g})"
             )
         if self.verb == "sft":
-            print_losses(self.folder, before, after, self.tracker.views)
+            words = read_summary(self.folder).get("arguments", ())
+            print_losses(self.folder, before, after, self.tracker.views, words)
         else:
             self._print_scores(components, before, evaluations, trainer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,15 @@ def broken(query: str) -> str:
         query: The words.
     """
     raise RuntimeError("the index is missing")
+
+
+def picky(country: str) -> str:
+    """Look up a country.
+
+    Args:
+        country: Its name.
+    """
+    raise KeyError(country)
 
 
 def long(page: int) -> str:
@@ -133,6 +143,16 @@ def test_a_run_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at 100 tokens/s" in printed and "16 rollouts" in printed
     again = report(words, 0)
     assert (again["turns"], again["answers"]) == (result["turns"], result["answers"])
+
+
+def test_the_command_for_a_tool_that_fails_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    result = report(["tools.picky._target_=my_rehearsed.picky", CORRECT], 0)
+    (text,) = [text for text in result["warnings"] if text.startswith("tools.picky: all ")]
+    name, *words = shlex.split(text.partition("some that do: ")[2])
+    capsys.readouterr()
+    assert (name, cli.main([*words, "--json"])) == ("agenttrain", 1)  # its call has an error
+    (called,) = json.loads(capsys.readouterr().out)["calls"]
+    assert called["error"] == "exception"
 
 
 STOPS = "tools.lookup.stop=true"
