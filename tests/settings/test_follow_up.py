@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from agenttrain.cli import main
+from agenttrain.settings.command_line import parse
 from agenttrain.settings.follow_up import after_sft
+from agenttrain.settings.saved import tracker_project
 from agenttrain.utils.model_path import model_folder
 
 MINE = """# @package _global_
@@ -118,4 +120,33 @@ def test_the_printed_commands_run(place: Path, capsys: pytest.CaptureFixture[str
         assert list(settings["reward"]) == ["contains"]
         assert settings["data"]["train"]["path"] == "tasks.jsonl"
         assert "out/sft/checkpoints/latest" in settings["model"]["path"]
+        summary = json.loads((place / "out" / str(number) / "summary.json").read_text())
+        assert summary["project"] == "mine"
     assert number == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "project"),
+    [
+        (["experiment=calculator"], None),  # its folder is outputs/calculator/<time>
+        (["hydra.run.dir=o/x"], "shop"),
+        (["experiment=calculator", "hydra.run.dir=o/x"], "calculator"),
+        (["sft", "experiment=none", "model.path=m", "hydra.run.dir=o/x"], "run"),
+        (["--config-dir", "my conf", "hydra.run.dir=o/x", "experiment=mine"], "mine"),
+        (["--config-dir", "my conf", "--config-name", "all", "hydra.run.dir=o/x"], "all"),
+        (["hydra.run.dir=o/x", "hydra.job.name=tries"], "tries"),
+    ],
+)
+def test_the_trackers_project_is_the_experiment(words: list[str], project: str | None) -> None:
+    assert tracker_project(parse(words)) == project
+
+
+def test_a_run_that_goes_on_keeps_its_project(place: Path) -> None:
+    for folder, summary in (("o/new", {"project": "calculator"}), ("o/old", {})):
+        (place / folder / "checkpoints" / "step-000001").mkdir(parents=True)
+        (place / folder / "config.yaml").write_text("seed: 0\n")
+        (place / folder / "summary.json").write_text(json.dumps(summary))
+    assert tracker_project(parse(["resume=o/new"])) == "calculator"
+    assert tracker_project(parse(["eval", "run=o/new"])) == "calculator"
+    assert tracker_project(parse(["eval", "run=o/new/checkpoints/step-000001"])) == "calculator"
+    assert tracker_project(parse(["resume=o/old"])) is None
