@@ -399,7 +399,7 @@ def test_nothing_is_known_that_helps(capsys, short):
             "--devices 2: distributed.processes=4 and distributed.nodes=1 are 4 of them",
         ),
         (["-m", "seed=1,2"], "plan -m: plans one run"),
-        (["model.path=nowhere"], "model.path=nowhere: there is no config.json in that folder"),
+        (["model.path=nowhere"], "model.path=nowhere: there is no such folder"),
     ],
 )
 def test_what_cannot_be_planned(capsys, arguments, told):
