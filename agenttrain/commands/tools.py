@@ -7,7 +7,7 @@ import asyncio
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -159,9 +159,20 @@ async def _try(
         task = _row(options, components.train_tasks)
         tools_of = f"row {task.task_id}" if named else "the first row"
         results = await _call(toolbox, environments, options.calls, task, tools_of)
+        tools = RowTools(task, toolbox, environments)
+        results = [_as_read(result, tools, components) for result in results]
         return RowTools(task, toolbox, environments) if named else None, results
     finally:
         await components.aclose()
+
+
+def _as_read(result: ToolResult, tools: RowTools, components: Components) -> ToolResult:
+    """Return the result with the text that the model reads, clipped as in a rollout."""
+    limit = tools.limits(result.call.name).max_result_tokens
+    limit = limit or components.config.rollout.max_result_tokens
+    if len(result.content.encode()) <= limit:  # a token has a byte or more: no tokenizer is needed
+        return result
+    return replace(result, content=components.chat.clip(result.content, limit))
 
 
 def _row(options: ToolsOptions, rows: TaskSource) -> Task:

@@ -16,6 +16,7 @@ import pytest
 
 from agenttrain import cli
 from agenttrain.chat.fixes import families
+from agenttrain.commands.rehearse.command import nearest_rank
 from agenttrain.commands.rehearse.stub import example
 from agenttrain.commands.templates import original, small_tokenizer
 from agenttrain.utils.model_path import model_folder
@@ -308,3 +309,15 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
 def test_drawn_arguments_fit_their_schema(schema: dict[str, Any]) -> None:
     for seed in range(20):
         jsonschema.validate(example(schema, ["lamp", "Lima"], random.Random(seed)), schema)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "p50", "p95"),
+    [([2.0], 2.0, 2.0), ([1.0, 2.0], 1.0, 2.0), ([3.0, 1.0, 2.0], 2.0, 3.0)],
+)
+def test_half_of_the_calls_are_no_slower_than_p50(
+    seconds: list[float], p50: float, p95: float
+) -> None:
+    assert (nearest_rank(seconds, 50), nearest_rank(seconds, 95)) == (p50, p95)
+    twenty = [float(number) for number in range(1, 21)]
+    assert (nearest_rank(twenty, 50), nearest_rank(twenty, 95)) == (10.0, 19.0)

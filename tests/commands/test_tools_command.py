@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from agenttrain.cli import main
+from agenttrain.utils.model_path import model_folder
 
 ROOT = Path(__file__).parents[2]
 PLAIN = Path(__file__).parents[1] / "mcp_plain_server.py"
@@ -57,6 +59,28 @@ def test_calls_go_through_the_toolbox_on_the_first_row(capsys: pytest.CaptureFix
     assert [call["content"] for call in found["calls"][:1]] == ["60"]
     assert [call["error"] for call in found["calls"]] == [None, "invalid_arguments"]
     assert found["calls"][1]["arguments"] == {"qery": 3}
+
+
+def test_long_replies_are_those_that_the_model_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_long.py").write_text(
+        'def long(count: int) -> str:\n    """Count.\n\n'
+        '    Args:\n        count: How far.\n    """\n'
+        '    return "lamp " * count\n'
+    )
+    tool = [
+        "tools=[]",
+        "tools.long._target_=my_long.long",
+        "stop_tools=[]",
+        "reward=[tool_success]",
+    ]
+    call = ["--json", "--call", "long", '{"count": 400000}']
+    assert main(["tools", *tool, "rollout.max_result_tokens=60", *call]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["calls"]
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("bundled:shop"))
+    assert result["content"].startswith("lamp lamp")
+    assert 10 < len(tokenizer.encode(result["content"])) <= 60
 
 
 def test_the_printed_calls_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -331,12 +331,20 @@ def _tool_reports(collector: Collector, rollouts: Sequence[Rollout]) -> Iterator
             failures=len(errors),
             first_error=errors[0] if errors else "",
             same_error=len(entries) >= 3 and len(errors) == len(entries) and len(set(errors)) == 1,
-            p50_s=seconds[len(seconds) // 2],
-            p95_s=seconds[int(0.95 * (len(seconds) - 1))],
-            reply_tokens_p50=sorted(tokens)[len(tokens) // 2],
+            p50_s=nearest_rank(seconds, 50),
+            p95_s=nearest_rank(seconds, 95),
+            reply_tokens_p50=round(nearest_rank(tokens, 50)),
             reply_tokens_max=max(tokens),
             clipped=sum(count > limit for count, (_, limit) in zip(tokens, entries, strict=True)),
         )
+
+
+def nearest_rank(values: Sequence[float], percent: int) -> float:
+    """Return the smallest value that at least `percent` of 100 values do not exceed.
+
+    Example: the 50th of 3, 1, 2 and 4 is 2, and the 95th is 4.
+    """
+    return sorted(values)[max(-(-percent * len(values) // 100) - 1, 0)]
 
 
 def _reward_report(name: str, rollouts: Sequence[Rollout]) -> RewardReport:
