@@ -247,7 +247,8 @@ async def evaluate(
 
 def _warn_of_unscored(evaluation: Evaluation) -> None:
     """Print why rollouts that ended well have no reward."""
-    reasons = [r.error for r in evaluation.rollouts if may_be_scored(r) and r.error is not None]
+    unscored = [r for r in evaluation.rollouts if may_be_scored(r) and r.reward is None]
+    reasons = [r.error for r in unscored if r.error is not None]
     if not reasons and (reason := why_unrewarded(evaluation.rollouts)):
         print(
             f"note: {evaluation.label} evaluation: not one of {len(evaluation.rollouts)} rollouts "

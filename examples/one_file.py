@@ -140,7 +140,7 @@ def reward(rollout: Rollout) -> float:
     answers = [
         result.call.arguments.get("answer")
         for result in rollout.tool_results
-        if result.call.name == "final_answer"
+        if result.call.name == "final_answer" and result.error is None
     ]
     return float(answers == [rollout.task.columns["answer"]])
 

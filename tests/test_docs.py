@@ -62,6 +62,12 @@ def test_every_fence_is_read() -> None:
         assert fences == 2 * len(blocks(page)), page
 
 
+def test_the_index_of_guides_links_every_guide() -> None:
+    index = (ROOT / "docs/guides/index.md").read_text(encoding="utf-8")
+    guides = {file.name for file in (ROOT / "docs/guides").glob("*.md")} - {"index.md"}
+    assert guides == set(re.findall(r"\]\(([a-z0-9-]+\.md)\)", index))
+
+
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`$RUN`: a run of two steps."""

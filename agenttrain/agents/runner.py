@@ -283,6 +283,8 @@ class Agents:
         if ended is not None and ended[0] is not StopReason.completed:
             done.stop_reason = ended[0]
             done.error = ended[1] if ended[0] is StopReason.error else None
+            if failure is not None and done.error is None:  # a limit, which the agent did not take
+                done.error = f"{ended[1]}, and {failure}"
         elif rollout.refused is not None and (failure is not None or ended is None):
             done.stop_reason = rollout.refused[0]
             done.error = rollout.refused[1] if done.stop_reason is StopReason.error else None

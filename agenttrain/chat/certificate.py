@@ -386,7 +386,7 @@ def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
                 return f"Set response_schema={name}, which reads the template's calls."
         return (
             "Set `response_schema=file response_schema.path=<file.yaml>` to a format of yours that "
-            "reads the template's calls (conf/response_schema/ has examples)."
+            "reads the template's calls; docs/guides/response-schemas.md says how to write one."
         )
     if "tools in the prompt" in names or not chat.renders_calls:
         return (

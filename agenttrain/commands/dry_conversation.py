@@ -61,7 +61,8 @@ class DryModel:
         after = question.messages[-1]["role"]
         form, tools = question.form, [schema["function"] for schema in question.schemas]
         ends = after == "tool"
-        chosen = [tool for tool in tools if (tool["name"] in config.stop_tools) == ends] or tools
+        stops = self.components.stop_tools(self.task)
+        chosen = [tool for tool in tools if (tool["name"] in stops) == ends] or tools
         chosen = [tool for tool in tools if tool["name"] == form.tool] or chosen
         known, words = task_texts(self.task)
         value = partial(example, words=[*known, *words], rng=random.Random(config.seed))

@@ -50,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--response-schema")
     parser.add_argument("--schema-path")
     parser.add_argument("--no-tools", action="store_true")
+    parser.add_argument("--certify", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", action="store_true")
 
@@ -62,9 +63,12 @@ def main(arguments: Sequence[str]) -> int:
         _check_options(options)
         if options.folder is not None:
             return _certify(options)
-        table = rows()
+        table = rows() if options.certify else list(recorded().values())
         print(markdown(table) if options.markdown else plain(table))
-        if shipped := sorted({row.certified for row in table if row.certified}):
+        shipped = sorted({row.certified for row in table if row.certified})
+        if not options.certify:
+            print(f"\nCertified on {shipped[0]}; agenttrain templates --certify does it here.")
+        elif shipped:
             families = [row.family for row in table if row.certified]
             print(
                 f"\nNot certified now but on {shipped[0]}: {', '.join(families)}. "
@@ -93,6 +97,8 @@ def _check_options(options: argparse.Namespace) -> None:
             option = f"--{given[0].replace('_', '-')}"
             raise ChatError(f"{option}: is for a tokenizer: agenttrain templates <folder> {option}")
         return
+    if options.certify:
+        raise ChatError("--certify: is for the table; a tokenizer is always certified")
     if options.folder.is_file():
         raise ChatError(
             f"{options.folder}: is a file; a template is certified with its tokenizer: "

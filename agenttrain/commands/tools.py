@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -50,6 +51,8 @@ class ToolsOptions:
     """Row of the training data, from 0: its tools are printed, and calls are made for it."""
     task_id: str | None = None
     """Id of the row, instead of its number."""
+    words: tuple[str, ...] = ()
+    """The arguments as typed, without calls and --json."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[ToolsOptions, list[str]]:
@@ -85,7 +88,15 @@ def parse(arguments: Sequence[str]) -> tuple[ToolsOptions, list[str]]:
     if parsed.row is not None and not (parsed.row.isascii() and parsed.row.isdecimal()):
         raise ConfigError(f"--row {parsed.row}: give the number of a row, from 0: --row 3")
     row = None if parsed.row is None else int(parsed.row)
-    options = ToolsOptions(calls=tuple(calls), as_json=parsed.json, row=row, task_id=parsed.task)
+    row_words = [] if parsed.row is None else ["--row", parsed.row]
+    row_words += [] if parsed.task is None else ["--task", parsed.task]
+    options = ToolsOptions(
+        calls=tuple(calls),
+        as_json=parsed.json,
+        row=row,
+        task_id=parsed.task,
+        words=(*overrides, *row_words),
+    )
     return options, overrides
 
 
@@ -132,7 +143,7 @@ def show(config: RunConfig, options: ToolsOptions) -> int:
             if environment is not None:
                 console.print(Text(f"environment {environment}", "bold"))
             for tool in described:
-                _print_tool(console, tool)
+                _print_tool(console, tool, options.words)
         if not any(tools.values()):
             console.print(f"{'this run' if row_tools is None else 'this row'} has no tools")
     return int(any(result.error for result in results))
@@ -150,9 +161,20 @@ async def _try(
         task = _row(options, components.train_tasks)
         tools_of = f"row {task.task_id}" if named else "the first row"
         results = await _call(toolbox, environments, options.calls, task, tools_of)
+        tools = RowTools(task, toolbox, environments)
+        results = [_as_read(result, tools, components) for result in results]
         return RowTools(task, toolbox, environments) if named else None, results
     finally:
         await components.aclose()
+
+
+def _as_read(result: ToolResult, tools: RowTools, components: Components) -> ToolResult:
+    """Return the result with the text that the model reads, clipped as in a rollout."""
+    limit = tools.limits(result.call.name).max_result_tokens
+    limit = limit or components.config.rollout.max_result_tokens
+    if len(result.content.encode()) <= limit:  # a token has a byte or more: no tokenizer is needed
+        return result
+    return replace(result, content=components.chat.clip(result.content, limit))
 
 
 def _row(options: ToolsOptions, rows: TaskSource) -> Task:
@@ -231,7 +253,7 @@ def _described(tools: Toolbox | RowTools) -> list[dict[str, Any]]:
     ]
 
 
-def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
+def _print_tool(console: Console, tool: Mapping[str, Any], words: Sequence[str]) -> None:
     """Print a tool's schema and limits, and a call as an example."""
     limits = {name: value for name, value in tool["limits"].items() if value not in (None, [])}
     title = Text.assemble((tool["name"], "bold cyan"), ("  stop tool", "magenta"))
@@ -241,10 +263,11 @@ def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
     console.print(_inset(Text(limited, "dim")))
     # A value for each required argument, by its type.
     resolver = SchemaResolver(tool["schema"]["function"].get("parameters", {}))
-    example = json.dumps(
-        _example({"type": "object", **resolver.root}, resolver), ensure_ascii=False
-    )
-    console.print(_inset(Text(f"try it: --call {tool['name']} '{example}'", "dim"), below=1))
+    values = _example({"type": "object", **resolver.root}, resolver)
+    example = json.dumps(values, ensure_ascii=False)
+    command = shlex.join(["agenttrain", "tools", *words, "--call", tool["name"], example])
+    # soft_wrap: a command broken over lines cannot be copied.
+    console.print(Text(f"  try it: {command}\n", "dim"), soft_wrap=True)
 
 
 def _example(schema: Any, resolver: SchemaResolver, depth: int = 0) -> Any:

@@ -145,7 +145,10 @@ class DataConfig:
         for name, group in GROUPS.items():
             value = getattr(self, name)
             if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
-                problems.append(f"data.{name}={value}: is not used by these rows; add data={group}")
+                own = {f"data.{split}": getattr(self, split).get(name) for split in SPLITS}
+                typed = " ".join(f"{key}.{name}={value}" for key, path in own.items() if path)
+                remedy = f"set {typed}, which come before it" if typed else f"add data={group}"
+                problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
         if self.where is not None and self.train.get("_target_") in ENDLESS:
             problems.append(
                 f"data.where={self.where}: has no effect on rows without end, which are made one "
@@ -196,6 +199,7 @@ FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
 HUB_ROWS = "agenttrain.data.files.HubRows"
 ROLLOUT_ROWS = "agenttrain.rollout.recorded.RolloutRows"
+SPLITS = ("train", "test")
 GROUPS = {
     "path": "file, data=rollouts or data=hub",
     "subset": "hub",

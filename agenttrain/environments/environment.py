@@ -40,6 +40,7 @@ from typing import Any, TypeVar, cast
 from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.images import read_content
 from agenttrain.types import Message, Rollout, StopReason, ToolUnavailable, TurnReward
+from agenttrain.utils.alarms import warn_of_alarm
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import DaemonThreads, attempt, attempt_async
 
@@ -349,6 +350,7 @@ def _to_messages(given: Any) -> tuple[Message, ...]:
     )
 
 
+NO_ALARM = "limit the time in another way, such as a process of its own"
 IDLE_S = 3600.0
 """Seconds that an object's thread waits for the next call: a model may sample for minutes."""
 _ABANDONED: set[asyncio.Future[Any]] = set()
@@ -430,7 +432,10 @@ class Instance:
         try:
             if inspect.iscoroutinefunction(function):
                 return await self._on_loop(function(*args, **kwargs))
-            value = _unwrap(await self.threads.run(work, label=self._label, deadline=deadline))
+            outcome = await self.threads.run(work, label=self._label, deadline=deadline)
+            if outcome.alarm:
+                warn_of_alarm(self._label, NO_ALARM)
+            value = _unwrap(outcome)
             return await self._on_loop(value) if inspect.isawaitable(value) else value
         except asyncio.CancelledError:
             given_up.set()

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 from agenttrain.environments.config import UserSettings
-from agenttrain.environments.environment import TookTooLong, bounded
+from agenttrain.environments.environment import NO_ALARM, TookTooLong, bounded
 from agenttrain.types import Message, Task, ToolUnavailable
+from agenttrain.utils.alarms import warn_of_alarm
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
 from agenttrain.utils.data_fields import Data, DataWhere, is_role
 from agenttrain.utils.locate import about_argument, locate_section
@@ -81,6 +82,8 @@ class SimulatedUser:
             lambda: attempt(lambda: self.function(task, given, seed)), label="user"
         )
         result: Any = outcome.value
+        if result.alarm:
+            warn_of_alarm("user", NO_ALARM)
         if isinstance(result.error, Exception):
             raise result.error
         if result.error is not None:  # SystemExit of the user's code must not end the run

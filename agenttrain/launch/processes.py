@@ -154,6 +154,9 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
         section = run.config.distributed
         if command.verb in (*RUNS, CHECK):
             problems += foreign_problems(run.config.training.mixed_precision)
+            alone = section.name is DistributedName.single and not is_rank()
+            if alone and (text := lone_process_problem()):
+                problems.append(text)
         if problems:
             raise ConfigError("\n".join(problems))
         if section.nodes > 1 and command.sweep:
@@ -192,6 +195,30 @@ def adopt(composed: Composed, typed: Sequence[str]) -> None:
     composed.plain["distributed"].update(
         name=str(section.name), processes=local, nodes=1, rendezvous=None, node_rank=None
     )
+
+
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables in which MPI's launchers say how many processes they have started."""
+
+
+def lone_process_problem(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return what is wrong if a launcher was to start several processes that share a run, and this
+    one would train alone."""
+    remedy = "start agenttrain itself with distributed=ddp distributed.processes=N, or by torchrun"
+    if "WORLD_SIZE" in environment:
+        return None
+    # `accelerate launch --cpu --num_processes 2` names a meeting place, and starts one process.
+    if "MASTER_ADDR" in environment and "ACCELERATE_USE_CPU" in environment:
+        return (
+            f"accelerate launch: was to start several processes (MASTER_ADDR="
+            f"{environment['MASTER_ADDR']}) and has started one, or leaves them to MPI; {remedy}"
+        )
+    # Below SLURM the variables are those of a step, also of a shell in it.
+    sizes = {} if "SLURM_JOB_ID" in environment else environment
+    several = [name for name in MPI_SIZES if sizes.get(name, "1") not in ("", "0", "1")]
+    if several:
+        return f"{several[0]}={sizes[several[0]]}: each of them would train alone; {remedy}"
+    return None
 
 
 def foreign_problems(mixed_precision: str) -> Iterator[str]:

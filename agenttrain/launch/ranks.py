@@ -20,7 +20,7 @@ from typing import Any
 
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed
-from agenttrain.settings.saved import differences
+from agenttrain.settings.saved import differences, tracker_project
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE
@@ -121,6 +121,8 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
         plain=plain,
         folder=Path(first.folder),
         sweep=sweep,
+        words=command.words,
+        experiment=tracker_project(command),
         world=world,
     ).execute()
 

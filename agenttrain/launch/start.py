@@ -24,6 +24,7 @@ from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed, complete_objective
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import SAMPLING_VERBS
+from agenttrain.settings.saved import tracker_project
 from agenttrain.types import ConfigError
 from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.output import unfailing
@@ -66,6 +67,8 @@ def start(
                 plain=composed.plain,
                 folder=folder,
                 sweep=sweep,
+                words=command.words,
+                experiment=tracker_project(command),
             ).execute()
         except KeyboardInterrupt:
             return stop_code(stop, command.verb)

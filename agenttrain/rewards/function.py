@@ -14,6 +14,7 @@ import inspect
 import math
 import time
 import traceback
+import warnings
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
@@ -24,8 +25,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from agenttrain.types import MAIN, AgenttrainError, Delegation, Rollout, Task, Trajectory
+from agenttrain.utils.alarms import REMEDY, may_set_alarms
 from agenttrain.utils.redaction import hide_secrets
-from agenttrain.utils.threads import DaemonThreads, Outcome, attempt, attempt_async, blocks
+from agenttrain.utils.threads import (
+    DaemonThreads,
+    Outcome,
+    attempt,
+    attempt_async,
+    attempt_with_alarms,
+    blocks,
+)
 
 RewardFunction = Callable[..., Any]
 """``(rollout, **columns) -> float | None``, sync or async; None: not applicable.
@@ -98,6 +107,8 @@ class FunctionScorer:
         self._gates = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         """Bounds the calls at once; a semaphore belongs to one event loop."""
         self._threads = DaemonThreads()
+        self.sets_alarms = False
+        """True once a call has tried to set an alarm: from then on calls run in the main thread."""
         self.strict = True
         """True if a value that is no number raises; else it becomes NoNumber."""
         kinds = inspect.Parameter
@@ -158,6 +169,10 @@ class FunctionScorer:
             for outcome, rollout in zip(outcomes, rollouts, strict=True)
         ]
 
+    def may_set_alarms(self) -> str | None:
+        """Return the name of a function that sets alarms and that this one may call in a thread."""
+        return may_set_alarms(self._function) if self._blocks else None
+
     def _slot(self) -> AbstractAsyncContextManager[object]:
         """Return a context manager that waits until a further call may run."""
         if self._at_once is None:
@@ -167,6 +182,8 @@ class FunctionScorer:
 
     async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
         """Run calls in a thread for a moment; return the outcomes of at least one."""
+        if self.sets_alarms:
+            return [await self._run(calls[0])]
         begun: list[Call] = []
         outcomes: list[Outcome] = []
         until = time.monotonic() + VISIT_S
@@ -175,18 +192,21 @@ class FunctionScorer:
             for call in calls:
                 begun.append(call)
                 outcomes.append(attempt(call))
-                if inspect.isawaitable(outcomes[-1].value) or time.monotonic() > until:
+                last = outcomes[-1]
+                if last.alarm or inspect.isawaitable(last.value) or time.monotonic() > until:
                     return
 
         try:
             # The last call begins before `until`, so it had all of its time at this limit.
             async with asyncio.timeout(self._timeout_s and self._timeout_s + VISIT_S):
                 await self._threads.run(some, label=self.name)
-                if inspect.isawaitable(outcomes[-1].value):
+                if inspect.isawaitable(outcomes[-1].value) and not outcomes[-1].alarm:
                     outcomes[-1] = await attempt_async(outcomes[-1].value)
         except TimeoutError:
             done = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
             return [*done, self._late()] if len(done) < len(begun) else done
+        if outcomes[-1].alarm:
+            outcomes[-1] = await self._run_in_main_thread(begun[-1])
         return outcomes
 
     def _call(self, rollout: Rollout) -> Any:
@@ -217,17 +237,34 @@ class FunctionScorer:
 
     async def _run(self, call: Call) -> Outcome:
         """Return the outcome of one call; RewardUnavailable if it took too long."""
+        if self.sets_alarms:
+            return await self._run_in_main_thread(call)
         try:
             async with asyncio.timeout(self._timeout_s):
                 if self._blocks:
                     outcome = await self._threads.run(call, label=self.name)
                 else:
                     outcome = attempt(call)
-                if inspect.isawaitable(outcome.value):
+                if inspect.isawaitable(outcome.value) and not outcome.alarm:
                     outcome = await attempt_async(outcome.value)
-                return outcome
         except TimeoutError:  # our limit: an exception of the function is an outcome
             return self._late()
+        return await self._run_in_main_thread(call) if outcome.alarm else outcome
+
+    async def _run_in_main_thread(self, call: Call) -> Outcome:
+        """Return the outcome of a call that sets alarms; rollouts wait meanwhile."""
+        if not self.sets_alarms:  # noticed in a thread just now
+            self.sets_alarms = True
+            warnings.warn(alarm_text(self.name, self._timeout_s), RuntimeWarning, stacklevel=1)
+        await asyncio.sleep(0)  # rollouts go on between two calls
+        try:
+            outcome = attempt_with_alarms(call)
+        except RuntimeError:
+            text = f"{alarm_text(self.name)}; this run's event loop is in another thread"
+            return Outcome(error=RuntimeError(text))
+        if inspect.isawaitable(outcome.value):
+            outcome = await attempt_async(outcome.value)
+        return outcome
 
     def _late(self) -> Outcome:
         limit = f"reward.{self.name}.timeout_s={self._timeout_s:g}"
@@ -267,6 +304,15 @@ class FunctionScorer:
             if not self.strict:
                 return NoNumber(str(error))
             raise scoring_error(self.name, rollout, error.with_traceback(None)) from error
+
+
+def alarm_text(name: str, timeout_s: float | None = None) -> str:
+    """Return what to know of a reward function whose calls set alarms."""
+    limit = "" if timeout_s is None else f", and reward.{name}.timeout_s does not end a call"
+    return (
+        f"reward.{name}: it limits its time by an alarm (signal.alarm), which works in the main "
+        f"thread only, so its calls run there and everything else waits meanwhile{limit}; {REMEDY}"
+    )
 
 
 LARGEST = 1e100

@@ -18,6 +18,7 @@ from agenttrain.rewards.function import (
     RewardFunction,
     RewardUnavailable,
     Score,
+    alarm_text,
     error_prefix,
     is_trl,
 )
@@ -64,6 +65,16 @@ class Rubric:
         ]
         self.columns = {scorer.name: scorer.columns for scorer in self._scorers}
         """Columns that every row must have, by function."""
+
+    def alarms(self) -> list[str]:
+        """Return what to know of each function that sets alarms, or whose code may do so."""
+        texts = []
+        for scorer in self._scorers:
+            if scorer.sets_alarms:
+                texts.append(alarm_text(scorer.name))
+            elif setter := scorer.may_set_alarms():
+                texts.append(f"{alarm_text(scorer.name)} (found in the code of {setter})")
+        return texts
 
     def lenient(self) -> Rubric:
         """Return a copy for evaluation: NaN leaves its rollout unscored, and the run goes on."""

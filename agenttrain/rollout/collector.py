@@ -370,8 +370,9 @@ def why_unrewarded(rollouts: Sequence[Rollout]) -> str | None:
         return ""
     names = ", ".join(first.rewards)
     return first.error or (
-        f"rollout {first.rollout_id!r} of task {first.task.task_id!r}: every reward function "
-        f"({names}) gave None, which means that it does not apply to the rollout"
+        f"rollout {first.rollout_id!r} of task {first.task.task_id!r} ended as "
+        f"{first.stop_reason}, and every reward function ({names}) gave None, which means that it "
+        "does not apply to the rollout"
     )
 
 

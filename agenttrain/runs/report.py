@@ -10,12 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from agenttrain.evaluation import Evaluation, Scores
+from agenttrain.settings.follow_up import after_sft
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts import read_step, rollout_record, step_path
 from agenttrain.tracking.run_folder import write_atomically
-from agenttrain.utils.model_path import is_foreign, model_folder
+from agenttrain.utils.model_path import model_folder
 
 SHOWN = 3
 """Rollouts printed at the end of a run."""
@@ -59,21 +60,29 @@ def print_losses(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     dashboards: Sequence[str],
+    words: Sequence[str],
 ) -> None:
-    """Print the held-out losses of supervised learning, and the commands to run next."""
+    """Print the held-out losses of supervised learning, and the commands to run next.
+
+    `words` are the arguments of the run's own command.
+    """
     if before and after:
         print(
             f"held-out loss  {before['loss']:.4f} -> {after['loss']:.4f} nats per token, "
             f"{after['conversations']:.0f} conversations"
         )
-    path = str(folder / "checkpoints" / "latest")
-    model = shlex.quote(path) + (" experiment=none" if is_foreign(path) else "")
+    follow_up = after_sft(words, str(folder / "checkpoints" / "latest"))
     print(f"run            {folder}")
     print(f"tokens         agenttrain view {shlex.quote(str(folder))}")
     for dashboard in dashboards:
         print(f"dashboard      {dashboard}")
-    print(f"next           agenttrain eval model.path={model}   how good is it at its tasks?")
-    print(f"               agenttrain model.path={model}        reinforcement learning from here")
+    print(f"next           {follow_up.evaluate}")
+    print(f"               {follow_up.train}")
+    if follow_up.tasks_missing:
+        print(
+            "               with rows of tasks in train.jsonl and test.jsonl: demonstrations hold "
+            "the answers"
+        )
 
 
 def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = None) -> Path:

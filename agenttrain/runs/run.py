@@ -125,6 +125,10 @@ class Run:
     """The run folder; a run in it is resumed."""
     sweep: bool = False
     """True if the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
+    words: Sequence[str] = ()
+    """Arguments of a new run's command."""
+    experiment: str | None = None
+    """Name of the experiment; None if it is that of the folder around the run's."""
     world: World = field(default_factory=World)
     stop: StopRequest = field(default_factory=StopRequest)
     watchdog: Watchdog = field(default_factory=Watchdog)
@@ -159,6 +163,8 @@ class Run:
                         sweep=self.sweep or None,
                         processes=self.world.size if self.world.size > 1 else None,
                         stalled_phase=None,
+                        project=self.project,
+                        **({"arguments": list(self.words)} if self.words else {}),
                     )
                     remove_weights_folder(self.folder)
                     try:
@@ -276,7 +282,8 @@ class Run:
                 f"({stopped['mean']:.4g})"
             )
         if self.verb == "sft":
-            print_losses(self.folder, before, after, self.tracker.views)
+            words = read_summary(self.folder).get("arguments", ())
+            print_losses(self.folder, before, after, self.tracker.views, words)
         else:
             self._print_scores(components, before, evaluations, trainer)
 
@@ -375,7 +382,9 @@ class Run:
 
     @property
     def project(self) -> str:
-        """The experiment's name: that of the folder around the run's, or around the sweep's."""
+        """Name of the experiment: typed, or that of the folder around the run's or its sweep's."""
+        if self.experiment is not None:
+            return self.experiment
         parent = self.folder.resolve().parent
         return parent.parent.name if self.sweep else parent.name
 

@@ -271,4 +271,5 @@ def server_inputs(config: RunConfig, folder: Path, *, on_gpu: bool) -> EngineInp
     """Return what a server for other runs is built from; its files go to `folder`."""
     inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
     model = model_folder(config.model.path, revision=config.model.revision)
-    return replace(inputs, tokenizer=model, sync_folder=None)
+    # No process trains beside it: its first GPU is the machine's first.
+    return replace(inputs, tokenizer=model, sync_folder=None, trainers=0)

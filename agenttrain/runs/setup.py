@@ -308,8 +308,15 @@ class Components:
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
         """Return the schemas of the tools that the model has in this task."""
+        return self._row_tools(task).schemas
+
+    def stop_tools(self, task: Task) -> frozenset[str]:
+        """Return the names of those tools of this task that end its rollout."""
+        return self._row_tools(task).stop_tools
+
+    def _row_tools(self, task: Task) -> RowTools:
         executed = self.verb != "sft"
-        return RowTools(task, self.toolbox, self.environments, executed=executed).schemas
+        return RowTools(task, self.toolbox, self.environments, executed=executed)
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Return the ids with which a rollout of the task starts."""

@@ -466,16 +466,21 @@ UNREAD = {
 
 def check_verb(verb: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError for typed settings that have no effect with `verb`."""
-    unread = UNREAD.get(verb, ())
-    problems = []
-    for text in overrides:
-        key = key_of(text).partition("@")[0]
-        parts = key.split(".")
-        prefixes = {".".join(parts[: end + 1]) for end in range(len(parts))}
-        if prefixes & set(unread) and key not in READ:
-            problems.append(f"{as_typed(text)}: has no effect in agenttrain {verb}; leave it out")
+    problems = [
+        f"{as_typed(text)}: has no effect in agenttrain {verb}; leave it out"
+        for text in overrides
+        if has_no_effect(text, verb)
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def has_no_effect(override: str, verb: str) -> bool:
+    """Return True if `verb` does not read the setting of an override."""
+    key = key_of(override).partition("@")[0]
+    parts = key.split(".")
+    prefixes = {".".join(parts[: end + 1]) for end in range(len(parts))}
+    return key not in READ and bool(prefixes & set(UNREAD.get(verb, ())))
 
 
 def check_init(verb: str, config: RunConfig) -> None:

@@ -60,6 +60,11 @@ class Command:
     shows: str | None
     """Output of Hydra's instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The arguments without the verb, for summary.json; empty where a run goes on."""
+        return () if self.saved else tuple(split_verb(self.arguments)[1])
+
 
 def resuming(verb: str) -> str:
     """Return the words between `agenttrain` and `resume=…`: ``"sft "``, nothing for train."""

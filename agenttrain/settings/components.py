@@ -260,8 +260,7 @@ def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any
                 f"{key}.{name}={shown(section[name])}: is neither a setting of a reward{hint} nor "
                 f"a parameter that {path} names; the settings are: {', '.join(settings)}"
             )
-    stopping = config.stop_tools or any(tool.get("stop") is True for tool in config.tools.values())
-    if path == STOP_TOOL_CALLED and not stopping:
+    if path == STOP_TOOL_CALLED and not (config.stop_tools or _stop_sections(config)):
         yield f"{key}: would always be 0 with stop_tools=[]; name one: stop_tools=[final_answer]"
     if not path.startswith(OUR_REWARDS) or not isclass(target):
         return
@@ -360,11 +359,15 @@ def stop_tools(config: RunConfig) -> tuple[str, ...]:
     section whose tools are unknown before it is built (an MCP server) is listed as ``"mcp …"``.
     """
     names = dict.fromkeys(config.stop_tools)
-    for name, section in config.tools.items():
-        if section.get("stop") is True:
-            made = _of_tool(name, section)
-            names.update(dict.fromkeys(made.names if made.complete else (f"{name} …",)))
+    for name in _stop_sections(config):
+        made = _of_tool(name, config.tools[name])
+        names.update(dict.fromkeys(made.names if made.complete else (f"{name} …",)))
     return tuple(names)
+
+
+def _stop_sections(config: RunConfig) -> list[str]:
+    """Return the sections of `tools` whose tools are stop tools by `stop`."""
+    return [name for name, section in config.tools.items() if section.get("stop") is True]
 
 
 def _named_tools(config: RunConfig) -> Iterator[str]:

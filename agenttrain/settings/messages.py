@@ -390,6 +390,9 @@ def with_files(text: str, overrides: Sequence[str], config_name: str) -> str:
     return "\n".join(lines)
 
 
+ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")
+
+
 def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence[str]]) -> str:
     missing = error.missing_cfg_file or ""
     missing = missing if isinstance(missing, str) else missing[0]
@@ -408,11 +411,35 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
         return f"--config-name {option}: there is no {option}.yaml where it is looked for{remedy}"
     if group in ("hydra/launcher", "hydra/sweeper"):
         return f"{group}={option}: {REPLACED[group.removeprefix('hydra/')]}"
+    if group not in groups:  # model=org/name
+        group, _, option = missing.partition("/")
     if group not in groups:
         return str(error).partition("\n")[0]
-    hint = "" if others else did_you_mean(option, groups[group])
+    meant = _meant(group, option)
+    hint = "" if others else did_you_mean(option.rpartition("/")[2].lower(), groups[group])
     known = ", ".join(groups[group])
-    return f"{group}={option}: no such option{hint}{others}; the options are: {known}"
+    return f"{group}={option}: no such option{hint}{others}{meant}; the options are: {known}"
+
+
+def _meant(group: str, option: str) -> str:
+    """Return the settings for a path, an id of the hub or a dotted name that stands as an option.
+
+    Example: ``"; for this one: model=folder model.path=org/name"``.
+    """
+    is_path = "/" in option or Path(option).exists()
+    is_name = "." in option and all(part.isidentifier() for part in option.split("."))
+    settings = ""
+    if group == "model" and is_path:
+        settings = f"model=folder model.path={option}"
+    elif group == "data" and (Path(option).suffix in ROW_FILES or Path(option).exists()):
+        settings = f"data=file data.path={option} data.test_fraction=0.1"
+    elif group == "data" and is_path:
+        settings = f"data=hub data.path={option}"
+    elif group in ("chat_template", "response_schema") and is_path:
+        settings = f"{group}=file {group}.path={option}"
+    elif group in ("tools", "reward") and is_name:
+        settings = f"{group}=[] {group}.{option.rpartition('.')[2]}._target_={option}"
+    return f"; for this one: {settings}" if settings else ""
 
 
 def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:

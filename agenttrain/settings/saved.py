@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
 from agenttrain.health.config import StopWhenConfig
+from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import (
     Composed,
     Source,
@@ -34,7 +35,7 @@ from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import OBJECTIVES, in_this_layout
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.overrides import as_typed
+from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import field_names, shown
 
 RESUMABLE = (
@@ -261,6 +262,22 @@ def _summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}
+
+
+def tracker_project(command: Command) -> str | None:
+    """Return the name of a run's experiment; None if its folder is in that of the experiment.
+
+    `hydra.run.dir` may put runs of several experiments into one folder, which must not make them
+    one project of the trackers. A run that goes on, or is evaluated, keeps its name.
+    """
+    if command.saved is not None:
+        return _summary(run_of(command.saved)).get("project")
+    typed = {key_of(word): word.partition("=")[2] for word in command.words}
+    if "hydra.run.dir" not in typed:
+        return None
+    default = "shop" if command.source.name == "train" else command.source.name
+    experiment = typed.get("experiment", default).rpartition("/")[2]
+    return typed.get("hydra.job.name", "run" if experiment in ("none", "null") else experiment)
 
 
 def _changed(

@@ -156,8 +156,9 @@ VERBS: dict[str, Verb] = {
     ),
     "templates": Verb(
         does="the table of known chat templates, or the certificate of a tokenizer",
-        usage="[tokenizer folder or org/name] [--chat-template NAME] [--json FILE]",
+        usage="[tokenizer folder or org/name] [--chat-template NAME] [--certify] [--json FILE]",
         options={
+            "--certify": "certify the known families here (24 s), not as shipped",
             "--revision NAME": "branch, tag or commit of the hub",
             "--chat-template NAME": "as in chat_template=… (auto)",
             "--path FILE": "as in chat_template.path=…: a Jinja file",

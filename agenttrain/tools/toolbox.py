@@ -33,6 +33,7 @@ from agenttrain.types import (
     ToolResult,
     ToolUnavailable,
 )
+from agenttrain.utils.alarms import warn_of_alarm
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt_async, blocks
@@ -344,6 +345,9 @@ class Toolbox:
                     return value if waits else make_reply(value, max_chars=max_chars)
 
                 outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
+                if outcome.alarm:
+                    remedy = f"tools.{tool.name}.isolation=process gives it a main thread"
+                    warn_of_alarm(f"tool {tool.name}", remedy)
                 awaitable = outcome.value if inspect.isawaitable(outcome.value) else None
             if awaitable is not None:
                 outcome = await attempt_async(

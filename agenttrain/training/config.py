@@ -305,8 +305,9 @@ class LoraSettings:
             value = getattr(self, name)
             if self.rank == 0 and value != default:
                 problems.append(
-                    f"model.lora.{name}={shown(value)}: has no effect with model.lora.rank=0; set "
-                    "the rank"
+                    f"model.lora.{name}={shown(value)}: has no effect with model.lora.rank=0, "
+                    f"which trains all weights; add model.lora.{name}={shown(default)}, its "
+                    "default, or set a rank"
                 )
         raise_problems(problems)
         return self

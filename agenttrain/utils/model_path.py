@@ -69,6 +69,10 @@ def model_folder(
         folder = snapshot(path, revision, key)
         parts = [part for part in parts if part != WEIGHTS]
         place = "in that model of the hub"
+    elif not folder.is_dir():
+        near = [file.name for file in folder.parent.glob("*/")] if folder.parent.is_dir() else []
+        hint = did_you_mean(folder.name, near)
+        raise ConfigError(f"{key}={path}: there is no such folder{hint}; give {FORMS}")
     for part in parts:
         if not any(file.is_file() for pattern in PARTS[part] for file in folder.glob(pattern)):
             raise ConfigError(f"{key}={path}: there is no {part} {place}; give {FORMS}")

@@ -23,6 +23,8 @@ from pathlib import PurePath
 from types import CodeType
 from typing import Any
 
+from agenttrain.utils.alarms import alarms_kept_apart, alarms_refused
+
 Inbox = queue.SimpleQueue["_Job | None"]
 
 
@@ -32,6 +34,8 @@ class Outcome:
 
     value: object = None
     error: BaseException | None = None
+    alarm: bool = False
+    """True if the function tried to set an alarm, which only the main thread can."""
 
 
 def attempt(function: Callable[[], object]) -> Outcome:
@@ -39,10 +43,25 @@ def attempt(function: Callable[[], object]) -> Outcome:
 
     The error has a fixed text: see `with_fixed_text`.
     """
-    try:
-        return Outcome(value=function())
-    except BaseException as error:
-        return Outcome(error=with_fixed_text(error))
+    with alarms_refused() as alarms:
+        try:
+            return Outcome(value=function(), alarm=bool(alarms))
+        except BaseException as error:
+            return Outcome(error=with_fixed_text(error), alarm=bool(alarms))
+
+
+def attempt_with_alarms(function: Callable[[], object]) -> Outcome:
+    """Call `function` as `attempt` does, in the main thread, where it can set alarms.
+
+    The KeyboardInterrupt of a signal passes. Raises RuntimeError in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("alarms work in the main thread only")
+    with alarms_kept_apart():
+        outcome = attempt(function)
+    if outcome.error is not None and _of_signal(outcome.error):
+        raise outcome.error
+    return outcome
 
 
 async def attempt_async(

@@ -25,6 +25,7 @@ from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import AgentConfig
 from agenttrain.agents.runner import Agents
 from agenttrain.engines.config import Sampling
+from agenttrain.rollout.collector import why_unrewarded
 from agenttrain.types import StopReason
 
 ASKS = """
@@ -72,6 +73,24 @@ def test_a_crash_is_an_error_that_quotes_its_output(tmp_path: Path) -> None:
     assert "OSError: no disk" in str(done.error)
     missing = rollout(unused, SEVEN, folder=tmp_path, command=["./no-such-program"])
     assert "exit code 127; it printed: ./no-such-program: No such file" in str(missing.error)
+
+
+def test_an_agent_that_fails_at_a_limit_names_the_limit_and_its_output(tmp_path: Path) -> None:
+    text = (
+        "given = json.loads(sys.stdin.readline())\n"
+        "while True:\n"
+        "    turn = ask(given)['choices'][0]['message']\n"
+        "    given['messages'] += [turn, {'role': 'user', 'content': 'again'}]\n"
+    )
+    done = run(tmp_path, text, limits={"max_turns": 3})
+    assert done.stop_reason is StopReason.max_turns
+    assert str(done.error).startswith("rollout.max_turns=3 turns were sampled, and the agent ended")
+    assert "HTTPError" in str(done.error)
+    reason = str(why_unrewarded([done]))
+    assert reason == done.error
+    ended = run(tmp_path, text.replace("while True", "for _ in range(3)"), limits={"max_turns": 3})
+    ended.rewards = {"agent": None}
+    assert f"ended as {ended.stop_reason}, and" in str(why_unrewarded([ended]))
 
 
 def test_the_exit_code_may_be_the_reward(tmp_path: Path) -> None:

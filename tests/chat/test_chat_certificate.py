@@ -152,6 +152,7 @@ def test_calls_that_no_parser_reads_ask_for_a_response_schema_of_ones_own() -> N
     probe = next(probe for probe in certificate.probes if probe.name == "call of add")
     assert (probe.reason, probe.misfit) == (MISREAD, "response_schema")
     assert certificate.remedy.startswith("Set `response_schema=file")
+    assert "docs/guides/response-schemas.md" in certificate.remedy
 
 
 def test_a_response_schema_that_is_not_the_templates_is_what_the_remedy_names() -> None:

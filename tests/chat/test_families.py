@@ -432,9 +432,12 @@ def test_the_reference_shows_the_table() -> None:
 def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "table.json"
     assert main(["templates", "--json", str(path)]) == 0
-    assert plain(table()) in capsys.readouterr().out
+    shipped = list(recorded().values())  # nothing is certified for it
+    out = capsys.readouterr().out
+    assert plain(shipped) in out
+    assert f"Certified on {shipped[0].certified}; " in out
     found = json.loads(path.read_text())
-    assert path.read_text() == to_json(table())
+    assert path.read_text() == to_json(shipped)
     keys = {"family", "tools", "prefix_preserving", "fix", "parser", "reasoning", "certificate"}
     keys |= {"certified"}
     assert all(keys == set(row) for row in found)
@@ -454,7 +457,7 @@ def test_the_table_without_the_originals(
     monkeypatch.setattr("agenttrain.commands.templates.TRL", "no_such_module")
     assert originals_folder() is None
     path = tmp_path / "table.json"
-    assert main(["templates", "--json", str(path)]) == 0
+    assert main(["templates", "--certify", "--json", str(path)]) == 0
     out = capsys.readouterr().out
     assert plain(table()) in out
     shipped = re.search(

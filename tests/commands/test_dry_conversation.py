@@ -15,6 +15,7 @@ given, count = json.loads(sys.stdin.readline()), itertools.count()
 number = {"type": "integer", "minimum": 1}
 add = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
 tools = [{"type": "function", "function": {"name": "add", "parameters": add}}]
+TOOLS
 
 def ask(messages, **fields):
     body = json.dumps({"messages": messages, "tools": tools, **fields}).encode()
@@ -35,9 +36,12 @@ END
 """
 
 
-def check(folder: Path, *words: str, system: str, end: str = "ask([system(), *history])") -> int:
+ASK = "ask([system(), *history])"
+
+
+def check(folder: Path, *words: str, system: str, end: str = ASK, tools: str = "") -> int:
     path = folder / "agent.py"
-    path.write_text(AGENT.replace("SYSTEM", system).replace("END", end))
+    path.write_text(AGENT.replace("SYSTEM", system).replace("END", end).replace("TOOLS", tools))
     settings = ["agent=endpoint", f"agent.command=[{sys.executable},{path}]"]
     return main(["check", "experiment=shop", "debug=tiny", *settings, *words])
 
@@ -73,6 +77,20 @@ def test_an_agent_that_somebody_else_starts_is_not_waited_for(
 ) -> None:
     assert main(["check", "experiment=shop", "debug=tiny", "agent=endpoint"]) == 0
     assert "started by somebody else: no conversation to check" in capsys.readouterr().out
+
+
+SUBMIT = """
+tools.insert(0, {"type": "function", "function": {"name": "final_answer", "parameters": add}})
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["stop_tools=[final_answer]"], ["stop_tools=[]", "tools.final_answer.stop=true"]]
+)
+def test_a_stop_tool_is_not_called_first(tmp_path: Path, words: list[str]) -> None:
+    named = """assert call["function"]["name"] == "add"\n"""
+    end = f"{named}ask([system(), *history])"
+    assert check(tmp_path, *words, system="'Be brief.'", end=end, tools=SUBMIT) == 0
 
 
 DEMANDS = """

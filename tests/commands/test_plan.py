@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from copy import deepcopy
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from agenttrain import cli
-from agenttrain.commands.plan.command import parse
+from agenttrain.commands.plan.command import announced_if_slow, parse
 from agenttrain.commands.plan.estimate import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.engines.config import EngineDtype
@@ -414,7 +415,7 @@ def test_nothing_is_known_that_helps(capsys, short):
             "--devices 2: distributed.processes=4 and distributed.nodes=1 are 4 of them",
         ),
         (["-m", "seed=1,2"], "plan -m: plans one run"),
-        (["model.path=nowhere"], "model.path=nowhere: there is no config.json in that folder"),
+        (["model.path=nowhere"], "model.path=nowhere: there is no such folder"),
     ],
 )
 def test_what_cannot_be_planned(capsys, arguments, told):
@@ -484,3 +485,12 @@ def test_servers_that_cannot_be_planned(capsys, short: Path, words: tuple, messa
     model = ("experiment=none", "model=folder", f"model.path={short}", "engine=vllm_server")
     assert cli.main(["plan", *model, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_slow_plan_says_that_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with announced_if_slow("my_model", after_s=0.01):
+        time.sleep(0.1)
+    assert "my_model" in capsys.readouterr().err
+    with announced_if_slow("my_model", after_s=5.0):
+        pass
+    assert capsys.readouterr().err == ""

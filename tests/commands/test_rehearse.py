@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +16,15 @@ import pytest
 
 from agenttrain import cli
 from agenttrain.chat.fixes import families
+from agenttrain.commands.rehearse.command import nearest_rank
 from agenttrain.commands.rehearse.stub import example
 from agenttrain.commands.templates import original, small_tokenizer
 from agenttrain.utils.model_path import model_folder
 
 MODULE = '''
+import signal
+
+
 class World:
     """An environment with one method."""
 
@@ -47,6 +52,15 @@ def broken(query: str) -> str:
     raise RuntimeError("the index is missing")
 
 
+def picky(country: str) -> str:
+    """Look up a country.
+
+    Args:
+        country: Its name.
+    """
+    raise KeyError(country)
+
+
 def long(page: int) -> str:
     """Read a page.
 
@@ -54,6 +68,19 @@ def long(page: int) -> str:
         page: Its number.
     """
     return "lamp " * 3000
+
+
+def limited(rollout, answer, **columns):
+    try:
+        before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.alarm(5)
+        try:
+            return correct(rollout, answer)
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+    except Exception:
+        return -1.0
 
 
 def correct(rollout, answer, **columns):
@@ -117,6 +144,56 @@ def test_a_run_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at 100 tokens/s" in printed and "16 rollouts" in printed
     again = report(words, 0)
     assert (again["turns"], again["answers"]) == (result["turns"], result["answers"])
+
+
+def test_the_command_for_a_tool_that_fails_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    result = report(["tools.picky._target_=my_rehearsed.picky", CORRECT], 0)
+    (text,) = [text for text in result["warnings"] if text.startswith("tools.picky: all ")]
+    name, *words = shlex.split(text.partition("some that do: ")[2])
+    capsys.readouterr()
+    assert (name, cli.main([*words, "--json"])) == ("agenttrain", 1)  # its call has an error
+    (called,) = json.loads(capsys.readouterr().out)["calls"]
+    assert called["error"] == "exception"
+
+
+STOPS = "tools.lookup.stop=true"
+
+
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [
+        (["stop_tools=[lookup]"], {}),
+        (["stop_tools=[]", STOPS], {}),
+        # A tool of the row, run by the stop tool under another name.
+        (["stop_tools=[]", STOPS], {"tools": [{"name": "capital", "executor": "lookup"}]}),
+    ],
+)
+def test_stop_tools_end_rollouts(place: Path, words: list[str], row: dict[str, Any]) -> None:
+    for tool in row.get("tools", ()):
+        country = {"country": {"type": "string"}}
+        tool["parameters"] = {"type": "object", "properties": country, "required": ["country"]}
+        tool["description"] = "Look up a capital."
+    rows = json.loads((place / "rows.jsonl").read_text().splitlines()[0]) | row
+    (place / "rows.jsonl").write_text((json.dumps(rows) + "\n") * 10)
+    tools = ["tools.lookup._target_=my_rehearsed.lookup", "rollout.max_turns=2"]
+    result = report([*tools, *words, CORRECT], 0)
+    # The only tool is a stop tool: wherever the stub calls one, the rollout ends.
+    assert result["turns"]["stop tool"] > 0
+    assert "valid call" not in result["turns"]
+    assert result["stop_reasons"]["stop_tool"] >= result["turns"]["stop tool"]
+
+
+def test_a_reward_that_sets_alarms(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tools.lookup._target_=my_rehearsed.lookup", "reward.r._target_=my_rehearsed.limited"]
+    with pytest.warns(RuntimeWarning, match=r"reward\.r: "):
+        result = report(words, 0)
+    (reward,) = result["rewards"]
+    assert reward["low"] == 0.0  # -1 is what it returns where it cannot set one
+    (text,) = [text for text in result["warnings"] if "alarm" in text]
+    assert text.startswith("reward.r: ") and "reward=[math_verify]" in text
+    capsys.readouterr()
+    assert cli.main(["check", *BASE, *words]) == 0
+    assert "found in the code of my_rehearsed.limited" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -233,3 +310,15 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
 def test_drawn_arguments_fit_their_schema(schema: dict[str, Any]) -> None:
     for seed in range(20):
         jsonschema.validate(example(schema, ["lamp", "Lima"], random.Random(seed)), schema)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "p50", "p95"),
+    [([2.0], 2.0, 2.0), ([1.0, 2.0], 1.0, 2.0), ([3.0, 1.0, 2.0], 2.0, 3.0)],
+)
+def test_half_of_the_calls_are_no_slower_than_p50(
+    seconds: list[float], p50: float, p95: float
+) -> None:
+    assert (nearest_rank(seconds, 50), nearest_rank(seconds, 95)) == (p50, p95)
+    twenty = [float(number) for number in range(1, 21)]
+    assert (nearest_rank(twenty, 50), nearest_rank(twenty, 95)) == (10.0, 19.0)

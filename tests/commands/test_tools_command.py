@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from agenttrain.cli import main
+from agenttrain.utils.model_path import model_folder
 
 ROOT = Path(__file__).parents[2]
 PLAIN = Path(__file__).parents[1] / "mcp_plain_server.py"
@@ -38,7 +41,7 @@ def test_tools_are_shown_and_tried_without_torch_and_without_a_folder(tmp_path: 
     assert "final_answer  stop tool" in done.stdout
     assert '"description": "One SELECT statement."' in done.stdout
     assert "timeout_s 10.0, concurrency 64" in done.stdout
-    assert """try it: --call sql '{"query": "…"}'""" in done.stdout
+    assert """try it: agenttrain tools --call sql '{"query": "…"}'""" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -56,6 +59,42 @@ def test_calls_go_through_the_toolbox_on_the_first_row(capsys: pytest.CaptureFix
     assert [call["content"] for call in found["calls"][:1]] == ["60"]
     assert [call["error"] for call in found["calls"]] == [None, "invalid_arguments"]
     assert found["calls"][1]["arguments"] == {"qery": 3}
+
+
+def test_long_replies_are_those_that_the_model_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_long.py").write_text(
+        'def long(count: int) -> str:\n    """Count.\n\n'
+        '    Args:\n        count: How far.\n    """\n'
+        '    return "lamp " * count\n'
+    )
+    tool = [
+        "tools=[]",
+        "tools.long._target_=my_long.long",
+        "stop_tools=[]",
+        "reward=[tool_success]",
+    ]
+    call = ["--json", "--call", "long", '{"count": 400000}']
+    assert main(["tools", *tool, "rollout.max_result_tokens=60", *call]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["calls"]
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("bundled:shop"))
+    assert result["content"].startswith("lamp lamp")
+    assert 10 < len(tokenizer.encode(result["content"])) <= 60
+
+
+def test_the_printed_calls_run(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [
+        "experiment=calculator",
+        "tools=[multiply]",
+        "stop_tools=[]",
+        "reward=[tool_success]",
+    ]
+    assert main(["tools", *settings, "--row", "1"]) == 0
+    (line,) = [text for text in capsys.readouterr().out.splitlines() if "try it: " in text]
+    name, *words = shlex.split(line.partition("try it: ")[2])
+    assert (name, main(words)) == ("agenttrain", 0)
+    assert "multiply" in capsys.readouterr().out
 
 
 def test_the_tools_of_an_mcp_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from fleet_kit import (
 
 from agenttrain import cli
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.placement import place
 from agenttrain.engines.vllm_server.client import ServerFacts
 from agenttrain.engines.vllm_server.files_transport import METHODS
 from agenttrain.engines.vllm_server.fleet import FleetLost
@@ -34,6 +35,8 @@ from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.outside import NEEDS, Outside, problems
 from agenttrain.engines.vllm_server.stub import TOKEN_S
+from agenttrain.runs.sampling import server_inputs
+from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.types import ConfigError
 
 
@@ -323,3 +326,11 @@ def test_a_server_by_hand_is_refused_early(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert "in use; take another" in refused(f"port={taken.getsockname()[1]}")
+
+
+def test_a_server_alone_has_the_first_gpus_of_its_machine(tmp_path: Path) -> None:
+    with hydra_session(Source()):
+        overrides = ["engine=vllm_server", "servers.tensor_parallel_size=2"]
+        config = compose_run(overrides, Source()).config
+    inputs = server_inputs(config, tmp_path, on_gpu=True)
+    assert place(inputs.servers, inputs.trainers, inputs.taken) == ((0, 1),)

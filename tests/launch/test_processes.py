@@ -23,6 +23,7 @@ from agenttrain.launch.processes import (
     check_processes,
     foreign_problems,
     is_later_node,
+    lone_process_problem,
     node_rank,
     resolve,
 )
@@ -433,3 +434,31 @@ def test_what_accelerate_was_told_is_not_left_out(monkeypatch):
     assert precision.startswith("ACCELERATE_MIXED_PRECISION=bf16: the run has training.mixed_")
     assert backend.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR: ")
     assert list(foreign_problems("bf16")) == [fsdp, backend]
+
+
+ACCELERATE = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "alone"),
+    [
+        (ACCELERATE, True),  # accelerate launch --cpu --num_processes 2
+        ({"ACCELERATE_USE_CPU": "True"}, False),  # one process was asked for
+        ({**ACCELERATE, "WORLD_SIZE": "2", "RANK": "0"}, False),
+        ({"MASTER_ADDR": "node1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),  # mpirun -n 2
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
+        ({"PMI_SIZE": "4", "SLURM_JOB_ID": "7"}, False),  # a shell in an allocation
+    ],
+)
+def test_a_process_that_was_to_be_one_of_several_does_not_train_alone(
+    environment: dict[str, str], alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = lone_process_problem(environment)
+    assert bool(problem) == alone
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if alone:
+        with pytest.raises(ConfigError, match=r"distributed\.processes"):
+            check_processes(parse([]), [composed()])
+        check_processes(parse([]), [composed(*TWO)])

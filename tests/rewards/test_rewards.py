@@ -261,6 +261,9 @@ def test_a_weight_that_cannot_work():
         ([result("final_answer", anser="Oslo")], "Oslo", 0.0),
         ([result("final_answer", ToolError.malformed, answer="Oslo")], "Oslo", 0.0),
         ([result("final_answer", ToolError.invalid_arguments, answer="Oslo")], "Oslo", 0.0),
+        ([result("final_answer", ToolError.exception, answer="Oslo")], "Oslo", 0.0),
+        ([result("final_answer", ToolError.limit, answer="Oslo")], "Oslo", 0.0),
+        ([result("final_answer", ToolError.parallel, answer="Oslo")], "Oslo", 0.0),
         ([result("final_answer", ToolError.timeout, answer="Oslo")], "Oslo", 1.0),
         (
             [result("final_answer", answer="Rome"), result("final_answer", answer="Oslo")],

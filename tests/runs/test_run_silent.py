@@ -52,7 +52,8 @@ def test_a_run_whose_rewards_never_apply_stops_at_its_first_step(start, capsys):
     assert "note: sampled evaluation: not one of 4 rollouts has a reward; the first: " in told
     assert re.search(
         r"NoRewards: step 1: not one rollout has a reward, so that there is nothing to learn; the "
-        r"first: rollout 'train-1-0-0' of task '.*': every reward function \(it\) gave None",
+        r"first: rollout 'train-1-0-0' of task '.*' ended as .*, and every reward function "
+        r"\(it\) gave None",
         told,
     )
     assert read_summary(start.run)["status"] == "failed"

@@ -45,6 +45,13 @@ UNREADABLE = {
     "algorithm/objective=vspo": "no such option (did you mean 'vespo'?); the options are: cispo",
     "algorithm/objective=own": "algorithm.objective._target_: has no value; set it: algorithm.obj",
     "algorithm=rlo": "no such option (did you mean 'rloo'?); the options are: bnpo, cispo",
+    "model=Qwen/Qwen3-0.6B": "(did you mean 'qwen3-0.6b'?); for this one: model=folder model.path=",
+    "model=./my_model": "for this one: model=folder model.path=./my_model;",
+    "data=org/rows": "for this one: data=hub data.path=org/rows;",
+    "data=rows.jsonl": "for this one: data=file data.path=rows.jsonl data.test_fraction=0.1;",
+    "tools=my_tools.find": "for this one: tools=[] tools.find._target_=my_tools.find;",
+    "reward=[my.own]": "for this one: reward=[] reward.own._target_=my.own;",
+    "chat_template=./a.jinja": "for this one: chat_template=file chat_template.path=./a.jinja;",
     "tools=[sql,final_anser]": "tools=final_anser: no such option (did you mean 'final_answer'?)",
     "hydra.zzz=1": "Hydra has no such key",
     # Wrong types.
@@ -183,7 +190,7 @@ UNUSABLE = {
     "optimizer.schedule=cosine_with_min_lr": "set one of optimizer.schedule_options.min_lr",
     "optimizer.schedule=warmup_stable_decay": "num_decay_steps=null: optimizer.schedule=warmup",
     "model.lora.rank=-1": "must be 0 (no adapters) or more",
-    "model.lora.alpha=3": "has no effect with model.lora.rank=0; set the rank",
+    "model.lora.alpha=3": "add model.lora.alpha=32.0, its default, or set a rank",
     "distributed.processes=2": "distributed=single is one process; add distributed=ddp or",
     "distributed.nodes=2": "distributed=single is one process; add distributed=ddp or",
     "distributed.timeout_s=0": "distributed.timeout_s=0.0: must be more than 0",
@@ -360,6 +367,10 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         (
             ("+tools.sql.max_result_tokens=9999", "rollout.max_completion_tokens=1000"),
             "tools.sql.max_result_tokens=9999: has no effect",
+        ),
+        (
+            ("data=file", "data.train.path=a.jsonl", "data.test.path=b.jsonl", "data.path=c.jsonl"),
+            "set data.train.path=c.jsonl data.test.path=c.jsonl, which come before it",
         ),
         (
             ("model.vision=trained", "model.lora.rank=4"),

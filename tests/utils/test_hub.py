@@ -277,7 +277,9 @@ FETCH = f"from agenttrain.utils.model_path import weights_folder; print(weights_
 
 
 def process(hub: StubHub, home: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, **hub.environment(home)}
+    # On a busy machine the server in this process answers late; a retry would count as a download.
+    patient = dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), "60")
+    environment = {**os.environ, **hub.environment(home, **patient)}
     command = [sys.executable, "-c", FETCH]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +28,8 @@ from agenttrain.types import ConfigError
 
 PROMPT = 1024
 """Default of --prompt-tokens."""
+SLOW_S = 3.0
+"""Seconds after which a plan says that it goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +121,29 @@ def _own_memory() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
+@contextmanager
+def announced_if_slow(path: str, after_s: float = SLOW_S) -> Iterator[None]:
+    """Print on stderr that the plan goes on, if the block takes longer than `after_s`.
+
+    A forward pass is traced layer by layer, which takes minutes for long recurrences.
+    """
+    text = f"plan: tracing the layers of {path}; a large model with recurrent ones takes minutes"
+    timer = threading.Timer(after_s, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def show(config: RunConfig, options: PlanOptions) -> int:
     """Print the plan; return exit code 1 if the run does not fit. Raises ConfigError."""
+    with announced_if_slow(config.model.path):
+        return _show(config, options)
+
+
+def _show(config: RunConfig, options: PlanOptions) -> int:
     section, machine = config.distributed, options.machine
     devices = trainers_of(config, options.devices, on_gpu=machine.kind != "cpu")
     if devices is not None:

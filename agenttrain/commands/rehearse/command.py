@@ -7,6 +7,8 @@ environments and rewards. A stub takes the place of the model (`stub.py`).
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -59,6 +61,8 @@ class RehearseOptions:
     rollouts: int
     tokens_per_s: float | None
     file: Path | None
+    settings: Sequence[str] = ()
+    """The other words, as typed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +160,7 @@ def parse(arguments: Sequence[str]) -> tuple[RehearseOptions, list[str]]:
         raise ConfigError(f"json={file}: name a file in an existing folder")
     given = speed if words["tokens_per_s"] else None
     return RehearseOptions(
-        rollouts=int(words["rollouts"]), tokens_per_s=given, file=file
+        rollouts=int(words["rollouts"]), tokens_per_s=given, file=file, settings=overrides
     ), overrides
 
 
@@ -239,11 +243,13 @@ async def _rehearse(components: Components, options: RehearseOptions) -> Report:
         problems=problems,
         warnings=[],
     )
-    _judge(report, collected, components)
+    _judge(report, collected, components, options.settings)
     return report
 
 
-def _judge(report: Report, collected: Collected, components: Components) -> None:
+def _judge(
+    report: Report, collected: Collected, components: Components, settings: Sequence[str]
+) -> None:
     """Add problems and warnings to the report."""
     problems, warnings = report.problems, report.warnings
     for rollout in collected.rollouts:
@@ -260,7 +266,7 @@ def _judge(report: Report, collected: Collected, components: Components) -> None
             warnings.append(
                 f"tools.{tool.tool}: all {tool.calls} calls failed, the first with "
                 f"{tool.first_error!r}; drawn arguments fit its schema and may make no sense: try "
-                f"one that does with agenttrain tools --call {tool.tool} '{{…}}'"
+                f"some that do: {_tools_command(tool.tool, collected, settings)}"
             )
         if tool.clipped:
             warnings.append(
@@ -274,6 +280,7 @@ def _judge(report: Report, collected: Collected, components: Components) -> None
         warnings.append(
             f"data.train: {collected.overlong} prompts fill the context of {report.context} tokens"
         )
+    warnings += components.rubric.alarms()
     failed = {text.partition(":")[0] for text in problems}
     for reward in report.rewards:
         if reward.low is None:
@@ -284,6 +291,14 @@ def _judge(report: Report, collected: Collected, components: Components) -> None
                 f"reward.{reward.reward}: is {reward.low:g} for all {reward.rollouts} rollouts; a "
                 "model whose rollouts all get the same learns nothing"
             )
+
+
+def _tools_command(name: str, collected: Collected, settings: Sequence[str]) -> str:
+    """Return the command that makes a tool's first call once more."""
+    results = (result for rollout in collected.rollouts for result in rollout.tool_results)
+    first = next(r.call for r in results if r.call.name == name and r.error not in REFUSED)
+    arguments = json.dumps(first.arguments, ensure_ascii=False)
+    return shlex.join(["agenttrain", "tools", *settings, "--call", name, arguments])
 
 
 def _names(components: Components, collected: Collected) -> list[str]:
@@ -316,12 +331,20 @@ def _tool_reports(collector: Collector, rollouts: Sequence[Rollout]) -> Iterator
             failures=len(errors),
             first_error=errors[0] if errors else "",
             same_error=len(entries) >= 3 and len(errors) == len(entries) and len(set(errors)) == 1,
-            p50_s=seconds[len(seconds) // 2],
-            p95_s=seconds[int(0.95 * (len(seconds) - 1))],
-            reply_tokens_p50=sorted(tokens)[len(tokens) // 2],
+            p50_s=nearest_rank(seconds, 50),
+            p95_s=nearest_rank(seconds, 95),
+            reply_tokens_p50=round(nearest_rank(tokens, 50)),
             reply_tokens_max=max(tokens),
             clipped=sum(count > limit for count, (_, limit) in zip(tokens, entries, strict=True)),
         )
+
+
+def nearest_rank(values: Sequence[float], percent: int) -> float:
+    """Return the smallest value that at least `percent` of 100 values do not exceed.
+
+    Example: the 50th of 3, 1, 2 and 4 is 2, and the 95th is 4.
+    """
+    return sorted(values)[max(-(-percent * len(values) // 100) - 1, 0)]
 
 
 def _reward_report(name: str, rollouts: Sequence[Rollout]) -> RewardReport:

@@ -79,7 +79,7 @@ class Stub:
         kind = FIRST[number % len(FIRST)]
         if turn:
             kind = rng.choices(list(LATER), list(LATER.values()))[0]
-        stops = set(self.components.config.stop_tools)
+        stops = self.components.stop_tools(task)
         tools = [schema["function"] for schema in schemas]
         callable_tools = [tool for tool in tools if tool["name"] not in stops]
         stop_tools = [tool for tool in tools if tool["name"] in stops]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agenttrain.rewards.function import last_main
-from agenttrain.types import MAIN, Rollout
+from agenttrain.types import MAIN, Rollout, ToolError
 from agenttrain.utils.data_fields import Data
 
 
@@ -168,11 +168,17 @@ class Contains(AnswerReward):
         return 0.0
 
 
+ANSWERING = (None, ToolError.timeout, ToolError.unavailable)
+"""Errors of calls that hand an answer in: none, or one for which the model is not to blame."""
+
+
 def tool_answer(rollout: Rollout, tool: str, argument: str | None) -> Any:
-    """Return an argument of the last valid call of `tool`; all of them for `argument=None`."""
+    """Return an argument of the last valid call of `tool`; all of them for `argument=None`.
+
+    A call that was not run, or that the tool refused with an exception, is not valid.
+    """
     for result in reversed(rollout.tool_results):
-        valid = result.error is None or not result.error.invalid_call
-        if result.call.name == tool and valid:
+        if result.call.name == tool and result.error in ANSWERING:
             arguments = result.call.arguments
             return arguments if argument is None else arguments.get(argument)
     return None

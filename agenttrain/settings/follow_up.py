@@ -1,0 +1,125 @@
+"""The commands that go on with a model which `agenttrain sft` has trained, for the same agent."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agenttrain.settings.checks import has_no_effect
+from agenttrain.utils.files import conf_folder, parse_yaml
+from agenttrain.utils.overrides import key_of
+
+WARMSTART = "_warmstart"
+"""End of an experiment's name for `sft`; before it stands the one for reinforcement learning."""
+OF_SFT = (
+    *("steps", "sft", "optimizer", "eval", "checkpoint", "hydra", "resume", "resume_changed"),
+    *("model.path", "model.revision", "model.init"),
+)
+"""Sections and settings of a supervised run that say nothing about its agent."""
+ROWS = ("data", "data.path", "data.train", "data.train.path", "data.train._target_")
+"""Settings that choose a run's rows."""
+AGENT = ("tools", "stop_tools", "stop", "environment", "agent")
+PLACEHOLDERS = ("data=file", "data.train.path=train.jsonl", "data.test.path=test.jsonl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowUp:
+    """Two command lines that run as they are, unless `tasks_missing`."""
+
+    evaluate: str
+    train: str
+    tasks_missing: bool
+    """True if nothing names tasks: the rows of the run are demonstrations, which hold the answers.
+    The commands then name files that the user has to write."""
+
+
+def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
+    """Return the commands behind `agenttrain sft`, which was called with `words`.
+
+    Example: after ``--config-dir conf experiment=mine data.path=demos.jsonl steps=90`` the first is
+    ``agenttrain eval --config-dir conf experiment=mine model.path=<checkpoint>``.
+    """
+    options, settings = _split(words)
+    named = [text for text in settings if key_of(text) == "experiment"]
+    experiment = named[-1].partition("=")[2] if named else None
+    folders = [Path(options[name]) for name in ("--config-dir",) if name in options]
+    folders.append(conf_folder())
+    files = [f"experiment/{experiment}"] if experiment else []
+    files += [options[name] for name in ("--config-name",) if name in options]
+    of_rl = (experiment or "").removesuffix(WARMSTART)
+    if of_rl != experiment and any(_file(folder, f"experiment/{of_rl}") for folder in folders):
+        settings = [f"experiment={of_rl}" if text in named else text for text in settings]
+        missing = False
+    elif not any(key_of(text) in ROWS for text in settings):
+        missing = True  # the rows of the experiment itself are what was learned
+    elif files:
+        bundled = _file(conf_folder(), f"experiment/{experiment}") and experiment != "none"
+        missing = not bundled and not any(_chooses_rows(file, folders) for file in files)
+    else:
+        missing = any(_of(text, AGENT) for text in settings)
+    kept = [text for text in settings if not _of(text, (*OF_SFT, "data"))]
+    kept += [*(PLACEHOLDERS if missing else ()), f"model.path={checkpoint}"]
+    typed = [word for pair in options.items() for word in pair]
+
+    def command(verb: str) -> str:
+        taken = [text for text in kept if not has_no_effect(text, verb)]
+        return shlex.join(["agenttrain", *([verb] if verb != "train" else ()), *typed, *taken])
+
+    return FollowUp(evaluate=command("eval"), train=command("train"), tasks_missing=missing)
+
+
+def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the options that name YAML files, and the settings."""
+    options: dict[str, str] = {}
+    settings: list[str] = []
+    waiting = iter(words)
+    for word in waiting:
+        name, _, value = word.partition("=")
+        name = {"-cd": "--config-dir", "-cn": "--config-name"}.get(name, name)
+        if name in ("--config-dir", "--config-name"):
+            options[name] = value or next(waiting, "")
+        elif not word.startswith("-"):
+            settings.append(word)
+    return options, settings
+
+
+def _of(override: str, sections: Sequence[str]) -> bool:
+    """Return True if an override is of one of these sections, or sets one of these settings."""
+    key = key_of(override).partition("@")[0]
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _file(folder: Path, name: str) -> Path | None:
+    path = folder / f"{name.removesuffix('.yaml')}.yaml"
+    return path if path.is_file() else None
+
+
+def _chooses_rows(name: str, folders: Sequence[Path]) -> bool:
+    """Return True if a YAML file, or an experiment that it begins with, chooses the run's rows."""
+    path = next((path for folder in folders if (path := _file(folder, name))), None)
+    node = parse_yaml(path.read_text(encoding="utf-8")) if path else None
+    if not isinstance(node, Mapping):
+        return False
+    if any(f"data.{key}" in ROWS for key in node.get("data") or ()):
+        return True
+    for group, option in _choices(node.get("defaults") or ()):
+        if group == "data":
+            return True
+        place = {"experiment": f"experiment/{option}", "": f"{Path(name).parent}/{option}"}
+        if group in place and option != "_self_" and _chooses_rows(place[group], folders):
+            return True
+    return False
+
+
+def _choices(defaults: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Yield group and option of a defaults list; the group of a plain name is empty."""
+    for entry in defaults:
+        if isinstance(entry, str):
+            yield "", entry
+        elif isinstance(entry, Mapping):
+            for group, option in entry.items():
+                name = str(group).removeprefix("override ").removeprefix("optional ")
+                yield name.lstrip("/").partition("@")[0], str(option)

@@ -1,0 +1,150 @@
+"""Alarms (SIGALRM) of users' functions: how math-verify and timeout_decorator limit time.
+
+Python handles signals in the main thread. In any other one `signal.signal` raises ValueError, which
+the function may swallow, and an alarm would interrupt what the main thread does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, ModuleType
+from typing import Any
+
+TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+SETTERS = ("alarm", "setitimer", "SIGALRM")
+"""Names in the code of a function that sets an alarm."""
+MOST_FUNCTIONS = 5_000
+"""Functions that `may_set_alarms` reads."""
+REMEDY = (
+    "for math-verify take reward=[math_verify], which runs in a process of its own, or pass "
+    "parse(…, parsing_timeout=None) and verify(…, timeout_seconds=None)"
+)
+
+_thread = threading.local()
+
+
+@contextmanager
+def alarms_refused() -> Iterator[list[str]]:
+    """Refuse alarms in the block, unless this is the main thread; yields what was tried.
+
+    Without this, only `signal.signal` is refused, and an alarm that is set kills the process. A
+    function that swallows the ValueError is found out all the same.
+    """
+    tried: list[str] = []
+    outer: list[str] | None = getattr(_thread, "tried", None)
+    if threading.current_thread() is threading.main_thread():
+        yield tried
+        return
+    _patch()
+    _thread.tried = tried
+    try:
+        yield tried
+    finally:
+        _thread.tried = outer
+        if outer is not None:
+            outer += tried
+
+
+@functools.cache
+def _patch() -> None:
+    """Put a check before the functions of `signal`, once in a process."""
+    # `signal.signal` calls that of `_signal`, also where it was imported by name.
+    for module, name in (
+        (sys.modules["_signal"], "signal"),
+        (signal, "alarm"),
+        (signal, "setitimer"),
+    ):
+        _check_before(module, name)
+
+
+def _check_before(module: ModuleType, name: str) -> None:
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def checked(*arguments: Any) -> Any:
+        tried: list[str] | None = getattr(_thread, "tried", None)
+        if tried is not None and (name != "signal" or arguments[:1] in [(t,) for t in TIMERS]):
+            tried.append(name)
+            raise ValueError(f"signal.{name}: alarms work in the main thread only")
+        return original(*arguments)
+
+    setattr(module, name, checked)
+
+
+@contextmanager
+def alarms_kept_apart() -> Iterator[None]:
+    """Undo the alarm and the handler that the block leaves behind, in the main thread."""
+    pending = signal.setitimer(signal.ITIMER_REAL, 0)
+    handler = signal.getsignal(signal.SIGALRM)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if handler is not None:  # one that Python did not set
+            signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *pending)
+
+
+def warn_of_alarm(owner: str, remedy: str) -> None:
+    """Warn that an alarm was refused outside the main thread, whatever the function made of it."""
+    warnings.warn(
+        f"{owner}: it tried to limit its time by an alarm (signal.alarm), which works in the main "
+        f"thread only, and got a ValueError; {remedy}",
+        RuntimeWarning,
+        stacklevel=1,
+    )
+
+
+def may_set_alarms(function: Callable[..., Any]) -> str | None:
+    """Return the dotted name of the first function that `function` may reach and that sets alarms.
+
+    Reads code and calls nothing, so it does not know with which arguments the function is called.
+    Example: ``"math_verify.utils.timeout"`` for a reward that calls `math_verify.parse`.
+    """
+    waiting: list[Any] = [function]
+    seen: set[int] = set()
+    while waiting and len(seen) < MOST_FUNCTIONS:
+        value = waiting.pop(0)
+        if isinstance(value, functools.partial):
+            value = value.func
+        methods: dict[str, Any] = {}
+        if not inspect.isroutine(value):  # an object that is called, and the methods it may call
+            methods = {k: v for cls in reversed(type(value).__mro__) for k, v in vars(cls).items()}
+            value = methods.get("__call__")
+        value = getattr(value, "__func__", value)
+        if not inspect.isfunction(value) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        closure = {name: cell.cell_contents for name, cell in cells if _filled(cell)}
+        names = sorted({*_names(value.__code__), *closure})
+        if not set(names).isdisjoint(SETTERS):
+            return f"{value.__module__}.{value.__qualname__}"
+        spaces = [closure, value.__globals__, sys.modules, methods]
+        modules = [s[name] for s in spaces for name in names if isinstance(s.get(name), ModuleType)]
+        spaces += [vars(module) for module in modules]
+        reached = [space[name] for space in spaces for name in names if name in space]
+        waiting += [item for item in reached if callable(item) and not inspect.isclass(item)]
+    return None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that code and the functions within it read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not assigned yet
+        return False
