@@ -15,7 +15,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from agenttrain.tools.sandbox.confine import confine, die_first
+from agenttrain.tools.sandbox.confine import CORE_BYTES, confine, die_first, set_limit
 from agenttrain.tools.sandbox.memory import disk_in_use, memory_in_use
 from agenttrain.tools.sandbox.root import Root
 from agenttrain.tools.sandbox.system import PR_SET_DUMPABLE, prctl
@@ -113,9 +113,8 @@ def main() -> None:
             processes=PROCESSES,
             permitted=PERMITTED,
         )
-        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
-        most = min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        set_limit(resource.RLIMIT_CORE, CORE_BYTES)
+        set_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     except OSError as error:
         print(f"agent.sandbox=bwrap: {error}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -128,6 +128,14 @@ SECRETS = (
 )
 
 
+def test_a_sandbox_starts_under_limits_that_are_lower_than_its_own(home: Path) -> None:
+    program = "import json, resource as r; print(json.dumps(r.getrlimit(r.RLIMIT_CORE)))"
+    config = settings(sys.executable, "-c", program)
+    lowered = ["sh", "-c", 'ulimit -c 0; exec "$@"', "sh", *confined(config), *config.command]
+    done = subprocess.run(lowered, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("[0, 0]\n", "")
+
+
 def test_keys_tokens_and_histories_are_absent_from_all_that_is_shown(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,9 @@ OPEN_FILES = 128
 """Open files of a process. The buffers of sockets are memory that no process is charged for."""
 SIGNALS = 256
 """Signals that may be queued."""
+CORE_BYTES = 1
+"""Limit of a core dump. 0 would still start a core_pattern that is a program of the machine; 1 does
+not."""
 
 
 def confine(root: Root, *, user: int | None, processes: int, permitted: Sequence[str] = ()) -> None:
@@ -63,13 +66,12 @@ def die_first() -> None:
 def limit_worker(memory_mb: int, file_mb: int, cpu_s: int) -> None:
     """Limit this process of the model's code; processes that it starts inherit the limits."""
     if sys.platform == "linux":  # macOS knows RLIMIT_AS and refuses to set it
-        _limit(resource.RLIMIT_AS, memory_mb * MB)
-    _limit(resource.RLIMIT_FSIZE, file_mb * MB)
+        set_limit(resource.RLIMIT_AS, memory_mb * MB)
+    set_limit(resource.RLIMIT_FSIZE, file_mb * MB)
     # SIGXCPU shows the reason; one second later SIGKILL cannot be ignored.
-    _limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
-    # 0 would still start a core_pattern that is a program of the machine; 1 does not.
-    _limit(resource.RLIMIT_CORE, 1)
-    _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    set_limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
+    set_limit(resource.RLIMIT_CORE, CORE_BYTES)
+    set_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
 
 
 def limit_all(processes: int) -> None:
@@ -78,10 +80,10 @@ def limit_all(processes: int) -> None:
     Linux (since 5.14) counts processes and threads per user and user namespace. Each sandbox has a
     user or a user namespace of its own, so sandboxes do not share the limit.
     """
-    _limit(resource.RLIMIT_NPROC, processes)
-    _limit(resource.RLIMIT_MEMLOCK, 0)
-    _limit(resource.RLIMIT_MSGQUEUE, 0)
-    _limit(resource.RLIMIT_SIGPENDING, SIGNALS)
+    set_limit(resource.RLIMIT_NPROC, processes)
+    set_limit(resource.RLIMIT_MEMLOCK, 0)
+    set_limit(resource.RLIMIT_MSGQUEUE, 0)
+    set_limit(resource.RLIMIT_SIGPENDING, SIGNALS)
 
 
 def drop_privileges(user: int | None) -> None:
@@ -101,7 +103,7 @@ def drop_privileges(user: int | None) -> None:
     prctl(PR_SET_DUMPABLE, 0)
 
 
-def _limit(kind: int, soft: int, hard: int | None = None) -> None:
+def set_limit(kind: int, soft: int, hard: int | None = None) -> None:
     """Set a limit for good, never above the present one."""
     allowed = resource.getrlimit(kind)[1]
     values = [soft, soft if hard is None else hard]
