@@ -185,6 +185,11 @@ class ToolCall:
     lenient: bool = False
     """True if it could be parsed only because `response_schema.lenient` is set."""
 
+    @property
+    def malformed_reply(self) -> str:
+        """Result of a malformed call, as the model reads it in training and from servers."""
+        return f"Error: malformed call: {self.malformed}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantTurn:

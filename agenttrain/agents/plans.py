@@ -127,7 +127,7 @@ class RequestPlanner:
         given = {m["tool_call_id"]: m["content"] for m in added if m["role"] == "tool"}
         replies: list[Message] = []
         for call_id, call in zip(turn.call_ids, turn.turn.calls, strict=True):
-            content = given.get(call_id, f"Error: malformed call: {call.malformed}")
+            content = given.get(call_id, call.malformed_reply)
             replies.append(
                 {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
             )

@@ -139,7 +139,7 @@ class Conversations:
                 "tool_call_id": call.id,
                 "name": call.name,
                 # The client never saw a malformed call as one, and the template shows a reply each.
-                "content": contents.get(call.id, f"Error: {call.malformed}"),
+                "content": contents.get(call.id, call.malformed_reply),
             }
             for call in exchange.turn.calls
         ]

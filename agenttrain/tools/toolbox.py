@@ -206,7 +206,7 @@ class Toolbox:
         self, call: ToolCall, context_of: Callable[[ToolCall], ToolContext]
     ) -> ToolResult:
         if call.malformed is not None:
-            return _refuse(call, ToolError.malformed, f"malformed call: {call.malformed}")
+            return ToolResult(call=call, content=call.malformed_reply, error=ToolError.malformed)
         if call.name not in self.names:
             text = f"unknown tool {call.name!r}{did_you_mean(call.name, self.names)}; tools: "
             return _refuse(call, ToolError.unknown_tool, text + (", ".join(self.names) or "none"))

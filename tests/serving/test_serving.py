@@ -139,7 +139,7 @@ def test_a_malformed_call_is_text_and_the_model_reads_what_was_wrong(serve) -> N
     assert "{oops" in answer.message.content
     served.ask([*ASK, answer.message, {"role": "user", "content": "again"}], tools=TOOLS)
     text = tiny.tokenizer().decode(served.engine.sent[1].token_ids)
-    assert f"{broken}\n<|im_start|>user\n<tool_response>\nError: " in text
+    assert f"{broken}\n<|im_start|>user\n<tool_response>\nError: malformed call: " in text
 
 
 def test_parallel_replies_may_come_in_any_order(serve) -> None:
