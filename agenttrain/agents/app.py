@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -26,14 +25,19 @@ from agenttrain.agents.attempt import EndpointRollout
 from agenttrain.agents.replays import Delivery, Replays
 from agenttrain.chat.wire import anthropic, openai
 from agenttrain.chat.wire.fields import shown
-from agenttrain.chat.wire.http import read, read_body
+from agenttrain.chat.wire.http import (
+    ANSWERED_ERRORS,
+    KEPT_ALIVE_S,
+    read,
+    read_body,
+    request_error,
+    wait_until_disconnected,
+)
 from agenttrain.chat.wire.normal import Answer, Question
 from agenttrain.chat.wire.openai import RequestError, read_object
 from agenttrain.rewards.function import LARGEST
 from agenttrain.types import Message
 
-KEPT_ALIVE_S = 10.0
-"""Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
 ON_RESET = "agenttrain.on_reset"
 """Key of a request's scope: called when its connection is reset after the answer was written."""
 LOST_S = 10.0
@@ -78,10 +82,7 @@ class Api:
 
     def question_of(self, data: Mapping[str, Any]) -> Question:
         """Read a request that is parsed; raises RequestError."""
-        try:
-            return anthropic.read_question(data) if self.anthropic else openai.read_question(data)
-        except RecursionError as error:
-            raise RequestError("the request is nested too deeply") from error
+        return anthropic.read_question(data) if self.anthropic else openai.read_question(data)
 
     def body(self, answer: Answer) -> dict[str, Any]:
         """Return an answer in one piece."""
@@ -121,7 +122,7 @@ class AnswerResponse(Response):
         delivery = self.delivery
         delivery.readers += 1
         scope[ON_RESET] = self._reset
-        leaving = asyncio.ensure_future(_disconnect(receive))
+        leaving = asyncio.ensure_future(wait_until_disconnected(receive))
         try:
             self._written = await self._write(send, leaving)
             delivery.written += self._written
@@ -159,10 +160,8 @@ class AnswerResponse(Response):
             answer = task.result()
         except asyncio.CancelledError:
             error = RequestError("the rollout has ended", status=403)
-        except RequestError as problem:
-            error = problem
         except Exception as problem:
-            error = RequestError(f"{type(problem).__name__}: {problem}", status=500)
+            error = request_error(problem)
         if error is not None and begun:
             event = "event: error\n" if self.api.anthropic else ""
             await _send(send, f"{event}data: {_json(self.api.error(error))}\n\n", more=False)
@@ -188,8 +187,8 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         try:
             body = await read_body(request, opened.rollout.max_context)
             question = await read(len(body), api.question, body)
-        except RequestError as error:
-            opened.rollout.refuse(error)
+        except (RequestError, RecursionError) as error:
+            opened.rollout.refuse(request_error(error))
             raise
         retries = request.headers.get("x-stainless-retry-count", "0")
         delivery = opened.replays.deliver(
@@ -235,14 +234,9 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         return JSONResponse({"finished": True})
 
     async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):
-            error = RequestError(f"{error.detail}", status=error.status_code)
-        elif isinstance(error, RecursionError):
-            error = RequestError("the request is nested too deeply")
-        elif not isinstance(error, RequestError):
-            error = RequestError(f"{type(error).__name__}: {error}", status=500)
+        problem = request_error(error)
         api = APIS["messages" if "/v1/messages" in request.url.path else "chat/completions"]
-        return JSONResponse(api.error(error), status_code=error.status)
+        return JSONResponse(api.error(problem), status_code=problem.status)
 
     def post(path: str, handler: Callable[..., Any]) -> Route:
         return Route(path, handler, methods=["POST"])
@@ -255,9 +249,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
             post("/{rollout}/reward", reward),
             post("/{rollout}/finish", finish),
         ],
-        exception_handlers=dict.fromkeys(
-            (RequestError, HTTPException, RecursionError, Exception), refuse
-        ),
+        exception_handlers=dict.fromkeys(ANSWERED_ERRORS, refuse),
     )
 
 
@@ -298,11 +290,6 @@ def _authorised(request: Request, find: Callable[[str], Open | None]) -> Open:
         )
     opened.seen()
     return opened
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _start(send: Send, status: int, kind: str) -> None:

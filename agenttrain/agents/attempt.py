@@ -25,7 +25,7 @@ from agenttrain.agents.plans import Plan, RequestPlanner, Suffix
 from agenttrain.agents.transcript import Transcript, call_error
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.wire.fields import MOST_SHOWN, shown
-from agenttrain.chat.wire.http import read
+from agenttrain.chat.wire.http import read, request_error
 from agenttrain.chat.wire.normal import Answer, Question, issued_calls, issued_message
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine, EngineDead, EngineError
@@ -149,7 +149,9 @@ class EndpointRollout:
             self.refuse(error)
             raise
         except RecursionError as error:
-            raise RequestError("the request is nested too deeply") from error
+            problem = request_error(error)
+            self.refuse(problem)
+            raise problem from error
 
     def refuse(self, error: RequestError) -> None:
         """Note an error: unless a turn comes after it, it is why the rollout ended."""

@@ -12,6 +12,7 @@ from typing import Any
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.stop_texts import StopScan, before_stop
+from agenttrain.chat.wire.http import KEPT_ALIVE_S
 from agenttrain.chat.wire.openai import (
     ChatRequest,
     RequestError,
@@ -25,8 +26,6 @@ from agenttrain.engines.config import Sampling
 from agenttrain.serving.conversations import Conversations, Prompt
 from agenttrain.types import AssistantTurn, Finish, Message
 
-KEPT_ALIVE_S = 10.0
-"""Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
 PARSED_S = 0.05
 """Least seconds between two looks at an answer that is being streamed."""
 LONGEST_MARK = 16

@@ -29,7 +29,6 @@ from urllib.parse import urlsplit
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -37,7 +36,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agenttrain.chat.wire.fields import MOST_SHOWN
-from agenttrain.chat.wire.http import BoundedHead, read, read_body
+from agenttrain.chat.wire.http import (
+    ANSWERED_ERRORS,
+    BoundedHead,
+    read,
+    read_body,
+    request_error,
+    wait_until_disconnected,
+)
 from agenttrain.chat.wire.openai import RequestError, parse_request
 from agenttrain.serving.answers import ChatServer
 
@@ -93,12 +99,8 @@ def _is_address(name: str) -> bool:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work` for a client; cancel it and raise Disconnected when the client goes."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    task = asyncio.create_task(work)
+    leaving = asyncio.create_task(wait_until_disconnected(receive))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -188,13 +190,8 @@ def build_app(
         return JSONResponse({"status": "ok"})
 
     async def refuse(_: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):
-            error = RequestError(f"{error.detail}", status=error.status_code)
-        elif isinstance(error, RecursionError):
-            error = RequestError("the request is nested too deeply")
-        elif not isinstance(error, RequestError):
-            error = RequestError(f"{type(error).__name__}: {error}", status=500)
-        return JSONResponse(error.body(), status_code=error.status)
+        problem = request_error(error)
+        return JSONResponse(problem.body(), status_code=problem.status)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -208,9 +205,7 @@ def build_app(
             Route("/v1/chat/completions", complete, methods=["POST"]),
             Route("/health", health),
         ],
-        exception_handlers=dict.fromkeys(
-            (RequestError, HTTPException, RecursionError, Exception), refuse
-        ),
+        exception_handlers=dict.fromkeys(ANSWERED_ERRORS, refuse),
         middleware=[Middleware(HostCheck, hosts=hosts, any_address=any_address)],
         lifespan=lifespan,
     )

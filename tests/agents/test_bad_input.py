@@ -136,6 +136,25 @@ class Failing(ScriptedEngine):
         raise EngineError("no memory")
 
 
+def test_a_rollout_whose_request_is_nested_too_deeply_ends_with_that_reason() -> None:
+    deep: Any = {}
+    for _ in range(700):
+        deep = {"a": deep}
+    function = {"name": "f", "arguments": deep}
+    call = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+    statuses: list[int] = []
+
+    async def drive(agent: AgentTask) -> None:
+        async with client(agent) as http:
+            messages = [*ASK, call, {"role": "tool", "tool_call_id": "c", "content": "7"}]
+            response = await http.post("/v1/chat/completions", json={"messages": messages})
+            statuses.append(response.status_code)
+
+    done = rollout(drive, SEVEN)
+    assert statuses == [400]
+    assert (done.stop_reason, done.error) == (StopReason.error, "the request is nested too deeply")
+
+
 @pytest.mark.parametrize(
     ("request_of", "event"), [(openais, "data: {"), (anthropics, "event: error\ndata: {")]
 )

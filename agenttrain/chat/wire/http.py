@@ -1,4 +1,7 @@
-"""Bounds of what the HTTP fronts keep of a request: of its body by the context, and of its head."""
+"""What the HTTP fronts of `serve` and of the agents' endpoint have in common.
+
+They keep a bounded part of a request: of its body by the context, and of its head.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from agenttrain.chat.wire.openai import RequestError
@@ -21,6 +26,28 @@ MOST_HEAD = 2**16
 """Bytes of a request's address and headers."""
 LARGE = 2**15
 """Bytes of a request that is read in a thread, so that others go on."""
+KEPT_ALIVE_S = 10.0
+"""Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
+ANSWERED_ERRORS = (RequestError, HTTPException, RecursionError, Exception)
+"""Errors that the fronts answer with `request_error`. starlette raises again what it handles as
+Exception, so that uvicorn logs it."""
+
+
+def request_error(error: Exception) -> RequestError:
+    """Return the error with which a request is answered that raised `error`."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, HTTPException):
+        return RequestError(f"{error.detail}", status=error.status_code)
+    if isinstance(error, RecursionError):
+        return RequestError("the request is nested too deeply")
+    return RequestError(f"{type(error).__name__}: {error}", status=500)
+
+
+async def wait_until_disconnected(receive: Receive) -> None:
+    """Wait until the client of a request is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def body_limit(max_context: int) -> int:
