@@ -7,18 +7,18 @@ import math
 from typing import Any
 
 
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+def refuse_constant(name: str) -> Any:
+    """Raise ValueError for NaN or Infinity: a `parse_constant` of decoders."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError("a number is beyond the range of floats")
-    return value
+def finite_float(literal: str) -> float:
+    """Return a number that floats can hold, else raise ValueError: a `parse_float` of decoders."""
+    number = float(literal)
+    return number if math.isfinite(number) else refuse_constant(literal)
 
 
-STRICT = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
+STRICT = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite_float)
 
 
 def read_json(text: str | bytes) -> Any:

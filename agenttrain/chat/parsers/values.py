@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+from agenttrain.utils.strict_json import finite_float, refuse_constant
+
 MAX_DEPTH = 64
 """Nesting of a call's arguments."""
 UNTERMINATED = "Unterminated string"
@@ -130,15 +132,6 @@ def written_name(text: str, key: str = "name") -> str:
     return match["name"] if match else ""
 
 
-def _reject(literal: str) -> float:
-    raise ValueError(f"{literal} is not a JSON number")
-
-
-def _finite(literal: str) -> float:
-    number = float(literal)
-    return number if math.isfinite(number) else _reject(literal)
-
-
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a mapping of the pairs. Raises ValueError for a key given twice, which is ambiguous."""
     mapping = dict(pairs)
@@ -151,7 +144,9 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-_DECODER = json.JSONDecoder(parse_constant=_reject, parse_float=_finite, object_pairs_hook=unique)
+_DECODER = json.JSONDecoder(
+    parse_constant=refuse_constant, parse_float=finite_float, object_pairs_hook=unique
+)
 
 
 def portable(value: Any, text: str) -> bool:
