@@ -226,11 +226,11 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         opened = _authorised(request, find)
         body = await read_body(request, opened.rollout.max_context)
         data = await read(len(body), read_object, body) if body.strip() else {}
-        given = None if data.get("reward") is None else read_reward(data["reward"])
-        messages = await read(len(body), _ending, data)
+        reward = None if data.get("reward") is None else read_reward(data["reward"])
+        messages = await read(len(body), _read_ending, data)
         await opened.rollout.finish(messages, size=len(body))
-        if given is not None:
-            opened.rollout.reward = given
+        if reward is not None:
+            opened.rollout.reward = reward
         return JSONResponse({"finished": True})
 
     async def refuse(request: Request, error: Exception) -> Response:
@@ -253,16 +253,16 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
     )
 
 
-def _ending(data: Mapping[str, Any]) -> list[Message]:
+def _read_ending(data: Mapping[str, Any]) -> list[Message]:
     """Return the conversation with which a rollout is finished. Raises RequestError."""
-    given = data.get("messages")
-    if not given:
+    messages = data.get("messages")
+    if not messages:
         return []
-    if not isinstance(given, list):
+    if not isinstance(messages, list):
         raise RequestError("messages: needs a list of messages", param="messages")
     api = APIS["messages" if data.get("api") == "anthropic" else "chat/completions"]
-    # It ends with replies, and the last answer may stand at its end too.
-    asked = [*given, {"role": "user", "content": ""}]
+    # A request must end with a message of the user, and this conversation may end with an answer.
+    asked = [*messages, {"role": "user", "content": ""}]
     return api.question_of({"messages": asked}).messages[:-1]
 
 

@@ -125,7 +125,7 @@ class CommandAgent:
         """Run the program to its end; return the reward in its last line, if there is one."""
         line = assignment.line()
         env = {**self._env, **assignment.environment()}
-        program = await AgentProcess.start(started(self._command), env)
+        program = await AgentProcess.start(make_command(self._command), env)
         out, err = (BoundedLog(log.with_suffix(f".{name}")) for name in ("stdout", "stderr"))
         copying = [
             asyncio.ensure_future(copy_output(program.process.stdout, out)),
@@ -154,8 +154,8 @@ class CommandAgent:
         """Nothing is kept between rollouts."""
 
 
-def started(command: Callable[[], Sequence[str]]) -> Sequence[str]:
-    """Return the command of a process. Raises AgentFailed where a sandbox cannot be made."""
+def make_command(command: Callable[[], Sequence[str]]) -> Sequence[str]:
+    """Call `command` for that of a process. Raises AgentFailed where no sandbox can be made."""
     try:
         return command()
     except (OSError, ValueError) as error:

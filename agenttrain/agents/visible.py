@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from agenttrain.tools.sandbox.root import PROGRAMS
+from agenttrain.tools.sandbox.root import PROGRAMS, is_within
 from agenttrain.utils.files import PACKAGE
 
 SECRETS = (
@@ -87,7 +87,7 @@ class Visible:
         real = follow(path, self.links)
         if os.path.isdir(real) and self._is_of_one(real):
             self.shown.add(real)
-        elif os.path.isfile(real) and not within(real, *PROGRAMS):
+        elif os.path.isfile(real) and not is_within(real, *PROGRAMS):
             self.programs.add(real)
 
     def add_beside(self, file: str) -> None:
@@ -125,8 +125,8 @@ class Visible:
 
     def _is_of_one(self, folder: str) -> bool:
         """Return False for the system's folders, and for a home and the folders above it."""
-        system = folder in SYSTEM or within(folder, *PROGRAMS, "/proc", "/sys", "/dev")
-        return not system and not within(self.home, folder)
+        system = folder in SYSTEM or is_within(folder, *PROGRAMS, "/proc", "/sys", "/dev")
+        return not system and not is_within(self.home, folder)
 
 
 def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
@@ -148,16 +148,16 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
     for program in _programs(command, visible.links):
         visible.add_program(program)
     for file in _files(command):
-        if not within(os.path.realpath(file), *secrets):
+        if not is_within(os.path.realpath(file), *secrets):
             visible.add(file) if os.path.isdir(file) else visible.add_beside(file)
     for path in (work, *map(os.path.expanduser, read)):
         visible.add(path)
-    visible.shown = {path for path in visible.shown if not within(path, *secrets)}
-    visible.work = work if within(work, *visible.shown) else visible.home
+    visible.shown = {path for path in visible.shown if not is_within(path, *secrets)}
+    visible.work = work if is_within(work, *visible.shown) else visible.home
     tops = {f"{folder}/{name}" for folder in visible.shown for name in SECRETS}
     secrets |= _with_targets(tops)
     needed = (*visible.programs, *visible.shown)
-    visible.hidden = {path for path in secrets if not any(within(n, path) for n in needed)}
+    visible.hidden = {path for path in secrets if not any(is_within(n, path) for n in needed)}
     return visible
 
 
@@ -180,21 +180,16 @@ def follow(path: str, links: dict[str, str]) -> str:
     return real or "/"
 
 
-def within(path: str, *folders: str) -> bool:
-    """Return True if a path is one of the folders or below one."""
-    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
-
-
 def _read_problem(path: str, visible: Visible, secrets: set[str]) -> str | None:
     """Return why an entry of `agent.read` cannot be shown; None if it can."""
     real = os.path.realpath(os.path.expanduser(path))
     if not os.path.exists(real):
         return "there is no such file or folder; name one that exists"
-    if within(real, *secrets):
+    if is_within(real, *secrets):
         return "has keys, tokens or histories, which an agent must not read; name another folder"
-    if os.path.isdir(real) and within(visible.home, real):
+    if os.path.isdir(real) and is_within(visible.home, real):
         return "has your home in it, with its keys and histories; name folders within the home"
-    if real in SYSTEM or within(real, "/proc", "/sys", "/dev"):
+    if real in SYSTEM or is_within(real, "/proc", "/sys", "/dev"):
         return "is the system's; name folders of yours"
     return None
 

@@ -19,8 +19,8 @@ from agenttrain.agents.processes import (
     LAST_WORDS_S,
     AgentProcess,
     ending,
+    make_command,
     result_in,
-    started,
 )
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 
@@ -146,8 +146,8 @@ class WorkerAgent:
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Attempt a rollout in a worker that has a place for it, or in a new one."""
-        for ended in [one for one in self._workers if one.retired and not one.pending]:
-            await self._end(ended)
+        for retired in [w for w in self._workers if w.retired and not w.pending]:
+            await self._end(retired)
         worker = self._free()
         if self._at_once == 1:
             worker.log = BoundedLog(log.with_suffix(".log"))
@@ -167,7 +167,7 @@ class WorkerAgent:
         places = [w for w in self._workers if not w.retired and len(w.pending) < self._at_once]
         if places:
             return max(places, key=lambda worker: len(worker.pending))
-        worker = Worker(started(self._command), self._env)
+        worker = Worker(make_command(self._command), self._env)
         if self._at_once > 1:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"worker-{self._count}.log"

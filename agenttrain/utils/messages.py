@@ -52,11 +52,11 @@ def normal_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"tool_calls: {call!r:.100} is no call with a name")
     function = dict(function)
-    written = [function.pop(key) for key in ARGUMENT_KEYS if key in function]
-    given = [value for value in written if value is not None]
-    if len(given) > 1:
+    values = [function.pop(key) for key in ARGUMENT_KEYS if key in function]
+    arguments = [value for value in values if value is not None]
+    if len(arguments) > 1:
         raise ValueError(f"tool_calls: the arguments of {function['name']} are given twice")
-    function["arguments"] = call_arguments(given[0] if given else None, function["name"])
+    function["arguments"] = call_arguments(next(iter(arguments), None), function["name"])
     return {"type": "function", **call, "function": function}
 
 

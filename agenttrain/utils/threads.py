@@ -119,7 +119,7 @@ def with_fixed_text(error: BaseException) -> BaseException:
         text = ""
     kind = type(error)
     native: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
-    own = {
+    texts = {
         "__str__": lambda self: text,
         "__repr__": lambda self: f"{kind.__name__}({text!r})",
         "__module__": kind.__module__,
@@ -131,7 +131,7 @@ def with_fixed_text(error: BaseException) -> BaseException:
     fixed: Any
     for base, maker in ((kind, native), (native, native), (Exception, Exception)):
         with suppress(BaseException):
-            fixed = maker.__new__(type(kind.__name__, (base,), own))
+            fixed = maker.__new__(type(kind.__name__, (base,), texts))
             break
     with suppress(BaseException):
         fixed.args = (text,)

@@ -148,10 +148,10 @@ def _show_all(root: Root, submounts: Sequence[str]) -> None:
         if path in root.shown and os.path.isdir(HOST + path):
             _show(path, f"{LAYERS}/{next(numbers)}", root)
             for inner in sorted(submounts):
-                if inner != path and _is_within(inner, path) and os.path.isdir(path):
+                if inner != path and is_within(inner, path) and os.path.isdir(path):
                     with suppress(OSError):  # no disk: it is absent
                         _show(inner, f"{LAYERS}/{next(numbers)}", root)
-        elif not any(_is_within(path, folder) for folder in done):
+        elif not is_within(path, *done):
             _expose(path)
         done.append(path)
     unmount(LAYERS)
@@ -166,12 +166,12 @@ def _show(path: str, layer: str, root: Root) -> None:
     """
     os.mkdir(layer, 0o755)
     for secret in root.hidden:
-        if _is_within(secret, path) and secret != path:
+        if is_within(secret, path) and secret != path:
             inner = _copy_folders(os.path.dirname(secret), path, layer)
             with suppress(FileExistsError):
                 os.mknod(f"{inner}/{os.path.basename(secret)}", stat.S_IFCHR, os.makedev(0, 0))
     for place in (*root.programs, *root.shown):
-        if _is_within(place, path) and place != path:
+        if is_within(place, path) and place != path:
             _copy_folders(os.path.dirname(place), path, layer, added=0o011)
     _make_folder(path)
     lower = ":".join(re.sub(r"([\\:,])", r"\\\1", folder) for folder in (layer, HOST + path))
@@ -195,8 +195,9 @@ def _copy_folders(folder: str, top: str, layer: str, *, added: int = 0) -> str:
     return copy
 
 
-def _is_within(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
+def is_within(path: str, *folders: str) -> bool:
+    """Return True if a path is one of the folders or below one."""
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
 
 
 def _mount_points() -> Iterator[str]:
