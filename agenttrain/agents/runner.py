@@ -44,6 +44,7 @@ from agenttrain.rollout.config import RolloutConfig
 from agenttrain.tools.arguments import ArgumentSchema
 from agenttrain.types import Finish, Rollout, StopReason
 from agenttrain.utils.locate import locate
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.temporary import TemporaryFolder
 from agenttrain.utils.threads import attempt_async
 
@@ -270,7 +271,7 @@ class Agents:
             if working.done():
                 return None, working.result()
         except AgentFailed as error:
-            return f"the agent {error}", None
+            return hide_secrets(f"the agent {error}"), None
         finally:
             for task in (working, over):
                 task.cancel()

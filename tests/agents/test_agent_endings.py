@@ -108,6 +108,16 @@ def test_whatever_a_function_raises_is_an_error_of_its_rollout(name: str) -> Non
     assert str(done.error).startswith(f"the agent raised {name}")
 
 
+def test_secrets_in_the_words_of_an_agent_are_hidden() -> None:
+    async def solve(agent: Any) -> None:
+        raise ValueError("no answer from https://search.example/v1?api_key=s3cret")
+
+    done = rollout(solve, SEVEN)
+    assert str(done.error).endswith(
+        "ValueError: no answer from https://search.example/v1?api_key=***"
+    )
+
+
 def test_what_a_task_of_a_function_raises_is_an_error_too() -> None:
     async def leave() -> None:
         raise SystemExit(3)
