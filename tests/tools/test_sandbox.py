@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
@@ -28,6 +29,7 @@ from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.settings.components import code_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
+from agenttrain.tools.sandbox import outside_process
 from agenttrain.tools.sandbox.config import SandboxSettings
 from agenttrain.tools.sandbox.pool import Pool, usable_backend
 from agenttrain.tools.sandbox.seccomp import program
@@ -500,6 +502,21 @@ def test_without_a_sandbox_limits_hold_and_little_else() -> None:
 
 
 # --- the code task ------------------------------------------------------------------------------
+
+
+def test_a_sandbox_that_cannot_be_started_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        pool = Pool(SandboxSettings(sandbox="none"), "none")
+        with pytest.raises(ToolUnavailable, match="No such file"):
+            await pool.call("r", "python", "1")
+        await pool.release("r")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(outside_process, "interpreter", lambda: str(tmp_path / "python"))
+    asyncio.run(fail())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_rows_of_the_code_task() -> None:

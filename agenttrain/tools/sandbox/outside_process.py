@@ -136,18 +136,17 @@ class Jail:
     async def wait(self) -> None:
         """Wait until nothing is left of it."""
         process, self._process = self._process, None
-        if process is None:
-            return
+        folder, self._folder = self._folder, None
         waited, pause = 0.0, 0.002
-        while process.poll() is None:
+        while process is not None and process.poll() is None:
             if waited > END_S:
                 process.kill()
             await asyncio.sleep(pause)
             waited, pause = waited + pause, min(pause * 2, 0.1)
-        if process.stderr is not None:
+        if process is not None and process.stderr is not None:
             process.stderr.close()
-        if self._folder is not None:
-            self._folder.remove()
+        if folder is not None:  # also if no process could be started
+            folder.remove()
 
     def _launch(self) -> None:
         work = "/work"
