@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -137,9 +136,7 @@ class Pool:
             name = {"python": "the interpreter", "bash": "the shell"}[kind]
             how = f"exited with status {status}"
             if status < 0:
-                how = f"was killed by signal {-status}"
-                with suppress(ValueError):  # a real-time signal has no name
-                    how = f"was killed by {signal_name(-status)}"
+                how = f"was killed by {signal_name(-status)}"
             why = f"{name} {how}; its variables are lost, files are kept"
             raise ToolFailure(_joined(text, f"[{why}]"))
         if end is End.failed and kind == "bash":
