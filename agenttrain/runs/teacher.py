@@ -114,7 +114,8 @@ def teacher_prompt(
     def render(rollout: Rollout, trajectory: Trajectory) -> Sequence[int]:
         messages = trajectory.messages[: trajectory.prompt_messages]
         added = with_text(messages, text.fill(rollout.task.columns))
-        return chat.prompt_ids(added, schemas(rollout.task))
+        # An outside agent's history may hold texts that the template leaves out.
+        return chat.rendered_ids(added, schemas(rollout.task))
 
     return render
 

@@ -15,7 +15,8 @@ from agenttrain.chat.fixes import families
 from agenttrain.chat.loading import load_chat
 from agenttrain.commands.templates import EXAMPLE_TOOLS, original, small_tokenizer
 from agenttrain.data.tasks import to_task
-from agenttrain.types import Message
+from agenttrain.runs.teacher import teacher_prompt
+from agenttrain.types import Message, Rollout, Task
 from agenttrain.utils.messages import normal_message
 
 FAMILIES = [name for name, family in families().items() if family.originals]
@@ -130,6 +131,17 @@ def test_a_message_that_the_template_leaves_out_is_refused(
     assert chat.rendered_ids(messages, ())
     with pytest.raises(ChatError, match=rf"messages\[{index}\]"):
         chat.check_places(messages, ())
+
+
+def test_a_teacher_reads_a_history_whose_texts_the_template_leaves_out() -> None:
+    task = Task(task_id="0", messages=tuple(TEXT_BESIDE), columns={"hint": "seven"})
+    rollout = Rollout(task=task, rollout_id="r")
+    (trajectory,) = rollout.trajectories
+    trajectory.messages, trajectory.prompt_messages = [*TEXT_BESIDE], len(TEXT_BESIDE)
+    chat = chat_of("llama3.1")
+    prompt_ids = teacher_prompt("It is {{ hint }}", chat, lambda task: [])
+    assert prompt_ids is not None
+    assert "It is seven" in chat.decode(prompt_ids(rollout, trajectory))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
