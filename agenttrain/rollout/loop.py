@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from agenttrain.chat.encoding import ChatError
 from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.environments.environment import Episode
 from agenttrain.environments.user import Dialogue
@@ -95,7 +96,15 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
             rollout, environments, seed=request.sampling.seed, group_seed=request.group_seed
         )
         tools = RowTools(request.task, context.toolbox, environments, episode)
-        append_prompt(rollout, context.engine, context.chat, tools, request.prompt_ids)
+        try:
+            append_prompt(rollout, context.engine, context.chat, tools, request.prompt_ids)
+        except ChatError as error:
+            if episode is None:  # the row's messages, which are checked at the start of the run
+                raise
+            name = episode.kind.name
+            raise ToolUnavailable(
+                f"environment {name!r}: its reset gave messages that cannot be shown: {error}"
+            ) from error
         sub_agents = SubAgents(rollout, limits)
         agent = Agent(session=request.rollout_id)
         loop = _Loop(rollout, request, context, tools, episode, sub_agents, agent)

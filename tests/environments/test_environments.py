@@ -290,6 +290,18 @@ def test_what_a_reset_raises_stays_in_the_environment(raised, told, is_async):
     assert told in str(rollout.error)
 
 
+def test_messages_of_a_reset_that_cannot_be_rendered():
+    class World(worlds.Life):
+        def reset(self) -> list[Any]:
+            return [{"role": "assistant", "content": "I look.", "tool_calls": "look()"}]
+
+    done = run(BYE, worlds_=environments(World))
+    assert (done.stop_reason, done.turns) == (StopReason.error, 0)
+    text = "environment 'world': its reset gave messages that cannot be shown: a message of the "
+    assert str(done.error).startswith(f"{text}role assistant: tool_calls are no JSON")
+    assert life()[-1] == "closed"
+
+
 def test_a_reset_that_takes_too_long():
     done = run(BYE, worlds_=environments(worlds.SlowToReset, hook_timeout_s=0.3))
     assert "its reset took too long" in str(done.error)
