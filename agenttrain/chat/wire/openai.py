@@ -27,7 +27,8 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""OpenAI's roles, mapped to those of chat templates."""
+"""OpenAI's roles, mapped to those of chat templates. `developer` is `system` for every template;
+in rows only for those without that role. Messages behind a turn are not mapped again."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Fields that change the distribution sampled from, and that `ChatRequest` reads."""
 GREATEST_TOP_K = 2**31 - 1
