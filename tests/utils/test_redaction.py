@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -52,6 +53,15 @@ def test_secrets_are_hidden_by_their_names(text: str, hidden: str | None) -> Non
 )
 def test_other_texts_stay(text: str) -> None:
     assert hide_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["?token=" + "." * 100_000 + "a", "?" + "token" * 100_000, "?" + "key" * 100_000 + "&"]
+)
+def test_texts_that_a_model_repeats_take_linear_time(text: str) -> None:
+    started = time.process_time()
+    hide_secrets(f"{text}=")
+    assert time.process_time() - started < 1
 
 
 def test_settings_are_shared_without_secrets() -> None:
