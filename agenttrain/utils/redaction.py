@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
@@ -51,6 +52,14 @@ def _without_value(match: re.Match[str]) -> str:
     if not secret or _NAMED.fullmatch(value):
         return match[0]
     return f"{name}{HIDDEN}{value[len(secret) :]}"
+
+
+def shell_command(arguments: Sequence[str]) -> str:
+    """Return the arguments of agenttrain as a shell command to print, without secrets.
+
+    Example: ``["eval", "model.path=a b"]`` -> ``agenttrain eval 'model.path=a b'``.
+    """
+    return hide_secrets(shlex.join(["agenttrain", *arguments]))
 
 
 def names_variable(credentials: str) -> bool:
