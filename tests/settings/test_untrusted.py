@@ -183,17 +183,6 @@ GYM = "agenttrain.environments.adapters.gymnasium.Gymnasium"
             {"tools": {"x": "evil"}, "user": {"_target_": "my.User", "max_turns": 3}},
             ["tools.x", "user._target_"],
         ),
-        (
-            {
-                "reward": {
-                    "s": {
-                        "_target_": "agenttrain.rewards.builtin.format.JsonSchema",
-                        "schema": {"items": [{"$ref": "http://evil/x"}]},
-                    }
-                }
-            },
-            ["reward.s.schema.items"],
-        ),
     ],
 )
 def test_values_that_are_not_data_are_named(settings: Any, expected: list[str]) -> None:
