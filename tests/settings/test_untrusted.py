@@ -19,7 +19,7 @@ from agenttrain.utils.data_fields import Data, is_data
 from agenttrain.utils.locate import locate
 
 UNDECLARED = {
-    "AgentConfig": {"command", "_target_", "env", "host"},
+    "AgentConfig": {"command", "_target_", "env", "host", "read"},
     "AlgorithmConfig": {"objective"},
     "DataConfig": {"train", "test", "image_urls"},
     "DistributedConfig": {"rendezvous"},
