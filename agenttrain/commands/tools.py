@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,6 +33,7 @@ from agenttrain.types import (
 )
 from agenttrain.utils.json_schema import MAX_DEPTH, SchemaResolver, schema_types
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import shell_command
 
 EXAMPLES: Mapping[str, Any] = {"string": "…", "integer": 1, "number": 1.5, "boolean": True}
 """A value of each JSON type."""
@@ -265,7 +265,7 @@ def _print_tool(console: Console, tool: Mapping[str, Any], words: Sequence[str])
     resolver = SchemaResolver(tool["schema"]["function"].get("parameters", {}))
     values = _example({"type": "object", **resolver.root}, resolver)
     example = json.dumps(values, ensure_ascii=False)
-    command = shlex.join(["agenttrain", "tools", *words, "--call", tool["name"], example])
+    command = shell_command(["tools", *words, "--call", tool["name"], example])
     # soft_wrap: a command broken over lines cannot be copied.
     console.print(Text(f"  try it: {command}\n", "dim"), soft_wrap=True)
 

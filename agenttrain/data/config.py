@@ -145,8 +145,12 @@ class DataConfig:
         for name, group in GROUPS.items():
             value = getattr(self, name)
             if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
-                own = {f"data.{split}": getattr(self, split).get(name) for split in SPLITS}
-                typed = " ".join(f"{key}.{name}={value}" for key, path in own.items() if path)
+                sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
+                typed = " ".join(
+                    f"{key}.{name}={value}"
+                    for key, section in sections.items()
+                    if section.get(name)
+                )
                 remedy = f"set {typed}, which come before it" if typed else f"add data={group}"
                 problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
         if self.where is not None and self.train.get("_target_") in ENDLESS:

@@ -358,9 +358,9 @@ class HubRows(ArrowRows):
         name = path if subset is None else f"{path} ({subset})"
         hub = nullcontext() if is_local else explained(path, revision, "path", DATA)
         with reading(message), hub:
-            found = datasets.load_dataset_builder(path, subset, revision=commit or revision)
+            builder = datasets.load_dataset_builder(path, subset, revision=commit or revision)
             table = datasets.load_dataset(
-                path, subset, split=split, revision=commit or revision, **_cells_as_texts(found)
+                path, subset, split=split, revision=commit or revision, **_cells_as_texts(builder)
             )
         # Without an answer of the hub `datasets` takes the newest revision in its cache, whichever
         # was asked for.
@@ -379,13 +379,16 @@ class HubRows(ArrowRows):
 def _cells_as_texts(builder: Any) -> dict[str, Any]:
     """Return the arguments with which `datasets` reads the CSV files of a dataset as texts."""
     import datasets
+    from datasets import StreamingDownloadManager
     from datasets.packaged_modules.csv.csv import Csv
     from datasets.utils.file_utils import xopen
 
     if not isinstance(builder, Csv) or builder.config.features is not None:
         return {}
     files = [file for of_split in builder.config.data_files.values() for file in of_split]
-    with xopen(files[0], "r", encoding="utf-8-sig", newline="") as lines:
+    manager = StreamingDownloadManager()
+    first = next(iter(manager.iter_files(manager.extract(files[:1]))))  # it may be compressed
+    with xopen(first, "r", encoding="utf-8-sig", newline="") as lines:
         names = next(csv.reader(lines, delimiter=builder.config.sep or ","), [])
     texts = {name or f"Unnamed: {i}": datasets.Value("string") for i, name in enumerate(names)}
     features = datasets.Features(texts)

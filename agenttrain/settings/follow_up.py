@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from agenttrain.settings.checks import has_no_effect
 from agenttrain.utils.files import conf_folder, parse_yaml
 from agenttrain.utils.overrides import key_of
+from agenttrain.utils.redaction import shell_command
 
 WARMSTART = "_warmstart"
 """End of an experiment's name for `sft`; before it stands the one for reinforcement learning."""
@@ -66,7 +66,7 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
 
     def command(verb: str) -> str:
         taken = [text for text in kept if not has_no_effect(text, verb)]
-        return shlex.join(["agenttrain", *([verb] if verb != "train" else ()), *typed, *taken])
+        return shell_command([*([verb] if verb != "train" else ()), *typed, *taken])
 
     return FollowUp(evaluate=command("eval"), train=command("train"), tasks_missing=missing)
 

@@ -309,7 +309,7 @@ def _changed(
                 f"{as_typed(override.input_line)}: cannot be combined with {argument}"
                 f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
             )
-    node, own = _read(argument, folder, trust=trust)
+    node, signed = _read(argument, folder, trust=trust)
     plain = cast(dict[str, Any], OmegaConf.to_container(node, enum_to_str=True))
     if problems := list(unchanged(overrides, plain)):
         raise ConfigError("\n".join(problems))
@@ -351,7 +351,7 @@ def _changed(
     theirs = [
         value
         for value in untrusted_values(composed.plain, runs)
-        if not _is_within(value.path, (*own, *typed))
+        if not _is_within(value.path, (*signed, *typed))
     ]
     check_trusted(argument, theirs, trust=trust)
     return composed
@@ -364,7 +364,7 @@ def _value_paths(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
     """
     if not isinstance(value, Mapping):
         return [path]
-    return [found for name in value for found in _value_paths(value[name], (*path, str(name)))]
+    return [place for name in value for place in _value_paths(value[name], (*path, str(name)))]
 
 
 def _is_within(path: tuple[str, ...], sections: Sequence[tuple[str, ...]]) -> bool:
@@ -398,9 +398,9 @@ def _read(
         if not isinstance(plain, DictConfig):
             raise ValueError("it holds a list, and a run's settings are a mapping of names")
         raw = cast(dict[str, Any], OmegaConf.to_container(plain))
-        own = own_sections(raw)
+        signed = own_sections(raw)
         raw.pop("provenance", None)
-        theirs = [value for value in resolvers(raw) if not _is_within(value.path, own)]
+        theirs = [value for value in resolvers(raw) if not _is_within(value.path, signed)]
         # After `own_sections`: the signature of a run of the first edition covers its own paths.
         settings = in_this_layout(raw)
         algorithm = settings.get("algorithm")
@@ -422,7 +422,7 @@ def _read(
             typed = OmegaConf.merge(schema(), complete)
         if trust or not theirs:
             OmegaConf.resolve(typed)
-            return cast(DictConfig, typed), own
+            return cast(DictConfig, typed), signed
     except UnicodeDecodeError as error:
         problem = f"it is not UTF-8 text: {error.reason} at byte {error.start}"
     except RecursionError:

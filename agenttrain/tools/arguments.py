@@ -197,13 +197,14 @@ class _Coercion:
         if "enum" in schema:
             value = _coerce_enum(value, schema["enum"])
         if isinstance(value, list):
-            first, others = schema.get("prefixItems", []), schema.get("items")
-            parts = [*first[: len(value)], *[others] * (len(value) - len(first))]
+            first, further = schema.get("prefixItems", []), schema.get("items")
+            parts = [*first[: len(value)], *[further] * (len(value) - len(first))]
             return [self.convert(item, part) for item, part in zip(value, parts, strict=True)]
         if isinstance(value, dict):
-            properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+            properties = schema.get("properties", {})
+            further = schema.get("additionalProperties")
             return {
-                key: self.convert(item, properties.get(key, others)) for key, item in value.items()
+                key: self.convert(item, properties.get(key, further)) for key, item in value.items()
             }
         return value
 

@@ -20,6 +20,9 @@ from agenttrain.utils.threads import with_fixed_text
 
 MAX_RESULT_CHARS = 2_000_000
 """Characters at which a result is cut before its tokens are counted; far above any token limit."""
+REMEDY = "return text, numbers, or lists and dicts of them"
+MAX_FORMS = 8
+"""Plain forms of plain forms that are taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +127,7 @@ def result_to_text(value: object, *, max_chars: int) -> str:
     Example: ``result_to_text({"city": "Óbidos", "ok": None}, max_chars=99)`` is
     ``{"city": "Óbidos", "ok": null}``.
     """
-    while not isinstance(value, str | dict | list | tuple | bool | int | float | None):
-        value = plain_form(value)
+    value = _in_json_type(value)
     if isinstance(value, str):
         return _bounded(str.__str__(value), max_chars)
     try:
@@ -189,16 +191,28 @@ def plain_form(value: Any) -> Any:
         return str(value)
     if isinstance(value, SimpleNamespace):
         return vars(value)
-    remedy = "return text, numbers, or lists and dicts of them"
+    remedy = REMEDY
     if isinstance(value, Iterator | AsyncIterator):
         remedy = "it may have no end: return list(…) of it"
     raise ToolFailure(f"the tool returned a {kind}, which has no plain form; {remedy}")
 
 
+def _in_json_type(value: Any) -> Any:
+    """Return a value of a type that JSON has, at its top. Raises ToolFailure.
+
+    A mock, whose every method returns another mock, has none.
+    """
+    for _ in range(MAX_FORMS):
+        if isinstance(value, str | dict | list | tuple | bool | int | float | None):
+            return value
+        value = plain_form(value)
+    kind = type(value).__name__
+    raise ToolFailure(f"the tool returned a {kind}, which has no plain form; {REMEDY}")
+
+
 def _with_plain_keys(value: Any) -> Any:
     """Return a value in which the keys of all mappings are those of JSON. Raises ToolFailure."""
-    while not isinstance(value, str | dict | list | tuple | bool | int | float | None):
-        value = plain_form(value)
+    value = _in_json_type(value)
     if isinstance(value, list | tuple):
         return [_with_plain_keys(item) for item in value]
     if not isinstance(value, dict):

@@ -246,7 +246,7 @@ class TrainingConfig:
     """Recompute each layer in the backward pass instead of keeping its activations."""
     compile: Data[bool] = False
     """Fuse the elementwise work of layers and head with torch.compile. On a GPU a step takes less
-    time and memory; the first takes half a minute longer."""
+    time and memory; the first takes tens of seconds longer."""
     offload_during_rollouts: Data[bool] = False
     """Keep the optimizer's state and float32 copies in host memory but for the updates, so that an
     engine on the same GPU has their memory."""

@@ -48,7 +48,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     if is_adapted(model):
         _check_loaded(model, settings)
         recorded = getattr(model, CONVERSIONS, None) or ()
-        if any(PEFT in pattern for one in recorded for pattern in one.source_patterns):
+        patterns = [p for conversion in recorded for p in conversion.source_patterns]
+        if any(PEFT in pattern for pattern in patterns):
             setattr(model, CONVERSIONS, None)  # those of the adapters' file; now the family's count
     else:
         # peft ignores a target that does not exist as long as another one does.
@@ -224,7 +225,8 @@ def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     if (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
         ends = model.generation_config.eos_token_id
-        set_stop_tokens(model, ends if isinstance(ends, list) else [ends])
+        if ends is not None:
+            set_stop_tokens(model, ends if isinstance(ends, list) else [ends])
     return cast(model, adapter_dtype(folder) if isinstance(dtype, str) else dtype)
 
 

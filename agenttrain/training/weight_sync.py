@@ -329,8 +329,9 @@ class PolicyWeights:
 
     def forms(self) -> list[WeightForm]:
         """Return the form of each weight, and gather none."""
-        parts = _own_parts(self.model, self.dtype, merged=False)
-        weights = on_meta({base_name(name): part for name, part in parts})
+        weights: dict[str, Tensor] = {}
+        for name, part in _own_parts(self.model, self.dtype, merged=False):
+            weights |= on_meta({base_name(name): part})  # one by one: parts may be cast copies
         forms = _checkpoint_pieces(self.model, weights.items())
         return [WeightForm(name, form.dtype, tuple(form.shape)) for name, form in forms]
 

@@ -12,7 +12,7 @@ Nothing but the standard library is imported, because sandboxes run under a Pyth
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -55,13 +55,3 @@ def names_no_module(value: Any) -> bool:
 def is_role(value: Any) -> bool:
     """Return True for ``role:judge``, which stands for servers of the run itself."""
     return str(value).startswith("role:")
-
-
-def refers_to_itself(schema: Any) -> bool:
-    """Return False for a JSON schema with a ``$ref`` to another document, which is fetched."""
-    if isinstance(schema, Mapping):
-        reference = schema.get("$ref", "#")
-        return str(reference).startswith("#") and all(map(refers_to_itself, schema.values()))
-    if isinstance(schema, Sequence) and not isinstance(schema, str):
-        return all(map(refers_to_itself, schema))
-    return True

@@ -217,12 +217,34 @@ class SchemaResolver:
             raise ValueError(f"{name} contains itself, so its schema would have no end")
         return {**self.inlined(self.follow(reference), (*within, reference)), **inlined}
 
-    def merged(self, schema: Any = None) -> Any:
-        """Return a schema, by default the whole, with every `allOf` merged."""
+    def merged(self, schema: Any = None, within: tuple[str, ...] = ()) -> Any:
+        """Return a schema, by default the whole, with every `allOf` merged.
+
+        Where a schema contains itself through an `allOf`, a plain `$ref` ends the repetition: there
+        the result may allow more. `within` lists the references that the merging has followed.
+
+        Example: ``{"allOf": [{"$ref": "#/$defs/Node"}], "title": "Next"}`` inside of the merged
+        ``#/$defs/Node`` is ``{"$ref": "#/$defs/Node"}``.
+        """
         schema = self.root if schema is None else schema
         if not isinstance(schema, Mapping):
             return schema
-        return map_subschemas(self.expand(schema) if "allOf" in schema else schema, self.merged)
+        if "allOf" in schema:
+            followed = list(_references_in_place(schema))
+            repeated = next((reference for reference in followed if reference in within), None)
+            if repeated is not None:
+                return {"$ref": repeated}
+            schema, within = self.expand(schema), (*within, *followed)
+        return map_subschemas(schema, lambda part: self.merged(part, within))
+
+
+def _references_in_place(schema: Any) -> Iterator[str]:
+    """Yield the references that a schema and its `allOf` make for the same value."""
+    if isinstance(schema, Mapping):
+        if "$ref" in schema:
+            yield schema["$ref"]
+        for part in schema.get("allOf") or ():
+            yield from _references_in_place(part)
 
 
 def _merge(merged: dict[str, Any], part: Schema) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
@@ -14,17 +15,20 @@ _PARAMETER = re.compile(
     (?P<name>
         (?:[?&;#]|\\u0026|&amp;|%3F|%26|%23)       # also as JSON, HTML and inside another address
         (?:
-            [\w.\-\[\]]*(?:token|secret|passw|pwd|auth|credential|signature|session|jwt|bearer)
-            [\w.\-\[\]]*
-            | [\w.\-]*key(?:id)? | sig | sas | pass | code
+            [\w.\-\[\]]{0,64}
+            (?:token|secret|passw|pwd|auth|credential|signature|session|jwt|bearer)
+            [\w.\-\[\]]{0,64}
+            | [\w.\-]{0,64}key(?:id)? | sig | sas | pass | code
         )
         (?:=|%3D)
     )
-    (?P<value>[^\s&\#'"<>]*?)
-    (?P<end>[:.,;!)\]}]*(?=[\s&\#'"<>]|\\u0026|$))  # punctuation of the text around the address
+    (?P<value>(?:(?!\\u0026)[^\s&\#'"<>])*)
     """,
     re.VERBOSE | re.IGNORECASE,
 )
+"""Matched in linear time, for models and tools write the texts: hence the bounds of names."""
+_PUNCTUATION = ":.,;!)]}"
+"""May stand behind an address in the text around it."""
 
 
 def hide_secrets(text: str) -> str:
@@ -43,9 +47,19 @@ def _without_user(match: re.Match[str]) -> str:
 
 
 def _without_value(match: re.Match[str]) -> str:
-    if not match["value"] or _NAMED.fullmatch(match["value"] + match["end"]):
+    name, value = match["name"], match["value"]
+    secret = value.rstrip(_PUNCTUATION)
+    if not secret or _NAMED.fullmatch(value):
         return match[0]
-    return f"{match['name']}{HIDDEN}{match['end']}"
+    return f"{name}{HIDDEN}{value[len(secret) :]}"
+
+
+def shell_command(arguments: Sequence[str]) -> str:
+    """Return the arguments of agenttrain as a shell command to print, without secrets.
+
+    Example: ``["eval", "model.path=a b"]`` -> ``agenttrain eval 'model.path=a b'``.
+    """
+    return hide_secrets(shlex.join(["agenttrain", *arguments]))
 
 
 def names_variable(credentials: str) -> bool:

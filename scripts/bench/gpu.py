@@ -12,14 +12,14 @@ lengths, as a run has, so that plans and code made for one shape count. Sides, i
     trl_4, trl_8   TRL's own `GRPOTrainer._compute_loss` and backward, in batches of 4 and 8 by
                    length, under its bf16 autocast (needs trl==1.16.0)
 
-Figures; each is the median over the rounds after the first:
+Figures; times and rates are medians over the rounds after the first, peaks the highest of all:
 
     seconds_<side>, first_seconds_<side>     of a step, and of its first round
     peak_gib_<side>                          highest memory that the allocator handed out
     rate_<side>                              6N operations per computed token (shared prompts once)
                                              and attention, over the dense bf16 peak of the card
     time_<side>_over_shared                  round by round, so that both have the same lengths
-    peak_<side>_over_shared                  the same of the peaks
+    peak_<side>_over_shared                  quotient of the peaks
     tokens, computed_tokens                  of the last round, without and with shared prompts
     kernel_varlen                            1 if attention is one varlen call per layer
 

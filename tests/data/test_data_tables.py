@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,14 @@ def test_a_folder_of_csv_files_as_from_the_hub(tmp_path: Path, monkeypatch: Any)
     lines = ["prompt,answer", *(f"1,{cell}" for cell in CELLS)]
     (data / "train.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert cells_of(HubRows(str(data))) == [cell or None for cell in CELLS]
+
+
+def test_a_compressed_csv_file_as_from_the_hub(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.csv.gz").write_bytes(gzip.compress(b"prompt,answer\n1,007\n"))
+    assert HubRows(str(data))[0] == {"prompt": "1", "answer": "007"}
 
 
 def test_long_cells_lines_in_cells_and_short_rows(tmp_path: Path) -> None:

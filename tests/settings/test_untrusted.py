@@ -19,7 +19,7 @@ from agenttrain.utils.data_fields import Data, is_data
 from agenttrain.utils.locate import locate
 
 UNDECLARED = {
-    "AgentConfig": {"command", "_target_", "env", "host"},
+    "AgentConfig": {"command", "_target_", "env", "host", "read"},
     "AlgorithmConfig": {"objective"},
     "DataConfig": {"train", "test", "image_urls"},
     "DistributedConfig": {"rendezvous"},
@@ -182,17 +182,6 @@ GYM = "agenttrain.environments.adapters.gymnasium.Gymnasium"
         (
             {"tools": {"x": "evil"}, "user": {"_target_": "my.User", "max_turns": 3}},
             ["tools.x", "user._target_"],
-        ),
-        (
-            {
-                "reward": {
-                    "s": {
-                        "_target_": "agenttrain.rewards.builtin.format.JsonSchema",
-                        "schema": {"items": [{"$ref": "http://evil/x"}]},
-                    }
-                }
-            },
-            ["reward.s.schema.items"],
         ),
     ],
 )

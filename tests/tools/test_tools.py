@@ -290,6 +290,25 @@ def test_a_value_without_a_plain_form_is_an_error_that_names_its_type(value, nam
         assert f"returned a {name}, which has no plain form" in said.content
 
 
+class Endless:
+    """As a mock: each form of it is another one."""
+
+    def tolist(self):
+        return Endless()
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (Endless(), "returned a Endless, which has no plain form"),
+        ([Endless()], "nested too deeply"),
+        ({(Endless(),): 1}, "nested too deeply"),
+    ],
+)
+def test_a_value_whose_form_never_is_plain_is_an_error(value, problem):
+    assert problem in returning(value).content
+
+
 def test_rows_of_a_database_and_tables_are_mappings():
     connection = sqlite3.connect(":memory:")
     connection.row_factory = sqlite3.Row

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import packing_families
 import pytest
@@ -26,6 +28,7 @@ from agenttrain.runs.sampling import engine_inputs
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.trainer import update
+from agenttrain.training import weight_sync
 from agenttrain.training.config import LoraSettings, WeightSyncConfig
 from agenttrain.training.lora import (
     adapter_weights,
@@ -136,6 +139,22 @@ def test_the_names_that_are_sent_are_those_of_the_files(family: str, tmp_path: P
     assert [tuple(form) for form in forms] == [
         (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in cast
     ]
+
+
+def test_forms_hold_one_cast_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_parts = weight_sync._own_parts
+
+    def watched(*arguments: Any, **keywords: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        copies: list[weakref.ref[torch.Tensor]] = []
+        for name, part in own_parts(*arguments, **keywords):
+            copies.append(weakref.ref(part))
+            yield name, part
+            del part
+            assert sum(copy() is not None for copy in copies) <= 1
+
+    monkeypatch.setattr(weight_sync, "_own_parts", watched)
+    forms = PolicyWeights(build("Qwen3"), torch.bfloat16).forms()
+    assert len(forms) > 10 and {form.dtype for form in forms} == {torch.bfloat16}
 
 
 def test_a_model_that_was_built_without_files_has_the_names_of_its_family(tmp_path: Path) -> None:

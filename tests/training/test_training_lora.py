@@ -18,7 +18,7 @@ from agenttrain.commands.export import export
 from agenttrain.trainer import update
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.config import LoraSettings
-from agenttrain.training.lora import adapter_weights, add_lora, save_adapter_config
+from agenttrain.training.lora import adapter_weights, add_lora, merged, save_adapter_config
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.weight_sync import named_weights, policy_logprobs
@@ -203,6 +203,13 @@ def test_adapters_are_merged_in_float32_and_cast_once(tmp_path: Path) -> None:
             torch.testing.assert_close(tensor, exact[name].to(format), rtol=1e-6, atol=1e-8)
     changed = [n for n, t in exact.items() if not torch.equal(t, t.bfloat16().float())]
     assert len(changed) == 14  # 7 linear layers of each of 2 layers: what bfloat16 would round
+
+
+def test_adapters_without_ends_of_sequence_keep_those_of_their_base(tmp_path: Path) -> None:
+    trained = policy(adapted(base(tmp_path / "m", eos_token_id=2)))
+    path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
+    (path / "generation_config.json").write_text("{}")
+    assert merged(path, "auto").config.eos_token_id == 2
 
 
 def test_export_converts_the_format_of_full_weights(tmp_path: Path) -> None:

@@ -76,6 +76,34 @@ def test_a_schema_that_contains_itself_is_not_inlined():
     assert SchemaResolver(one).inlined() == {"type": "array", "items": items}
 
 
+@pytest.mark.parametrize(
+    ("schema", "merged"),
+    [
+        (  # as pydantic 1 writes a description beside a reference
+            {"properties": {"next": {"allOf": [{"$ref": "#"}], "title": "n"}}},
+            {"properties": {"next": {"properties": {"next": {"$ref": "#"}}, "title": "n"}}},
+        ),
+        (
+            {
+                "allOf": [{"$ref": "#/$defs/Node"}, {"required": ["next"]}],
+                "$defs": {"Node": {"properties": {"next": {"allOf": [{"$ref": "#/$defs/Node"}]}}}},
+            },
+            {
+                "properties": {"next": {"$ref": "#/$defs/Node"}},
+                "required": ["next"],
+                "$defs": {"Node": {"properties": {"next": {"$ref": "#/$defs/Node"}}}},
+            },
+        ),
+        (
+            {"items": {"allOf": [{"allOf": [{"$ref": "#"}]}, {"type": "array"}]}},
+            {"items": {"type": "array", "items": {"$ref": "#"}}},
+        ),
+    ],
+)
+def test_merging_ends_where_a_schema_contains_itself(schema, merged):
+    assert SchemaResolver(schema).merged() == merged
+
+
 def test_nullable_of_names_and_references():
     named = {"properties": {"default": {"type": "integer", "nullable": True}}}
     assert without_nullable(named)["properties"]["default"]["type"] == ["integer", "null"]

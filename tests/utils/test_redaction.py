@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from agenttrain.environments.adapters.openenv import OpenEnv
 from agenttrain.tools.reply import error_reply
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.utils.chat_api import ChatApi, ChatUnavailable, with_path
-from agenttrain.utils.redaction import hide_in_settings, hide_secrets
+from agenttrain.utils.redaction import hide_in_settings, hide_secrets, shell_command
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,15 @@ def test_secrets_are_hidden_by_their_names(text: str, hidden: str | None) -> Non
 )
 def test_other_texts_stay(text: str) -> None:
     assert hide_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["?token=" + "." * 100_000 + "a", "?" + "token" * 100_000, "?" + "key" * 100_000 + "&"]
+)
+def test_texts_that_a_model_repeats_take_linear_time(text: str) -> None:
+    started = time.process_time()
+    hide_secrets(f"{text}=")
+    assert time.process_time() - started < 1
 
 
 def test_settings_are_shared_without_secrets() -> None:
@@ -108,6 +118,7 @@ JUDGE = ("reward=[judge]", "reward.judge.url=http://h/v1?token=s3cret", "reward.
         ["check", *JUDGE, "reward.judge.lwo=1"],
         ["check", "reward=[judge]", "reward.judge.url=ftp://h/v1?token=s3cret"],
         ["check", "+tools.mcp._target_=agenttrain.tools.mcp.server.McpServer", "++tools.mcp.url=http://127.0.0.1:1/?token=s3cret"],
+        ["tools", JUDGE[0], "reward.judge.url='http://h/v1?token=s3cret'", JUDGE[2]],
         ["tools", "environment=openenv", "environment.openenv.url=http://127.0.0.1:1/?api_key=s3cret"],
     ],
 )  # fmt: skip
@@ -130,3 +141,8 @@ def test_tracebacks_and_logs_of_the_command_have_no_secret() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "s3cret@" not in done.stderr and "token=s3cret" not in done.stderr
     assert "http://h/?token=***" in done.stderr and "ValueError: http://***@h" in done.stderr
+
+
+def test_commands_to_copy_have_no_secret() -> None:
+    command = shell_command(["tools", "a.url='http://h?token=s3cret'", "--call", "sql", "{}"])
+    assert "s3cret" not in command and command.endswith(" --call sql '{}'")

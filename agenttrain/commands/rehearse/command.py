@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -40,6 +39,7 @@ from agenttrain.types import (
     ToolError,
     ToolResult,
 )
+from agenttrain.utils.redaction import shell_command
 
 ROLLOUTS = 64
 CONTEXT = 32_768
@@ -298,7 +298,7 @@ def _tools_command(name: str, collected: Collected, settings: Sequence[str]) -> 
     results = (result for rollout in collected.rollouts for result in rollout.tool_results)
     first = next(r.call for r in results if r.call.name == name and r.error not in REFUSED)
     arguments = json.dumps(first.arguments, ensure_ascii=False)
-    return shlex.join(["agenttrain", "tools", *settings, "--call", name, arguments])
+    return shell_command(["tools", *settings, "--call", name, arguments])
 
 
 def _names(components: Components, collected: Collected) -> list[str]:

@@ -20,7 +20,6 @@ from agenttrain.commands.sweep.record import (
     is_sweep,
     job_states,
     read_record,
-    shell_command,
     write_record,
 )
 from agenttrain.commands.sweep.run import Sweep, divide_machine, print_outcome, run
@@ -36,6 +35,7 @@ from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import override_in_this_layout
 from agenttrain.utils.overrides import key_of
+from agenttrain.utils.redaction import shell_command
 from agenttrain.utils.sections import validated
 
 NUMBERED = "${hydra.job.num}"

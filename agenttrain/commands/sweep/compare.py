@@ -19,7 +19,6 @@ from agenttrain.commands.sweep.record import (
     RUNNING,
     read_record,
     settings_line,
-    shell_command,
 )
 from agenttrain.commands.sweep.table import (
     Comparison,
@@ -33,7 +32,7 @@ from agenttrain.commands.sweep.table import (
 from agenttrain.types import ConfigError
 from agenttrain.utils.json_lines import finite
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.redaction import hide_in_settings, hide_secrets
+from agenttrain.utils.redaction import hide_in_settings, hide_secrets, shell_command
 
 USAGE = (
     "compare: give a sweep's folder, compare <sweep folder> [metric …] [--plot FILE] [--json] "

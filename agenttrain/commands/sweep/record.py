@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +26,7 @@ from typing import Any
 from agenttrain.tracking.run_folder import NO_LOCKS, read_summary, write_atomically
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import override_in_this_layout
-from agenttrain.utils.redaction import hide_secrets
+from agenttrain.utils.redaction import hide_secrets, shell_command
 from agenttrain.utils.signing import sign, verifies
 
 RECORD = "sweep.json"
@@ -114,11 +113,6 @@ def quote_path(path: Path) -> str:
     text = str(path)
     plain = all(letter.isalnum() or letter in "/_-.:" for letter in text)
     return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def shell_command(arguments: Sequence[str]) -> str:
-    """Return the arguments as a shell command to print, without secrets."""
-    return hide_secrets(shlex.join(["agenttrain", *arguments]))
 
 
 def settings_by_key(overrides: Sequence[str]) -> dict[str, str]:

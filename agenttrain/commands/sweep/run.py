@@ -29,7 +29,6 @@ from agenttrain.commands.sweep.record import (
     read_record,
     settings_by_key,
     settings_line,
-    shell_command,
     status_counts,
     varying_settings,
     write_record,
@@ -43,6 +42,7 @@ from agenttrain.settings.trust import TRUSTED
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.types import ConfigError
 from agenttrain.utils import exit_codes
+from agenttrain.utils.redaction import shell_command
 
 OUTPUT = "output.txt"
 """File in a job's folder: its output where several run at once."""

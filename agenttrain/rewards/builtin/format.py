@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import regex
 
 from agenttrain.rewards.builtin.answers import assistant_messages, final_text, tool_answer
 from agenttrain.rewards.function import last_main
 from agenttrain.types import Rollout
-from agenttrain.utils.data_fields import Data, DataWhere, refers_to_itself
+from agenttrain.utils.data_fields import Data
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.json_validator import make_validator, schema_problem
 
@@ -35,7 +35,7 @@ class JsonSchema:
     def __init__(
         self,
         *,
-        schema: Annotated[Mapping[str, Any] | None, DataWhere(refers_to_itself)] = None,
+        schema: Data[Mapping[str, Any] | None] = None,
         column: Data[str | None] = None,
         tool: Data[str | None] = None,
         argument: Data[str | None] = None,
