@@ -500,7 +500,7 @@ def test_the_command_certifies_a_folder(tmp_path: Path, capsys: pytest.CaptureFi
     template.write_text(f"{{# mine #}}{original('qwen2_5')}")
     assert main(["templates", str(tmp_path), "--path", str(template)]) == 0
     assert "chat template  qwen2.5; certificate passed" in capsys.readouterr().out
-    assert main(["templates", str(tmp_path), "--response-schema", "llama3"]) == 1
+    assert main(["templates", str(tmp_path), "--response-schema", "gemma4"]) == 1
     assert "remedy   Set response_schema=hermes" in capsys.readouterr().out
     schema = tmp_path / "mine.yaml"
     schema.write_text("{call_open: <tool_call>, call_close: </tool_call>}")

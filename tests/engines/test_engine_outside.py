@@ -11,7 +11,7 @@ import yaml
 from code_blocks import file_on
 
 from agenttrain.cli import main
-from agenttrain.settings.trust import KEY_FILE
+from agenttrain.utils.signing import KEY_FILE
 
 TRACE = '\nfrom pathlib import Path\n\nPath(__file__).with_name("imported").touch()\n'
 OUTSIDE = "engine._target_=my_engine.SPEC"

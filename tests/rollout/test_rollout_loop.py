@@ -200,8 +200,8 @@ def test_a_call_to_a_stop_tool_that_fails_ends_the_rollout_and_earns_nothing():
         (FINAL, sound, None, [1, 1, 1]),
         (FINAL.replace('"7"}}', '"7"}'), sound, ToolError.malformed, [0, 0, 0]),
         (call("final_answer", '{"wrong": "7"}'), sound, ToolError.invalid_arguments, [0, 0, 0]),
-        # The argument was handed in and counts; that the tool refused it earns nothing.
-        (FINAL, toolbox(*failing, stop_tools=["final_answer"]), ToolError.exception, [0, 1, 1]),
+        # The tool refused the argument, so nothing was handed in.
+        (FINAL, toolbox(*failing, stop_tools=["final_answer"]), ToolError.exception, [0, 0, 0]),
     ):
         done = rollout(answer, tools=tools, task=task)
         assert done.stop_reason is StopReason.stop_tool
