@@ -246,7 +246,14 @@ class Chat:
         rendering: str,
         may_omit: Collection[str],
     ) -> None:
-        """Raise ChatError if a rendering of messages lacks the text of one of them."""
+        """Raise ChatError if a rendering of messages lacks the text or the calls of one of them."""
+        for index, message in enumerate(messages):
+            if message.get("tool_calls") and not self.renders_calls:
+                raise ChatError(
+                    f"messages[{index}]: the chat template leaves out the calls of this message of "
+                    f"the role {message.get('role')}: remove them, or set chat_template to one "
+                    "that renders them, such as hermes"
+                )
         seen = places(messages)
         marked = [self._marked(message) for message in messages]
         close = getattr(self.response, "reasoning_close", "")
