@@ -182,7 +182,8 @@ class Chat:
         Control tokens in messages and schemas are encoded as plain text, except the marks of
         reasoning and calls in assistant messages. An image's placeholder stands as often as the
         image needs. Raises ChatError for content that the model cannot read, if the template
-        refuses the messages, and if it leaves out the text of one whose role is not in `may_omit`.
+        refuses the messages, and if it leaves out the text or the calls of one whose role is not in
+        `may_omit`.
         """
         messages = self.normal_messages(messages)
         rendering = self._prompt(messages, schemas)
@@ -246,7 +247,15 @@ class Chat:
         rendering: str,
         may_omit: Collection[str],
     ) -> None:
-        """Raise ChatError if a rendering of messages lacks the text of one of them."""
+        """Raise ChatError if a rendering of messages lacks the text or the calls of one of them."""
+        for index, message in enumerate(messages):
+            role = str(message.get("role"))
+            if message.get("tool_calls") and not self.renders_calls and role not in may_omit:
+                raise ChatError(
+                    f"messages[{index}]: the chat template leaves out the calls of this message of "
+                    f"the role {role}: remove them, or set chat_template to one that renders them, "
+                    "such as hermes"
+                )
         seen = places(messages)
         marked = [self._marked(message) for message in messages]
         close = getattr(self.response, "reasoning_close", "")

@@ -38,9 +38,9 @@ def role_of(name: str) -> str | None:
     return ALIASES.get(lower) or (lower if lower in ROLES and lower != name else None)
 
 
-def _word(index: int) -> str:
-    """Return a text that no template contains or changes."""
-    return f"zqtext{index}qz"
+def _word(index: int, part: int = 0) -> str:
+    """Return a text that no template contains or changes, for a part of a message's content."""
+    return f"zqtext{index}x{part}qz"
 
 
 def _texts(content: Any) -> list[str]:
@@ -51,15 +51,12 @@ def _texts(content: Any) -> list[str]:
 
 
 def _with_word(message: Message, index: int) -> Message:
-    """Return a message whose texts are the word of this index."""
+    """Return a message whose texts are words of this index, one for each part."""
     content = message.get("content")
     if isinstance(content, list | tuple):
-        return {
-            **message,
-            "content": [
-                {**part, "text": _word(index)} if _texts([part]) else part for part in content
-            ],
-        }
+        numbered = enumerate(content)
+        words = [{**p, "text": _word(index, n)} if _texts([p]) else p for n, p in numbered]
+        return {**message, "content": words}
     return {**message, "content": _word(index)} if _texts(content) else message
 
 
@@ -83,7 +80,14 @@ def left_out(messages: Sequence[Message], render: Render) -> list[int]:
         rendering = render([_with_word(m, i) for i, m in enumerate(messages)])
     except ChatError:
         return []
-    return [index for index in places(messages) if _word(index) not in rendering]
+    omitted = []
+    for index in places(messages):
+        content = messages[index].get("content")
+        parts = content if isinstance(content, list | tuple) else [content]
+        words = [_word(index, number) for number, part in enumerate(parts) if _texts([part])]
+        if not all(word in rendering for word in words):
+            omitted.append(index)
+    return omitted
 
 
 def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close: str) -> bool:

@@ -117,7 +117,10 @@ def as_rows(made: Any, name: str) -> Any:
 
 def _of_frame(record: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a row of a data frame; pandas' marks for no value (NaN, NaT, NA) become None."""
-    row = {str(key): plain(value) for key, value in record.items()}
+    row = {
+        str(key): None if _is_missing(value) else plain(value)  # of NaT that is a text
+        for key, value in record.items()
+    }
     return {key: _without_none(None if _is_missing(value) else value) for key, value in row.items()}
 
 

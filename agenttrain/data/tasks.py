@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from agenttrain.data.images import COLUMN, ImageLimits, with_images
 from agenttrain.types import RowTool, Task
-from agenttrain.utils.messages import normal_message
+from agenttrain.utils.messages import REASONING_KEYS, normal_message
 from agenttrain.utils.names import did_you_mean
 
 RESERVED = ("task_id", "messages", "tools", "user_turns", COLUMN)
@@ -166,6 +166,13 @@ def to_task(
         messages = [normal_message(message) for message in messages]
     except ValueError as error:
         raise ValueError(f"data row {index}: {error}") from error
+    for message in messages:
+        if message["role"] != "tool" and all(message.get(key) is None for key in SAID):
+            unread = sorted(key for key, value in message.items() if value is not None)
+            raise ValueError(
+                f"data row {index}: the {message['role']} message has no `content`, only "
+                f"{', '.join(unread)}; write its text as `content`, calls as `tool_calls`"
+            )
     if COLUMN in row or any(isinstance(m.get("content"), list | tuple) for m in messages):
         try:
             messages = with_images(messages, row.get(COLUMN), images or ImageLimits())
@@ -186,6 +193,8 @@ def to_task(
     )
 
 
+SAID = ("content", "tool_calls", REASONING_KEYS[0])
+"""Keys of a message of which one at least has a value; a tool may reply with nothing."""
 KEYS = ("name", "description", "parameters", "executor")
 UNSEEN = ("type", "function", "strict", "return")
 """Further keys of a tool in OpenAI's form and of transformers' `get_json_schema`, which the model

@@ -9,6 +9,7 @@ import json
 from collections import UserString
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, MappingView, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,7 +159,7 @@ def plain_form(value: Any) -> Any:
     a container whose type says that it ends is a list or dict of its parts. Raises ToolFailure that
     names the type of any other value, and for an image, whose text says nothing.
     """
-    kind = type(value).__name__
+    kind, of = type(value).__name__, type(value)
     if is_image(value):
         raise ToolFailure(
             f"the tool returned a {kind} with an image inside of other values; "
@@ -171,22 +172,23 @@ def plain_form(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     if not isinstance(value, type):
-        if hasattr(value, "model_dump"):  # of pydantic
+        # Asked of the type: a proxy or a mock has every attribute, and no end of plain forms.
+        if hasattr(of, "model_dump"):  # of pydantic
             return value.model_dump(mode="json")
         if dataclasses.is_dataclass(value):
             return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        if hasattr(value, "__attrs_attrs__"):
+        if hasattr(of, "__attrs_attrs__"):
             return {field.name: getattr(value, field.name) for field in value.__attrs_attrs__}
-        if hasattr(value, "tolist"):
+        if hasattr(of, "tolist"):
             return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    has_text = type(value).__str__ is not object.__str__ or isinstance(value, complex)
-    if not (has_text or isinstance(value, type)) and hasattr(value, "keys"):
+    has_text = of.__str__ is not object.__str__ or isinstance(value, complex)
+    if not (has_text or isinstance(value, type)) and hasattr(of, "keys"):
         return {key: value[key] for key in value.keys()}  # noqa: SIM118 - a database's row, a table
     finite = isinstance(value, Iterable) and isinstance(value, Sequence | Set | MappingView)
     if finite and not isinstance(value, UserString):
-        return list(value)
+        return list(islice(value, MAX_RESULT_CHARS))  # range(10**12) fits no memory
     if has_text:
         return str(value)
     if isinstance(value, SimpleNamespace):

@@ -429,9 +429,9 @@ def test_a_body_that_no_context_holds_is_not_read(path: str) -> None:
 def test_a_large_request_is_read_in_a_thread(monkeypatch) -> None:
     prompt_ids, in_loop = Chat.prompt_ids, []
 
-    def noted(self: Chat, *arguments: Any) -> list[int]:
+    def noted(self: Chat, *arguments: Any, **options: Any) -> list[int]:
         in_loop.append(threading.current_thread() is threading.main_thread())
-        return prompt_ids(self, *arguments)
+        return prompt_ids(self, *arguments, **options)
 
     async def drive(agent: AgentTask) -> None:
         async with client(agent) as http:

@@ -144,6 +144,39 @@ def test_a_teacher_reads_a_history_whose_texts_the_template_leaves_out() -> None
     assert "It is seven" in chat.decode(prompt_ids(rollout, trajectory))
 
 
+def test_a_later_part_that_the_template_leaves_out_is_refused() -> None:
+    tokenizer = copy.copy(small_tokenizer(families()["chatml"]))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content if m.content is "
+        "string else m.content[0].text) + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    chat = load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig())
+    parts = [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}]
+    assert "first" in chat.decode(chat.prompt_ids([{**ASKED, "content": parts[:1]}], ()))
+    with pytest.raises(ChatError, match=r"messages\[0\]"):
+        chat.prompt_ids([{**ASKED, "content": parts}], ())
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "qwen2.5-vl"])
+def test_calls_that_the_template_leaves_out_are_refused(family: str) -> None:
+    with pytest.raises(ChatError, match=r"messages\[1\].*leaves out the calls"):
+        prompt(family, history({"a": 3, "b": 4}))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "value": "a question"},
+        {"role": "user", "content": None},
+        {"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}},
+    ],
+)
+def test_a_message_whose_text_stands_under_another_key(message: Message) -> None:
+    with pytest.raises(ValueError, match="has no `content`"):
+        to_task({"messages": [message]}, 0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("role", "usual"), [("human", "user"), ("User", "user"), ("developer", "system")]

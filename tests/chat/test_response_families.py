@@ -638,3 +638,52 @@ def test_control_tokens_that_a_format_reads() -> None:
     assert load_spec("gpt_oss").marks(controls) == ("<|call|>", "<|message|>")
     assert load_spec("mistral").marks(controls) == ("[ARGS]",)
     assert load_spec("gemma4").marks(controls) == ('<|"|>',)
+
+
+GET = {
+    "name": "get",
+    "parameters": {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "type": {"type": "string"}, "top": {}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "get", "id": "a7"}</tool_call>'),
+        ("llama3", '<|python_tag|>{"name": "get", "id": "a7"}'),
+        ("mistral", '[TOOL_CALLS][{"name": "get", "type": "a7"}]'),
+        ("qwen_xml", XML.format("get", "<parameter=id>\na7\n" + parameter("top", "3"))),
+        (
+            "nemotron3",
+            "<function=get>\n<parameter=id>\na7\n" + parameter("top", "3") + "</function>",
+        ),
+        (
+            "qwen_xml",
+            XML.format(
+                "get",
+                "<parameter=id>\na7\n</function>\n<function=get>\n" + parameter("id", "b8"),
+            ),
+        ),
+        (
+            "glm4_moe",
+            "<tool_call>get\n<arg_key>id</arg_key>\n<arg_value>a7\n<arg_key>top</arg_key>\n"
+            "<arg_value>3</arg_value>\n</tool_call>",
+        ),
+    ],
+)
+def test_a_call_whose_arguments_are_not_where_they_belong(family: str, text: str) -> None:
+    turn = parse_response(text, load_spec(family), turn=0, schemas=[GET])
+    assert [call.malformed is not None for call in turn.calls] == [True]
+
+
+def test_keys_beside_the_arguments_and_tags_in_a_value_are_read() -> None:
+    beside = '<tool_call>{"type": "function", "id": "x", "name": "get", "arguments": {"id": "a"}}'
+    turn = parse_response(f"{beside}</tool_call>", load_spec("hermes"), turn=0, schemas=[GET])
+    assert [call.arguments for call in turn.calls] == [{"id": "a"}]
+    value = "write <parameter=top>, or\n<parameter=other>\n1"
+    text = XML.format("get", parameter("id", value))
+    turn = parse_response(text, load_spec("qwen_xml"), turn=0, schemas=[GET])
+    assert [call.arguments for call in turn.calls] == [{"id": value}]

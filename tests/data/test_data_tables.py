@@ -14,7 +14,7 @@ import pytest
 
 from agenttrain.data.build import build_tasks
 from agenttrain.data.config import DataConfig
-from agenttrain.data.files import FileRows, HubRows
+from agenttrain.data.files import FileRows, HubRows, as_rows
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -92,6 +92,12 @@ def read(**section: Any) -> list[tuple[dict[str, Any], Any]]:
 )
 def test_tables_of_functions_have_no_keys_but_those_of_their_rows(function: Any) -> None:
     assert read(_target_=f"{__name__}.{function.__name__}") == READ
+
+
+def test_a_missing_date_of_a_frame_is_no_text() -> None:
+    days = pandas.to_datetime(["2020-01-31", None])
+    rows = as_rows(pandas.DataFrame({"day": days}), "f")
+    assert [row["day"] for row in rows] == ["2020-01-31T00:00:00", None]
 
 
 def test_a_function_that_returns_several_splits_is_refused() -> None:

@@ -268,7 +268,7 @@ UNUSABLE = {
     "data.test_seed=3": "has no effect without data.test_fraction",
     "reward={}": "choose one: reward=[exact_match]",
     # Components.
-    "model.path=/no/such/model": "there is no folder",
+    "model.path=/no/such/model": "there is no such folder",
     "model.path=bundled:shp": "no such bundled model (did you mean 'shop'?)",
     "tools.sq.timeout_s=3": "has no _target_ (did you mean 'sql'?)",
     "tools.sql=3": "tools.sql=3: has no _target_",

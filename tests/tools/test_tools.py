@@ -15,11 +15,13 @@ from collections import UserString, deque
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pydantic
 import pytest
 
 from agenttrain.tools.config import ToolLimits
+from agenttrain.tools.reply import make_reply
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Done, Task, ToolCall, ToolContext, ToolError, ToolFailure, ToolResult
@@ -307,6 +309,18 @@ class Endless:
 )
 def test_a_value_whose_form_never_is_plain_is_an_error(value, problem):
     assert problem in returning(value).content
+
+
+class Proxy:
+    """Has every attribute, as mocks and clients of remote objects do."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
+
+
+def test_a_proxy_has_no_plain_form_and_a_range_without_bounds_is_cut():
+    assert "returned a Proxy, which" in make_reply(Proxy(), max_chars=99).content
+    assert make_reply(range(10**12), max_chars=9).content.startswith("[0, 1, 2,… [cut at")
 
 
 def test_rows_of_a_database_and_tables_are_mappings():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -81,18 +81,23 @@ def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     value, end, problem, cut = _value(body, 0, syntax)
     if problem is not None:
         return _problem(problem, name=written_name(body, syntax.name_key) or None, cut=cut)
-    return Read(calls=[_object(value, syntax, lenient=_is_loose(body, syntax))], end=end)
+    call = _object(value, syntax, schemas, lenient=_is_loose(body, syntax))
+    return Read(calls=[call], end=end)
 
 
-def _object(value: Any, syntax: Syntax, text: str = "", *, lenient: bool) -> ParsedCall:
+def _object(
+    value: Any, syntax: Syntax, schemas: Schemas, text: str = "", *, lenient: bool
+) -> ParsedCall:
     """Make a call of the JSON object that describes it."""
     if not isinstance(value, dict):
         return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
-    key, problem = arguments_of(value, syntax.name_key, syntax.arguments_key)
+    name = value.get(syntax.name_key)
+    known = schemas.get(name, {}) if isinstance(name, str) else {}
+    key, problem = arguments_of(value, syntax.name_key, syntax.arguments_key, known)
     written = value.get("id")
     return ParsedCall(
         text=text,
-        name=value.get(syntax.name_key),
+        name=name,
         arguments=value.get(key),
         problem=problem,
         id=written if isinstance(written, str) else None,
@@ -107,19 +112,24 @@ BESIDE_ARGUMENTS = ("id", "type")
 
 
 def arguments_of(
-    call: Mapping[str, Any], name_key: str = "name", arguments_key: str = "arguments"
+    call: Mapping[str, Any],
+    name_key: str = "name",
+    arguments_key: str = "arguments",
+    parameters: Container[str] = (),
 ) -> tuple[str, str | None]:
     """Return (the key of a JSON call that holds its arguments, a problem of its keys).
 
     A key that is not known may hold arguments, so that the call would run without them. Example:
-    for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``.
+    for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``. So may ``id`` and ``type``
+    in a call without arguments, if they are `parameters` of the tool.
     """
     keys = dict.fromkeys((arguments_key, *ARGUMENT_KEYS))
     present = [key for key in keys if key in call]
     if len(present) > 1:
         return present[0], f'the arguments are given twice, as "{present[0]}" and "{present[1]}"'
+    beside = [key for key in BESIDE_ARGUMENTS if present or key not in parameters]
     for key in call:
-        if key not in keys and key not in (name_key, *BESIDE_ARGUMENTS):
+        if key not in keys and key not in (name_key, *beside):
             form = f'{{"{name_key}": …, "{arguments_key}": {{…}}}}'
             return arguments_key, f"{excerpt(key)} is no key of a call: write {form}"
     return (present or [arguments_key])[0], None
@@ -133,7 +143,7 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     read = partial(_value, syntax=syntax)
     items, end = read_items(body, start + 1, syntax.name_key, read, limit=MAX_CALLS + 1)
     calls = [
-        _object(item.value, syntax, text=item.text, lenient=_is_loose(item.text, syntax))
+        _object(item.value, syntax, schemas, item.text, lenient=_is_loose(item.text, syntax))
         if item.problem is None
         else ParsedCall(text=item.text, name=item.name, problem=item.problem)
         for item in items
@@ -216,8 +226,18 @@ _FUNCTION_END = re.compile(r"\s*</function>")
 _PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^>\n]*)>")
 # A closing tag ends a value only if a tag of the format follows; otherwise it is part of it.
 _PARAMETER_END = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))")
-# A value that contains the beginning of another call was never closed.
-_NEXT_CALL = re.compile(r"</tool_call>\s*+<tool_call>\s*+<function=")
+# A value that contains the beginning of another call was never closed, nor was one that contains
+# the line of another parameter of the tool.
+_NEXT_CALL = re.compile(r"</(?:tool_call|function)>\s*+<(?:tool_call>\s*+<)?function=")
+_NEXT_PARAMETER = re.compile(r"^[ \t]*<(?:parameter=|arg_key>)(?P<name>[^<>\n]*)[<>]", re.MULTILINE)
+
+
+def _runs_over(value: str, key: str, parameters: Container[str]) -> bool:
+    """Return True if a value contains the line of another parameter of its tool."""
+    if "<parameter=" not in value and "<arg_key>" not in value:
+        return False
+    names = (line["name"].strip() for line in _NEXT_PARAMETER.finditer(value))
+    return any(name != key and name in parameters for name in names)
 
 
 def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
@@ -234,10 +254,10 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         if end is None:
             what = f"the parameter {excerpt(parameter['name'])} is not closed"
             return _problem(what, name=name, cut=True)
-        if _NEXT_CALL.search(body, start, end.start()):
-            what = f"the parameter {excerpt(parameter['name'])} is not closed"
-            return _problem(what, name=name)
-        parameters.append((parameter["name"].strip(), body[start : max(start, end.start())]))
+        key, value = parameter["name"].strip(), body[start : max(start, end.start())]
+        if _NEXT_CALL.search(value) or _runs_over(value, key, schemas.get(name, {})):
+            return _problem(f"the parameter {excerpt(key)} is not closed", name=name)
+        parameters.append((key, value))
         at = end.end()
     if (closing := _FUNCTION_END.match(body, at)) is None:
         actual = f", found {excerpt(body[at:])}" if body[at:].strip() else ""
@@ -261,7 +281,10 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         if end is None:
             what = f"the value of {excerpt(key['name'])} is not closed"
             return _problem(what, name=name, cut=True)
-        parameters.append((key["name"].strip(), body[key.end() : end.start()]))
+        written, value = key["name"].strip(), body[key.end() : end.start()]
+        if _runs_over(value, written, schemas.get(name, {})):
+            return _problem(f"the value of {excerpt(written)} is not closed", name=name)
+        parameters.append((written, value))
         at = end.end()
     if (key := _LONE_KEY.match(body, at)) is not None:
         fault = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
