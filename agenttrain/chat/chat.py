@@ -311,7 +311,7 @@ class Chat:
     def _prompt_ids(self, messages: Sequence[Message], rendering: str) -> list[int]:
         """Encode a rendering of messages; placeholders are repeated for their images."""
         ids = self.encoder.encode(rendering)
-        return self._expand(ids, messages) if next(images_in(messages), None) else ids
+        return ids if self.placeholders is None else self._expand(ids, messages)
 
     def _expand(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Repeat the placeholders in `ids` for the images of the messages."""

@@ -78,7 +78,8 @@ def hide_in_settings(settings: Any) -> Any:
     if isinstance(settings, Mapping):
         shared = {str(key): hide_in_settings(value) for key, value in settings.items()}
         for section in (shared.get(name) for name in ("env", "headers")):
-            if isinstance(section, dict):
+            # A part of the run may be called env, an environment say: its `_target_` tells.
+            if isinstance(section, dict) and "_target_" not in section:
                 for name, value in section.items():
                     # ``$$`` is a literal dollar.
                     if not re.search(r"\$(\w|\{)", str(value).replace("$$", "")):

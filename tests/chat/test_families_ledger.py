@@ -98,7 +98,7 @@ def check(chat: Chat, user: str, conversation: Conversation) -> None:
         whole = as_parsed(chat, said, after)
         turn, replies = chat.as_rendered(whole, answered)
         messages += [turn.message(), *replies]
-        full = chat.prompt_ids(messages, EXAMPLE_TOOLS)
+        full = chat.rendered_ids(messages, EXAMPLE_TOOLS)
         sent = list(rollout.trajectories[0].token_ids)
         assert full[: len(sent)] == sent
         end = chat.end_ids(whole, answered, generation_prompt=True)

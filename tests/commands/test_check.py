@@ -53,7 +53,7 @@ def test_prompts_that_render_are_counted(tmp_path: Path, capsys: pytest.CaptureF
     ("template", "row", "message"),
     [
         (REFUSES + tiny.TEMPLATE, {"messages": SYSTEM}, "refuses system messages (no), and this"),
-        (LEAVES_OUT, {"messages": SYSTEM}, "leaves out system messages, and this task has one"),
+        (LEAVES_OUT, {"messages": SYSTEM}, "leaves out the text of this message of the role system"),
         (
             "{%- if messages[0].role != 'user' %}{{ raise_exception('user first') }}{%- endif %}"
             + tiny.TEMPLATE,
@@ -69,7 +69,8 @@ def test_a_row_that_the_template_refuses(
     assert check(tmp_path, template, rows) == 2
     found = capsys.readouterr()
     assert "certificate passed" in found.out
-    assert found.err.startswith("agenttrain: data.train: task second: the ")
+    where = (f"{tmp_path / 'rows.jsonl'}, line 2: ", "task second: ")
+    assert found.err.startswith(tuple(f"agenttrain: data.train: {row}" for row in where))
     assert message in found.err
 
 

@@ -114,4 +114,4 @@ def test_templates_prints_its_table_in_a_plain_install(tmp_path: Path) -> None:
     (qwen3,) = (line.split() for line in lines if line.startswith("qwen3 "))
     assert qwen3[:4] == ["qwen3", "yes", "no", "qwen"]
     assert "fixed" in qwen3 and "?" not in qwen3
-    assert "pip install 'agenttrain[test]' brings the stock templates" in lines[-1]
+    assert "agenttrain templates --certify" in lines[-1]

@@ -131,7 +131,7 @@ def test_a_model_without_a_score_head_is_refused(tmp_path):
 
 
 def test_settings_that_cannot_work(tmp_path):
-    with pytest.raises(ValueError, match=r"^path=/no/model: there is no config"):
+    with pytest.raises(ValueError, match=r"^path=/no/model: there is no such folder"):
         RewardModel(path="/no/model")
     with pytest.raises(ValueError, match="batch_size=0: must be at least 1"):
         RewardModel(path=saved(tmp_path), batch_size=0)
