@@ -34,7 +34,6 @@ from agenttrain.engines.broadcast import Audience, BroadcastResult, Receipt, Rec
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.weight_files import WeightFiles, WeightWriter
 from agenttrain.evaluation import Evaluation
-from agenttrain.images import Image, PlacedImage
 from agenttrain.rollout.collector import Collected
 from agenttrain.rollout.monitoring import Waiting
 from agenttrain.rollout.source import SampledBatch
@@ -46,7 +45,9 @@ from agenttrain.types import (
     Completion,
     Delegation,
     Finish,
+    Image,
     Origin,
+    PlacedImage,
     Rollout,
     RowTool,
     Span,

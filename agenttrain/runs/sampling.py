@@ -16,7 +16,6 @@ from agenttrain.engines.base import Engine
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import names_with, spec_of, specs
 from agenttrain.engines.spec import EngineInputs
-from agenttrain.images import Placeholders
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.engine_checks import run_spec
 from agenttrain.settings.run_config import RunConfig
@@ -30,6 +29,7 @@ from agenttrain.training.config import Init, VisionTower
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import COMMIT
 from agenttrain.utils.model_path import base_folder, model_folder, weights_folder, why_merged
+from agenttrain.utils.placeholders import Placeholders
 
 if TYPE_CHECKING:
     from agenttrain.engines.vision import Vision

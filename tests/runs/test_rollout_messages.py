@@ -11,13 +11,12 @@ import torch
 
 from agenttrain.engines.base import EngineDead
 from agenttrain.engines.vllm_server.fleet import FleetLost
-from agenttrain.images import Image, PlacedImage
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, NoRewards
 from agenttrain.runs.remote import split_groups
 from agenttrain.runs.rollout_messages import CODEC, Failed, Groups, RolloutsFailed, Verify
 from agenttrain.training.weight_sync import Gap, ProbeCheck, SyncProbe
-from agenttrain.types import Origin, Rollout, Task
+from agenttrain.types import Image, Origin, PlacedImage, Rollout, Task
 
 
 def rollout(place: int, sample: int, tokens: int) -> Rollout:
