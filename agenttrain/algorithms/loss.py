@@ -1,6 +1,6 @@
 """The loss of a microbatch: aggregate(correction * objective + beta * KL) - bonus * entropy.
 
-Its metrics are parts that combine over microbatches, updates and processes (`Metrics`).
+Its metrics are parts that combine over microbatches, updates and processes (`MetricParts`).
 
 Shapes: S sampled tokens of B sequences, one sequence after the other; sequence_S is the index of
 each token's sequence. Tokens that the policy did not sample (prompt, template, tool) are not among
@@ -23,7 +23,7 @@ from agenttrain.algorithms.losses import kl_estimate
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
 from agenttrain.algorithms.objectives.config import Ratio
 
-Metrics = dict[str, Tensor]
+MetricParts = dict[str, Tensor]
 """Name -> part, [2]: (sum, count). Parts add up, and the total's sum / count is the metric. For a
 name that ends in ``max`` or ``min``: (value, value), and the metric is the greatest or least."""
 
@@ -61,7 +61,7 @@ class LossInputs:
         return self.weights_B.numel()
 
 
-def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, MetricParts]:
     """Return the microbatch's part of the loss (a scalar), and its metrics.
 
     Raises ValueError when `inputs` lack a tensor that `config` needs.
@@ -141,7 +141,7 @@ def _check_output(output: object, inputs: LossInputs, config: AlgorithmConfig) -
         )
 
 
-def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | None, Metrics]:
+def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | None, MetricParts]:
     """Return the weight for the engine's mismatch, and its metrics.
 
     The weight is [S] on token level, [B] above it.
@@ -173,7 +173,7 @@ def mean_parts(values: Tensor) -> Tensor:
     return torch.stack((total, torch.full_like(total, values.numel())))
 
 
-def extremes(name: str, values: Tensor) -> Metrics:
+def extremes(name: str, values: Tensor) -> MetricParts:
     """Return `<name>/min` and `<name>/max` of values of any shape, NaN ones left out."""
     known = values.float()[~values.isnan()]
     nothing = known.new_tensor([torch.inf])
@@ -223,7 +223,7 @@ class Averages:
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
 
-    def add(self, parts: Metrics, *, counted: bool = True) -> None:
+    def add(self, parts: MetricParts, *, counted: bool = True) -> None:
         """Add parts; unless they are `counted`, add their names with parts that change nothing.
 
         Every process needs the same names: `means` combines them over all.

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
-from agenttrain.algorithms.loss import Averages, Metrics, mean_parts, metric_names, policy_loss
+from agenttrain.algorithms.loss import Averages, MetricParts, mean_parts, metric_names, policy_loss
 from agenttrain.algorithms.losses import EntropyBonus, kl_estimate, token_weights
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, THIRDS, Origins, mismatch
 from agenttrain.engines.vision import Vision
@@ -229,7 +229,7 @@ class Policy:
 
     def kl_penalties(
         self, groups: Sequence[Sequence[TrainingSequence]]
-    ) -> tuple[dict[str, float], Metrics]:
+    ) -> tuple[dict[str, float], MetricParts]:
         """Return each rollout's KL to the reference by id, and the parts of the metric ``kl``.
 
         Both are empty unless the KL is subtracted from the reward. `algorithm.behaviour` names the
@@ -330,7 +330,7 @@ class Policy:
         if self._masters is not None:
             self._masters.fold()
 
-    def optimizer_step(self, minibatch: Minibatch) -> Metrics:
+    def optimizer_step(self, minibatch: Minibatch) -> MetricParts:
         """Update the weights with the clipped gradient of a minibatch; return its metrics.
 
         If a loss or the gradient is not finite, raises BrokenUpdate in all processes before any

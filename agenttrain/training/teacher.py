@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.credit import set_advantages
-from agenttrain.algorithms.loss import Metrics, mean_parts
+from agenttrain.algorithms.loss import MetricParts, mean_parts
 from agenttrain.algorithms.teacher import is_gated_in, mixed_advantages
 from agenttrain.engines.base import EngineError
 from agenttrain.training.batch import SequenceKey, TrainingSequence
@@ -214,7 +214,7 @@ def add_teacher(
     groups: Sequence[Sequence[Rollout]],
     sequences: Sequence[Sequence[TrainingSequence]],
     config: AlgorithmConfig,
-) -> Metrics:
+) -> MetricParts:
     """Mix the teacher's part into the advantages of the scored rollouts; return its metrics.
 
     A rollout that has a reward but was not scored gets no advantage: the rewards' part alone would

@@ -31,7 +31,7 @@ from agenttrain.algorithms.credit import (
     set_advantages,
     turn_advantages,
 )
-from agenttrain.algorithms.loss import LossInputs, Metrics, mean_parts
+from agenttrain.algorithms.loss import LossInputs, MetricParts, mean_parts
 from agenttrain.algorithms.losses import top_entropy_mask
 from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence
 from agenttrain.training.world import World
@@ -47,7 +47,7 @@ def assign_advantages(
     *,
     penalties: Mapping[str, float],
     reward_weights: Mapping[str, float],
-) -> Metrics:
+) -> MetricParts:
     """Set the advantages of every rollout; None for one without a reward. Return their metrics.
 
     `penalties` (rollout id -> KL over its sampled tokens) are subtracted from the rewards, times
@@ -110,7 +110,7 @@ def _assign_by_turn(
     rewards: list[list[TurnRewards]],
     config: AlgorithmConfig,
     world: World,
-) -> Metrics:
+) -> MetricParts:
     """`assign_advantages` for credit per turn; `rewards` are those of the rollouts."""
     first, everyone = _of_the_batch(rewards, config, world)
     result = turn_advantages(everyone, config)
