@@ -1,7 +1,7 @@
 """The training loop: get a step's rollouts, update the policy, sync the engine, record.
 
-Read this file first, then `types.py` and `rollout/loop.py`. `Trainer.step` is one step; `update`
-below is its training: scores, advantages, microbatches, loss, optimizer.
+Read this file first, then `types.py` and `rollout/loop.py`. `Trainer.step` is one step; its
+training is `train_policy` below: scores, advantages, microbatches, loss, optimizer.
 
 Reinforcement learning and supervised learning are the same loop. They differ in the source of a
 step's rollouts (`rollout/source.py`) and in the evaluation (`evaluation.py`). A run of several
@@ -178,8 +178,8 @@ class Trainer:
         with self.run.phase("train", n, rollouts=batch.rollouts):
             if isinstance(self.engine, Separate):  # it has a copy of the weights
                 await self.engine.sleep()  # frees its GPU memory for the update
-            with self.policy.updating():
-                training = update(self.policy, batch.groups, self.teacher)
+            with self.policy.optimizer_on_device():
+                training = train_policy(self.policy, batch.groups, self.teacher)
         with self.run.phase("check", n, rollouts=batch.rollouts):
             check_weights(self.policy.model, f"after the update of step {n}", self.run.world)
         if self.engine is not None:
@@ -327,7 +327,7 @@ class Trainer:
             self.best.record = state["best"]
 
 
-def update(
+def train_policy(
     policy: Policy, groups: Sequence[Sequence[Rollout]], teacher: Teacher | None = None
 ) -> dict[str, float]:
     """Make all optimizer updates of one step and return their metrics.
@@ -365,12 +365,12 @@ def update(
     policy.begin_step()
     with policy.ready():
         for minibatch in policy.minibatches(sequences):  # epochs x minibatches, cut by group
-            update_once(policy, minibatch, metrics)
+            train_minibatch(policy, minibatch, metrics)
     return policy.end_step(metrics)
 
 
-def update_once(policy: Policy, minibatch: Minibatch, metrics: Averages) -> None:
-    """Make one optimizer update. Raises BrokenUpdate as `update` does."""
+def train_minibatch(policy: Policy, minibatch: Minibatch, metrics: Averages) -> None:
+    """Make one optimizer update. Raises BrokenUpdate as `train_policy` does."""
     for microbatch in policy.microbatches(minibatch):
         logprobs_S, entropy_S = policy.forward(microbatch)
         inputs = loss_inputs(microbatch, logprobs_S, entropy_S, minibatch, policy.algorithm)

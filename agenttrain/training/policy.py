@@ -1,6 +1,6 @@
 """The policy: the model that is trained, its optimizer, and its frozen reference.
 
-`agenttrain.trainer.update` shows the order in which its methods are called. Shapes: S sampled
+`agenttrain.trainer.train_policy` shows the order in which its methods are called. Shapes: S sampled
 tokens of a microbatch.
 """
 
@@ -427,7 +427,7 @@ class Policy:
                 copied[name].copy_(weight)
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def optimizer_on_device(self) -> Iterator[None]:
         """Keep the optimizer's state on the device for the block, if it is elsewhere otherwise."""
         if self._offload is None:
             yield
@@ -453,7 +453,7 @@ class Policy:
         """Continue from `state_dict()`, written by any number of processes."""
         self.step = state["step"]
         optimizer = self.optimizer.optimizer  # inside accelerate's wrapper
-        with self.updating():
+        with self.optimizer_on_device():
             self.optimizer.load_state_dict(shard_optimizer_state(optimizer, state["optimizer"]))
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])

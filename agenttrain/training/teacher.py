@@ -7,7 +7,7 @@ tool)::
     policy     p p     s s t s
     teacher    p q q p s s t s
 
-`agenttrain.trainer.update` shows when its functions are called. S: sampled tokens of a sequence.
+`agenttrain.trainer.train_policy` calls its functions. S: sampled tokens of a sequence.
 """
 
 from __future__ import annotations
