@@ -27,10 +27,11 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import FolderGone
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import Checkpoints, random_states, set_random_states
+from agenttrain.training.credit_assignment import assign_advantages
+from agenttrain.training.minibatch import Minibatch, loss_inputs
 from agenttrain.training.nonfinite import check_logprobs, check_weights
 from agenttrain.training.policy import Policy
 from agenttrain.training.teacher import Teacher, add_teacher, score_with
-from agenttrain.training.update import Minibatch, assign_advantages, loss_inputs
 from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.training.world import World
 from agenttrain.types import Rollout

@@ -44,6 +44,13 @@ from agenttrain.training.logprobs import (
     pack_evenly,
     score_microbatches,
 )
+from agenttrain.training.minibatch import (
+    Minibatch,
+    loss_inputs,
+    needs_old_logprobs,
+    store_scores,
+    top_entropy,
+)
 from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, listed, place_of
 from agenttrain.training.offload import StateOffload
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
@@ -55,13 +62,6 @@ from agenttrain.training.sharding import (
     shard_optimizer_state,
 )
 from agenttrain.training.sliced_weights import SlicedWeights, read_shards
-from agenttrain.training.update import (
-    Minibatch,
-    loss_inputs,
-    needs_old_logprobs,
-    store_scores,
-    top_entropy,
-)
 from agenttrain.training.world import World
 from agenttrain.training.wrapping import make_accelerator, share_weights, wrap
 from agenttrain.types import Rollout
