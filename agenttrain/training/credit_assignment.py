@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from agenttrain.algorithms.advantages import advantages, normalized_advantages
 from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Credit, Rewards, Scale
@@ -46,50 +47,68 @@ def assign_advantages(
         return config.beta * penalties.get(rollout.rollout_id, 0.0)
 
     if config.credit is not Credit.rollout:
-        by_turn = [
-            [rewards_of_turns(one, reward_weights, penalty_of(one)) for one in group]
+        turn_rewards = [
+            [rewards_of_turns(rollout, reward_weights, penalty_of(rollout)) for rollout in group]
             for group in groups
         ]
-        return _assign_by_turn(groups, by_turn, config, world)
-    # Of each rollout by function, or under the name "" if the algorithm uses their sum.
-    rewards: list[list[dict[str, float | None]]] = [[] for _ in groups]
-    for own, members in zip(rewards, groups, strict=True):
-        for rollout in members:
-            if config.rewards is Rewards.normalize_each:
-                own.append(dict(rollout.rewards))
-            else:
-                reward = rollout.reward
-                own.append({"": None if reward is None else reward - penalty_of(rollout)})
-    first, everyone = _of_the_batch(rewards, config, world)
-    names = sorted({name for group in everyone for values in group for name in values}) or [""]
-    width = max((len(group) for group in everyone), default=0) or 1
-    rewards_FPG = torch.full((len(names), len(everyone), width), torch.nan, dtype=torch.float64)
-    for f, name in enumerate(names):
-        for p, group in enumerate(everyone):
-            for g, values in enumerate(group):
-                reward = values.get(name)
-                rewards_FPG[f, p, g] = torch.nan if reward is None else reward
+        return _assign_by_turn(groups, turn_rewards, config, world)
+
+    # Rewards of each rollout by function; under the name "" if the algorithm uses their sum.
+    rewards: list[list[dict[str, float | None]]] = []
+    for group in groups:
+        if config.rewards is Rewards.normalize_each:
+            rewards.append([dict(rollout.rewards) for rollout in group])
+        else:
+            rewards.append(
+                [
+                    {"": None if rollout.reward is None else rollout.reward - penalty_of(rollout)}
+                    for rollout in group
+                ]
+            )
+    first, rewards = gather_if_batchwise(rewards, config, world)
+    names, rewards_FPG = _tabulate(rewards)
     if config.rewards is Rewards.normalize_each:
         weights = [reward_weights.get(name, 1.0) for name in names]
         advantages_PG = normalized_advantages(rewards_FPG, weights, scale=config.scale)
     else:
         advantages_PG = advantages(rewards_FPG[0], baseline=config.advantage, scale=config.scale)
-    own_PG = advantages_PG[first : first + len(groups)].tolist()
-    for rollouts, own_G in zip(groups, own_PG, strict=True):
-        for rollout, advantage in zip(rollouts, own_G, strict=False):
+    local_PG = advantages_PG[first : first + len(groups)].tolist()
+    for group, advantages_G in zip(groups, local_PG, strict=True):
+        for rollout, advantage in zip(group, advantages_G, strict=False):  # short groups are padded
             # NaN although there is a reward: no function of non-zero weight gave one.
             set_advantages(rollout, None if math.isnan(advantage) else advantage)
     return {}
 
 
-def _of_the_batch(
+def gather_if_batchwise(
     groups: list[list[Item]], config: AlgorithmConfig, world: World
 ) -> tuple[int, list[list[Item]]]:
-    """Return the groups of all processes if a statistic is of the batch, and the first own one."""
-    if world.size == 1 or not (config.scale is Scale.batch or config.advantage is Advantage.batch):
+    """Return the groups over which statistics are taken, and the index of this rank's first one.
+
+    They are all ranks' groups if `scale` or `advantage` is `batch`, else this rank's.
+    """
+    batchwise = config.scale is Scale.batch or config.advantage is Advantage.batch
+    if world.size == 1 or not batchwise:
         return 0, groups
     shares = world.gather([groups], "the rewards of a batch")
-    return sum(map(len, shares[: world.rank])), [group for share in shares for group in share]
+    first = sum(len(share) for share in shares[: world.rank])
+    return first, [group for share in shares for group in share]
+
+
+def _tabulate(rewards: Sequence[Sequence[Mapping[str, float | None]]]) -> tuple[list[str], Tensor]:
+    """Return the names of the reward functions and their rewards, [F, P, G] in float64.
+
+    NaN where there is none: a function gave none, or the group has fewer than G rollouts.
+    """
+    names = sorted({name for group in rewards for values in group for name in values}) or [""]
+    width = max((len(group) for group in rewards), default=0) or 1
+    rewards_FPG = torch.full((len(names), len(rewards), width), torch.nan, dtype=torch.float64)
+    for f, name in enumerate(names):
+        for p, group in enumerate(rewards):
+            for g, values in enumerate(group):
+                reward = values.get(name)
+                rewards_FPG[f, p, g] = torch.nan if reward is None else reward
+    return names, rewards_FPG
 
 
 def _assign_by_turn(
@@ -98,21 +117,23 @@ def _assign_by_turn(
     config: AlgorithmConfig,
     world: World,
 ) -> MetricParts:
-    """`assign_advantages` for credit per turn; `rewards` are those of the rollouts."""
-    first, everyone = _of_the_batch(rewards, config, world)
-    result = turn_advantages(everyone, config)
-    own = slice(first, first + len(groups))
+    """Set advantages by turn from `rewards`, those of the rollouts; return their metrics."""
+    first, all_rewards = gather_if_batchwise(rewards, config, world)
+    result = turn_advantages(all_rewards, config)
+    local = slice(first, first + len(groups))
     by_turn: list[list[float]] = [[] for _ in range(VARIANCES)]
-    for rollouts, advantages_G in zip(groups, result.advantages[own], strict=True):
-        for rollout, advantages_K in zip(rollouts, advantages_G, strict=True):
+    for group, advantages_G in zip(groups, result.advantages[local], strict=True):
+        for rollout, advantages_K in zip(group, advantages_G, strict=True):
             set_advantages(rollout, advantages_K)
             for values, advantage in zip(by_turn, advantages_K or (), strict=False):
                 values.append(advantage)
-    given = [r for group in rewards for one in group for r in one.rewards or ()]
-    flags = [flag for row in result.compared[own] for one in row for flag in one]
-    metrics = {"credit/turn_reward": mean_parts(torch.tensor(given))}
+    turn_rewards = [
+        reward for group in rewards for rollout in group for reward in rollout.rewards or ()
+    ]
+    metrics = {"credit/turn_reward": mean_parts(torch.tensor(turn_rewards))}
     if config.credit is Credit.gigpo:
-        metrics["credit/step_groups"] = mean_parts(torch.tensor(flags))
+        compared = [flag for group in result.compared[local] for turns in group for flag in turns]
+        metrics["credit/step_groups"] = mean_parts(torch.tensor(compared))
     for turn, values in enumerate(by_turn, start=1):
         # Their mean is near 0: the mean square is the variance, also over processes.
         metrics[f"credit/variance/turn_{turn}"] = mean_parts(torch.tensor(values).square())

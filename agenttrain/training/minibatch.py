@@ -74,25 +74,26 @@ def top_entropy(
     Ties go to the earlier position, then to the rollout with the lower id. Neither depends on which
     process holds a rollout or on what is packed with it.
     """
-    own: list[tuple[tuple[Any, ...], Tensor]] = [
+    entropies: list[tuple[tuple[Any, ...], Tensor]] = [
         ((sequence.rollout.group_id, sequence.rollout.sample, sequence.key), sequence.old_entropy_S)
         for sequence in sequences
         if sequence.weight > 0 and sequence.old_entropy_S is not None
     ]
-    shares = world.gather([own], "the entropies of an update")
-    everyone = [pair for pairs in shares for pair in pairs]
-    rank_of = {name: rank for rank, name in enumerate(sorted(name for name, _ in everyone))}
-    entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in everyone)])
+    shares = world.gather([entropies], "the entropies of an update")
+    all_entropies = [pair for pairs in shares for pair in pairs]
+    order_of = {name: i for i, name in enumerate(sorted(name for name, _ in all_entropies))}
+    entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in all_entropies)])
+    # Unique numbers that sort by position in the sequence first, then by sequence.
     place_N = torch.cat(
         [
             torch.zeros(0, dtype=torch.long),
-            *(torch.arange(len(e)) * len(rank_of) + rank_of[name] for name, e in everyone),
+            *(torch.arange(len(e)) * len(order_of) + order_of[name] for name, e in all_entropies),
         ]
     )
     kept_N = top_entropy_mask(entropy_N, place_N, share)
-    kept = kept_N.split([len(entropy_S) for _, entropy_S in everyone])
-    first = sum(map(len, shares[: world.rank]))
-    return {name[-1]: mask for (name, _), mask in zip(own, kept[first:], strict=False)}
+    kept = kept_N.split([len(entropy_S) for _, entropy_S in all_entropies])
+    first = sum(len(pairs) for pairs in shares[: world.rank])
+    return {name[-1]: mask for (name, _), mask in zip(entropies, kept[first:], strict=False)}
 
 
 def loss_inputs(
@@ -106,18 +107,19 @@ def loss_inputs(
     kept_S = None
     if minibatch.kept is not None:
         # A stand-in has no token and no mask.
-        kept = [minibatch.kept[r.key] for r in microbatch.sequences if r.sampled_length]
-        kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *kept]).to(logprobs_S.device)
+        masks = [minibatch.kept[s.key] for s in microbatch.sequences if s.sampled_length]
+        kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(logprobs_S.device)
     behaviour_S = microbatch.behaviour_S
     if config.behaviour is Behaviour.recomputed:
-        old = [sequence.old_logprobs_S for sequence in microbatch.sequences]
-        known = [values for values in old if values is not None]
+        old = [s.old_logprobs_S for s in microbatch.sequences if s.old_logprobs_S is not None]
         # With one update per step the old policy was not scored: it is the current one.
-        scored = len(known) == len(old)
-        behaviour_S = torch.cat(known).to(logprobs_S) if scored else logprobs_S.detach()
-    lengths = [sequence.sampled_length for sequence in microbatch.sequences]
-    of_rollouts = [sequence.rollout.sampled_length for sequence in microbatch.sequences]
-    parts = lengths != of_rollouts
+        scored = len(old) == len(microbatch.sequences)
+        behaviour_S = torch.cat(old).to(logprobs_S) if scored else logprobs_S.detach()
+    sequence_tokens = [sequence.sampled_length for sequence in microbatch.sequences]
+    rollout_tokens = [sequence.rollout.sampled_length for sequence in microbatch.sequences]
+    rollout_tokens_B = None
+    if rollout_tokens != sequence_tokens:  # a rollout has several trajectories
+        rollout_tokens_B = torch.tensor(rollout_tokens, device=logprobs_S.device)
     return LossInputs(
         logprobs_S=logprobs_S,
         behaviour_S=behaviour_S,
@@ -128,7 +130,7 @@ def loss_inputs(
         sequence_S=microbatch.sequence_S,
         advantages_S=microbatch.advantages_S,
         weights_B=microbatch.weights_B,
-        rollout_tokens_B=torch.tensor(of_rollouts, device=logprobs_S.device) if parts else None,
+        rollout_tokens_B=rollout_tokens_B,
         bonus=minibatch.bonus,
     )
 
@@ -138,10 +140,11 @@ def store_scores(
 ) -> None:
     """Set `trainer_logprobs` and `entropies` of the trajectories; scores are in their order."""
     lengths = [sequence.sampled_length for sequence in sequences]
-    pieces = [values_S.float().cpu().split(lengths) for values_S in (logprobs_S, entropy_S)]
-    for sequence, own_S, entropies in zip(sequences, *pieces, strict=True):
-        sequence.trajectory.trainer_logprobs = array("f", own_S.numpy())
-        sequence.trajectory.entropies = array("f", entropies.numpy())
+    logprobs = logprobs_S.float().cpu().split(lengths)
+    entropies = entropy_S.float().cpu().split(lengths)
+    for index, sequence in enumerate(sequences):
+        sequence.trajectory.trainer_logprobs = array("f", logprobs[index].numpy())
+        sequence.trajectory.entropies = array("f", entropies[index].numpy())
 
 
 def needs_old_logprobs(config: AlgorithmConfig) -> bool:
