@@ -21,7 +21,8 @@ from agenttrain.evaluation import evaluate
 from agenttrain.launch.worker import leave
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector
-from agenttrain.rollout.config import EvalConfig
+from agenttrain.rollout.config import EvalConfig, tasks_of_round
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.sampling import StepGroups, sample_groups
 from agenttrain.rollout.sharing import Costs, merge_shares
 from agenttrain.training.world import World
@@ -98,15 +99,15 @@ def collector(engine: ScriptedEngine, reward: object = first) -> Collector:
 
 
 async def drawn(world: World, made: Collector, count: int, **settings: object) -> StepGroups:
-    return await sample_groups(
-        made,
-        tasks,
-        count=count,
-        config=AlgorithmConfig(name="test", group_size=2, **settings),
+    config = AlgorithmConfig(name="test", group_size=2, **settings)
+    request = BatchRequest(
+        tasks=tasks(0, tasks_of_round(count, config.oversample)),
+        samples=config.group_size,
         sampling=Sampling(),
         seed_path=(0, "train", 5),
-        peers=world,
-        costs=Costs("kind"),
+    )
+    return await sample_groups(
+        made, request, tasks, count=count, config=config, peers=world, costs=Costs("kind")
     )
 
 

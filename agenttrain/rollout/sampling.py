@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agenttrain.algorithms.config import AlgorithmConfig, Credit, Rewards
-from agenttrain.engines.config import Sampling
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, Collector
 from agenttrain.rollout.config import tasks_of_round
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.sharing import Costs, Group, GroupInfo, Peers, SingleProcess, collect_share
 from agenttrain.types import Rollout, Task
 
@@ -49,40 +49,42 @@ class StepGroups:
 
 async def sample_groups(
     collector: Collector,
-    tasks: Callable[[int, int], Sequence[Task]],
+    request: BatchRequest,
+    draw_tasks: Callable[[int, int], Sequence[Task]],
     *,
     count: int,
     config: AlgorithmConfig,
-    sampling: Sampling,
-    seed_path: tuple[int | str, ...],
     peers: Peers | None = None,
     costs: Costs | None = None,
 ) -> StepGroups:
     """Sample this process's share of a step's groups; choose the `count` groups to train on.
 
-    `tasks(start, n)` returns n tasks, from the start-th after the data cursor. The first round
-    takes `oversample` tasks per wanted group. As long as informative groups are missing, up to
-    `dynamic_sampling` further rounds take as many tasks per missing group. Raises as `collect`
-    does, in the first round only.
+    `request` is the first round, with `oversample` tasks per wanted group. As long as informative
+    groups are missing, up to `dynamic_sampling` further rounds take as many tasks per missing
+    group: `draw_tasks(start, n)` returns n tasks, from the start-th after the data cursor. Raises
+    as `collect` does, in the first round only.
     """
     peers, costs = peers or SingleProcess(), costs or Costs()
     weights = collector.rubric.weights
     step, groups = StepGroups(), list[GroupInfo]()
     missing = count
     for number in range(config.dynamic_sampling + 1):
-        wanted = tasks_of_round(missing, config.oversample)
+        attempt = request
+        if number:
+            attempt = replace(
+                request,
+                tasks=draw_tasks(step.tasks, tasks_of_round(missing, config.oversample)),
+                seed_path=(*request.seed_path, f"r{number}"),
+                may_be_empty=True,
+            )
         try:
             collected, infos = await collect_share(
                 collector,
-                tasks(step.tasks, wanted),
+                attempt,
                 peers=peers,
                 costs=costs,
-                samples=config.group_size,
-                sampling=sampling,
-                seed_path=(*seed_path, f"r{number}") if number else seed_path,
                 is_informative=lambda group: informative(group, config, weights),
                 minibatches=config.minibatches,
-                may_be_empty=number > 0,
             )
         except RewardError as error:
             error.rollouts = (*step.collected.rollouts, *error.rollouts)
@@ -91,7 +93,7 @@ async def sample_groups(
         collected.places = [step.tasks + place for place in collected.places]
         groups += [replace(info, place=step.tasks + info.place) for info in infos]
         step.collected.extend(collected)
-        step.tasks += wanted
+        step.tasks += len(attempt.tasks)
         step.rounds = number
         missing = count - sum(info.informative for info in groups)
         if missing <= 0:

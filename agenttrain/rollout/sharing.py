@@ -12,8 +12,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
-from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import Collected, Collector, NoRollouts, collect
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.types import Rollout, Task
 from agenttrain.utils.signals import Preempted
 
@@ -90,37 +90,26 @@ class _ShareSummary:
 
 async def collect_share(
     collector: Collector,
-    tasks: Sequence[Task],
+    request: BatchRequest,
     *,
     peers: Peers,
     costs: Costs,
-    samples: int,
-    sampling: Sampling,
-    seed_path: tuple[int | str, ...],
     is_informative: Callable[[Group], bool] = lambda group: True,
     minibatches: int = 1,
-    may_be_empty: bool = False,
 ) -> tuple[Collected, list[GroupInfo]]:
-    """Collect this process's share of `tasks`; also return a summary of all groups, in task order.
+    """Collect this process's share of a request; also return a summary of all groups, in order.
 
-    Every minibatch's tasks are spread evenly over the processes. An error of one process is raised
-    in all: the others raise PeerFailed, which names it. Raises NoRollouts when no process has a
-    rollout, unless the call `may_be_empty`; Preempted.
+    All processes pass the same request, for tasks at the places 0, 1, …. Every minibatch's tasks
+    are spread evenly over the processes. An error of one process is raised in all: the others
+    raise PeerFailed, which names it. Raises NoRollouts when no process has a rollout, unless the
+    request `may_be_empty`; Preempted.
     """
+    tasks = request.tasks
     owners = assign_tasks([costs.expected(task) for task in tasks], peers.size, minibatches)
-    own = [place for place, owner in enumerate(owners) if owner == peers.rank]
+    share = request.share([place for place, owner in enumerate(owners) if owner == peers.rank])
     collected, empty, failure = Collected(), None, None
-    share = collect(
-        collector,
-        [tasks[place] for place in own],
-        samples=samples,
-        sampling=sampling,
-        seed_path=seed_path,
-        may_be_empty=may_be_empty,
-        places=own,
-    )
     try:
-        collected = await collector.stop.cut_short(share)
+        collected = await collector.stop.cut_short(collect(collector, share))
     except Preempted:  # all processes stop, so none waits in the exchange below
         raise
     except NoRollouts as error:
@@ -138,7 +127,7 @@ async def collect_share(
         )
         groups.append(info)
     reason = str(empty) if empty else None
-    summary = _ShareSummary(groups=tuple(groups), tasks=len(own), empty=reason)
+    summary = _ShareSummary(groups=tuple(groups), tasks=len(share.tasks), empty=reason)
     summaries = peers.exchange([summary], "the end of the rollouts", failure, patient=True)
     reasons = [summary.empty for summary in summaries if summary.tasks]
     if reasons and all(reasons):

@@ -20,10 +20,12 @@ from agenttrain.rollout.collector import (
     step_metrics,
     why_unrewarded,
 )
+from agenttrain.rollout.config import tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.sampling import sample_groups
 from agenttrain.rollout.sharing import Costs, Peers, SingleProcess, merge_shares
-from agenttrain.types import Rollout
+from agenttrain.types import Rollout, Task
 
 Metrics = dict[str, float]
 STATE = ("cursor", "curriculum", "costs")
@@ -88,14 +90,13 @@ class RolloutSource:
         Raises NoRewards, in all processes, if no rollout of any process has a reward.
         """
         costs = self.costs.copy()
-        tasks = self.curriculum or self.tasks
+        first_round = tasks_of_round(self.tasks_per_step, self.algorithm.oversample)
         groups = await sample_groups(
             self.collector,
-            lambda start, count: tasks.tasks(self.cursor + start, count),
+            self.request(step, self._draw_tasks(0, first_round)),
+            self._draw_tasks,
             count=self.tasks_per_step,
             config=self.algorithm,
-            sampling=Sampling(temperature=self.collector.limits.temperature),
-            seed_path=(self.seed, "train", step),
             peers=self.peers,
             costs=costs,
         )
@@ -112,6 +113,19 @@ class RolloutSource:
             stuck=len(self.collector.stuck),
             metrics=groups.metrics() if self.algorithm.resamples else {},
         )
+
+    def request(self, step: int, tasks: Sequence[Task]) -> BatchRequest:
+        """Return the request for the groups of some tasks of a step."""
+        return BatchRequest(
+            tasks=tasks,
+            samples=self.algorithm.group_size,
+            sampling=Sampling(temperature=self.collector.limits.temperature),
+            seed_path=(self.seed, "train", step),
+        )
+
+    def _draw_tasks(self, start: int, count: int) -> Sequence[Task]:
+        """Return `count` tasks, from the `start`-th after the cursor."""
+        return (self.curriculum or self.tasks).tasks(self.cursor + start, count)
 
     def finish(self, batch: StepBatch) -> None:
         """Move the cursor to the tasks of the next step; update costs and curriculum."""

@@ -19,6 +19,7 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collected, Collector, NoRollouts
 from agenttrain.rollout.config import tasks_of_round
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.sampling import StepGroups, informative, sample_groups, select
 from agenttrain.types import Rollout, Task
 
@@ -64,14 +65,21 @@ def drawn(
     measured: dict[str, Callable] | None = None,
     **settings: object,
 ) -> StepGroups:
+    config = AlgorithmConfig(name="test", group_size=2, **settings)
+    draw = tasks or (lambda start, n: [task(i) for i in range(start, start + n)])
+    request = BatchRequest(
+        tasks=draw(0, tasks_of_round(count, config.oversample)),
+        samples=config.group_size,
+        sampling=Sampling(),
+        seed_path=(0, "train", 5),
+    )
     return asyncio.run(
         sample_groups(
             collector(informative_tasks, engine, measured),
-            tasks or (lambda start, n: [task(i) for i in range(start, start + n)]),
+            request,
+            draw,
             count=count,
-            config=AlgorithmConfig(name="test", group_size=2, **settings),
-            sampling=Sampling(),
-            seed_path=(0, "train", 5),
+            config=config,
         )
     )
 

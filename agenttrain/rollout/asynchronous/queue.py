@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from agenttrain.engines.config import Sampling
 from agenttrain.rollout.asynchronous.journal import Journal
 from agenttrain.rollout.collector import (
     Collected,
@@ -128,15 +127,8 @@ class GroupQueue:
         await self._open.wait()
         begun = time.time()
         try:
-            collected = await collect(
-                self._collector,
-                [task],
-                samples=source.algorithm.group_size,
-                sampling=Sampling(temperature=self._collector.limits.temperature),
-                seed_path=(source.seed, "train", step),
-                places=[place],
-                may_be_empty=True,
-            )
+            request = replace(source.request(step, [task]), places=[place], may_be_empty=True)
+            collected = await collect(self._collector, request)
         except NoRewards as error:  # other groups of the step may have some
             collected = error.collected
         ended = time.time()
