@@ -22,7 +22,7 @@ from agenttrain.engines.base import Engine, EngineDead, EngineRestarted, Metered
 from agenttrain.evaluation import Best, Evaluation, Evaluator, HeldOutLoss
 from agenttrain.health.guards import Guards, GuardTripped
 from agenttrain.health.stop_when import StopWhen
-from agenttrain.rollout.source import StepBatch
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import FolderGone
 from agenttrain.tracking.tracker import Tracker

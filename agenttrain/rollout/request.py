@@ -1,4 +1,4 @@
-"""Inputs of rollouts: the request for a batch, for one rollout, the context they share, a prompt."""
+"""Inputs of rollouts: requests for many and for one, the context they share, and the prompt."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class RolloutRequest:
 class BatchRequest:
     """Request for `samples` rollouts of each task.
 
-    Example: ``BatchRequest(tasks=tasks, samples=8, sampling=Sampling(), seed_path=(7, "train", 3))``
-    names its rollouts ``train-3-<place>-<sample>``.
+    Example: the rollouts of ``BatchRequest(tasks=[task], samples=2, sampling=Sampling(),
+    seed_path=(7, "train", 3))`` are ``train-3-0-0`` and ``train-3-0-1``.
     """
 
     tasks: Sequence[Task]

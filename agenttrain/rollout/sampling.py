@@ -8,43 +8,16 @@ since of rewards [1, 0, 0, 0] only the 1 differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from agenttrain.algorithms.config import AlgorithmConfig, Credit, Rewards
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, Collector
 from agenttrain.rollout.config import tasks_of_round
 from agenttrain.rollout.request import BatchRequest
-from agenttrain.rollout.sharing import Costs, Group, GroupInfo, Peers, SingleProcess, collect_share
+from agenttrain.rollout.sharing import Costs, GroupInfo, Peers, SingleProcess, collect_share
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.types import Rollout, Task
-
-
-@dataclass(slots=True, kw_only=True)
-class StepGroups:
-    """The groups of one step, as one process holds them."""
-
-    collected: Collected = field(default_factory=Collected)
-    """Everything that this process sampled, in task order."""
-    trained: list[Group] = field(default_factory=list)
-    """Groups to train on, one entry per group of all processes in the same order; a group that
-    another process sampled is an empty list."""
-    tasks: int = 0
-    """Tasks that all processes took: the data cursor moves by as many."""
-    rounds: int = 0
-    """Rounds after the first."""
-    uninformative: int = 0
-    """Groups of all processes left out because their rewards are all equal."""
-    surplus: int = 0
-    """Other groups left out, because there were enough."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return counts of the tasks and groups of all processes."""
-        return {
-            "data/tasks": float(self.tasks),
-            "resample/rounds": float(self.rounds),
-            "resample/uninformative": float(self.uninformative),
-            "resample/surplus": float(self.surplus),
-        }
 
 
 async def sample_groups(
@@ -56,7 +29,7 @@ async def sample_groups(
     config: AlgorithmConfig,
     peers: Peers | None = None,
     costs: Costs | None = None,
-) -> StepGroups:
+) -> StepBatch:
     """Sample this process's share of a step's groups; choose the `count` groups to train on.
 
     `request` is the first round, with `oversample` tasks per wanted group. As long as informative
@@ -66,48 +39,51 @@ async def sample_groups(
     """
     peers, costs = peers or SingleProcess(), costs or Costs()
     weights = collector.rubric.weights
-    step, groups = StepGroups(), list[GroupInfo]()
-    missing = count
-    for number in range(config.dynamic_sampling + 1):
-        attempt = request
-        if number:
-            attempt = replace(
+    seed_path, missing = request.seed_path, count
+    batch = StepBatch(collected=Collected(), costs=costs)
+    groups: list[GroupInfo] = []
+    for round_number in range(config.dynamic_sampling + 1):
+        if round_number:
+            request = replace(
                 request,
-                tasks=draw_tasks(step.tasks, tasks_of_round(missing, config.oversample)),
-                seed_path=(*request.seed_path, f"r{number}"),
+                tasks=draw_tasks(batch.tasks, tasks_of_round(missing, config.oversample)),
+                seed_path=(*seed_path, f"r{round_number}"),
                 may_be_empty=True,
             )
         try:
             collected, infos = await collect_share(
                 collector,
-                attempt,
+                request,
                 peers=peers,
                 costs=costs,
-                is_informative=lambda group: informative(group, config, weights),
+                is_informative=lambda group: is_informative(group, config, weights),
                 minibatches=config.minibatches,
             )
         except RewardError as error:
-            error.rollouts = (*step.collected.rollouts, *error.rollouts)
+            error.rollouts = (*batch.rollouts, *error.rollouts)
             raise
         # A round counts places from 0, as its seeds do; the step counts them from its first task.
-        collected.places = [step.tasks + place for place in collected.places]
-        groups += [replace(info, place=step.tasks + info.place) for info in infos]
-        step.collected.extend(collected)
-        step.tasks += len(attempt.tasks)
-        step.rounds = number
+        collected.places = [batch.tasks + place for place in collected.places]
+        groups += [replace(info, place=batch.tasks + info.place) for info in infos]
+        batch.collected.extend(collected)
+        batch.tasks += len(request.tasks)
         missing = count - sum(info.informative for info in groups)
         if missing <= 0:
             break
 
-    chosen = select([info.informative for info in groups], count)
-    left_out = [info.informative for i, info in enumerate(groups) if i not in set(chosen)]
-    step.uninformative, step.surplus = left_out.count(False), left_out.count(True)
-    own = dict(zip(step.collected.places, step.collected.groups, strict=True))
-    step.trained = [own[groups[i].place] if groups[i].owner == peers.rank else [] for i in chosen]
-    return step
+    selected = select([info.informative for info in groups], count)
+    left_out = [info.informative for i, info in enumerate(groups) if i not in set(selected)]
+    batch.trained = tuple(groups[i].place for i in selected)
+    batch.metrics = {
+        "data/tasks": float(batch.tasks),
+        "resample/rounds": float(round_number),  # after the first
+        "resample/uninformative": float(left_out.count(False)),
+        "resample/surplus": float(left_out.count(True)),
+    }
+    return batch
 
 
-def informative(
+def is_informative(
     group: Sequence[Rollout],
     config: AlgorithmConfig,
     weights: Mapping[str, float] | None = None,
@@ -121,10 +97,9 @@ def informative(
     if config.credit is not Credit.rollout:
         from agenttrain.algorithms.credit import rewards_of_turns, turn_advantages  # imports torch
 
-        (by_rollout,) = turn_advantages(
-            [[rewards_of_turns(one, weights or {}) for one in group]], config
-        ).advantages
-        return any(any(advantages or ()) for advantages in by_rollout)
+        rewards = [rewards_of_turns(rollout, weights or {}) for rollout in group]
+        (by_rollout,) = turn_advantages([rewards], config).advantages
+        return any(any(by_turn or ()) for by_turn in by_rollout)
     if config.rewards is Rewards.sum:
         return len({r.reward for r in group if r.reward is not None}) > 1
     weights = weights or {}

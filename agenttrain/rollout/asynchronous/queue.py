@@ -29,7 +29,8 @@ from agenttrain.rollout.collector import (
 )
 from agenttrain.rollout.monitoring import LoopMonitor, Throttle
 from agenttrain.rollout.sharing import mean_tokens
-from agenttrain.rollout.source import RolloutSource, SampledBatch, nothing_to_learn
+from agenttrain.rollout.source import RolloutSource, nothing_to_learn
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.tracking.rollouts import staleness
 from agenttrain.types import Rollout, Task
 
@@ -135,7 +136,7 @@ class GroupQueue:
         await asyncio.to_thread(self._journal.add, serial, step, task, collected, begun, ended)
         return collected
 
-    async def take(self, step: int) -> SampledBatch:
+    async def take(self, step: int) -> StepBatch:
         """Return the groups of a step, once all of them are ready.
 
         Raises as `RolloutSource.batch` does, the error of the first group that has one.
@@ -162,10 +163,9 @@ class GroupQueue:
         costs = source.costs.copy()
         costs.learn([(costs.kind(group[0].task), mean_tokens(group)) for group in collected.groups])
         dropped, self._dropped = self._dropped, 0
-        return SampledBatch(
-            groups=list(collected.groups),
-            rollouts=collected.rollouts,
+        return StepBatch(
             collected=collected,
+            trained=tuple(collected.places),
             tasks=count,
             costs=costs,
             stuck=len(self._collector.stuck),
