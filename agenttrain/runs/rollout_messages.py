@@ -228,19 +228,9 @@ CARRIED = ("culprits", "rollouts")
 """Attributes of errors that crash bundles need."""
 CODEC = Codec(
     (
-        *(
-            Begin,
-            Ready,
-            Want,
-            StepBatch,
-            Costs,
-            SyncBegin,
-            SyncEnd,
-            Verify,
-            Complete,
-            EngineMetrics,
-        ),
-        *(Evaluate, Stop, RolloutStatus, Answered, Failed, Waiting, WeightFiles, WeightWriter),
+        *(Begin, Ready, Want, StepBatch, Costs, SyncBegin, SyncEnd, Verify, Complete),
+        *(EngineMetrics, Evaluate, Stop, RolloutStatus, Answered, Failed, Waiting),
+        *(WeightFiles, WeightWriter),
         *(ProbeCheck, Gap, Sampling, Completion, Finish, Collected, Evaluation, Estimate, Rollout),
         *(Trajectory, Span, Origin, StopReason, Task, RowTool, ToolCall, ToolError, ToolResult),
         *(Delegation, Image, PlacedImage, Assemble, Audience, Receiver, WeightSyncMode),
