@@ -50,7 +50,7 @@ from agenttrain.utils.signals import StopRequest
 async def start_rollouts(
     settings: Mapping[str, Any], verb: str, folder: Path, *, world: World, stop: StopRequest
 ) -> Rollouts:
-    """Start the rollout process of the run in `folder`; `remote_engine` waits until it is ready."""
+    """Start the rollout process of the run in `folder`; `make_remote_engine` waits for it."""
     process = None
     if world.is_main:
         process = RolloutProcess(folder / "logs" / "rollouts.log")
@@ -65,7 +65,7 @@ async def start_rollouts(
     return Rollouts(process=process, world=world, stop=stop)
 
 
-async def remote_engine(
+async def make_remote_engine(
     rollouts: Rollouts, dtype: str, make_sender: Callable[[], WeightSender] | None = None
 ) -> Engine:
     """Wait until the rollout process has built its engine; return that engine.
@@ -347,7 +347,7 @@ class RemoteEvaluator(Evaluator):
         return to_json([one for one in evaluations if isinstance(one, Evaluation)])
 
 
-def remote_source(
+def make_remote_source(
     config: RunConfig, components: Components, rollouts: Rollouts
 ) -> tuple[RemoteSource, RemoteEvaluator]:
     """Return the source and the evaluation of a run whose rollouts have a process of their own.

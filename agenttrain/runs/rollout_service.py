@@ -54,7 +54,7 @@ from agenttrain.runs.rollout_messages import (
     Want,
 )
 from agenttrain.runs.setup import Components
-from agenttrain.runs.sources import rollout_source
+from agenttrain.runs.sources import make_rollout_source
 from agenttrain.settings.compose import convert
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.tracking.timeline import Timeline
@@ -153,7 +153,7 @@ class RolloutService:
         timeline = stack.enter_context(Timeline(times, "rollouts"))
         collector = components.collector(self._engine, self._folder, timeline)
         counted = replace(collector, progress=self._count)
-        self._source = rollout_source(config, components, counted, SingleProcess())
+        self._source = make_rollout_source(config, components, counted, SingleProcess())
         self._queue: GroupQueue | None = None
         """Groups sampled ahead; None: each step's are sampled when it wants them."""
 
