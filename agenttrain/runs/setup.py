@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.runner import Agents, make_agent
-from agenttrain.chat.certificate import Certificate, certify
+from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.features import system_problem
 from agenttrain.chat.loading import load_chat
 from agenttrain.chat.parsers.export import response_template
 from agenttrain.data.build import Splits, build_tasks, check_needed_columns
@@ -38,10 +37,9 @@ from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.rollout.row_tools import (
     RowTools,
     check_collisions,
-    check_grammars,
-    row_tool_sets,
     tool_sets,
 )
+from agenttrain.runs.row_checks import RENDERED_TASKS, certify_tool_sets, check_rows, prompt_length
 from agenttrain.runs.sampling import placeholders_of, verify_model
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.settings.role_checks import used_roles
@@ -50,7 +48,7 @@ from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.timeline import Timeline
 from agenttrain.training.checkpoint_files import CheckpointError
-from agenttrain.types import AssistantTurn, Finish, Message, Rollout, Task
+from agenttrain.types import Rollout, Task
 from agenttrain.utils.model_path import base_folder, model_folder
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.temporary import TemporaryFolder
@@ -58,11 +56,64 @@ from agenttrain.utils.temporary import TemporaryFolder
 if TYPE_CHECKING:
     from agenttrain.training.world import World
 
-RENDERED_TASKS = 8
-"""First tasks of each split whose prompts are rendered before a run starts."""
-ANSWER = AssistantTurn(content="ok", reasoning=None, calls=())
-ROW_TOOL_SETS = 4
-"""Distinct sets of tools that the rows of a split list, with which the template is certified."""
+
+def prepare(
+    config: RunConfig, verb: str = "train", folder: Path | None = None, world: World | None = None
+) -> Components:
+    """Build and check the components of a run of `verb`; errors name the key to change.
+
+    `folder` is the run's. A model that is one of our checkpoints is verified by all processes of
+    `world` together: CheckpointError if it is torn.
+    """
+    from agenttrain.runs.loading import check_model  # torch comes with it
+
+    components = Components(config, verb, folder)
+    if world is None:
+        verify_model(config)
+    else:
+        with world.together("the files of model.path", CheckpointError, patient=True):
+            verify_model(config, world.rank, world.size)
+    if verb == "sft":
+        check_model(config, sampled=False)
+    components.certificate.raise_if_refused()
+    complete(components)
+    return components
+
+
+def complete(components: Components) -> None:
+    """Build and check the other components, after the certificate has passed."""
+    from agenttrain.runs.loading import check_model  # torch comes with it
+
+    config, verb = components.config, components.verb
+    if verb != "sft":
+        check_model(config)
+    # Saved with every checkpoint, so that the model is served with the texts of its training.
+    components.tokenizer.chat_template = components.chat.saved_template
+    components.tokenizer.response_template = response_template(components.chat)
+    if verb == "sft":
+        _check_demonstrations(components)
+        return
+    tasks = components.tasks
+    if len(tasks.test):
+        check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
+    declared = (*components.toolbox.names, *components.environments.tool_names)
+    for name in config.eval.tools or ():
+        if name not in declared:
+            raise ValueError(
+                f"eval.tools={name}: is no tool of this run{did_you_mean(name, declared)}; its "
+                f"tools are: {', '.join(declared) or 'none'}"
+            )
+    check_compaction(config.rollout, components.chat, context_of(config))
+    if config.agent.outside:
+        make_agent(config.agent, Path())
+    needed = components.needed_columns  # checks the rows' own tools and environments too
+    _check_room(components, training=verb == "train")
+    for key, source in tasks.by_key.items():
+        check_needed_columns(source, needed, key)
+    if verb == "train" and config.algorithm.has_teacher:
+        from agenttrain.runs.teacher import check_teacher
+
+        check_teacher(config, components.tokenizer, tasks.train)
 
 
 class Components:
@@ -158,7 +209,7 @@ class Components:
 
         With several environments the template is certified with the tools of each.
         """
-        return _certificate(self.chat, tool_sets(self.toolbox, self.environments))
+        return certify_tool_sets(self.chat, tool_sets(self.toolbox, self.environments))
 
     @cached_property
     def tasks(self) -> Splits:
@@ -215,8 +266,12 @@ class Components:
         for key, source in self.tasks.by_key.items():
             first = source.tasks(0, min(RENDERED_TASKS, len(source)))
             # A row without messages: an environment's reset may give the whole prompt.
-            lengths[key] = [self._prompt_length(task, key) for task in first if task.messages]
+            lengths[key] = [self.prompt_length(task, key) for task in first if task.messages]
         return lengths
+
+    def prompt_length(self, task: Task, key: str) -> int:
+        """Return the tokens of a task's prompt; `key` names its split in a ChatError."""
+        return prompt_length(self.chat, task, self.schemas(task), key)
 
     @cached_property
     def user(self) -> SimulatedUser | None:
@@ -345,95 +400,6 @@ class Components:
             finally:
                 await self.toolbox.aclose()
 
-    def _prompt_length(self, task: Task, key: str) -> int:
-        """Return the tokens of a prompt, after rendering each later user turn behind an answer."""
-        chat, schemas = self.chat, self.schemas(task)
-        try:
-            if any(message["role"] == "system" for message in task.messages):
-                problem = system_problem(chat, schemas)
-                if problem is not None:
-                    raise ChatError(
-                        f"{problem}, and this task has one; put its text into the first user "
-                        "message, or set chat_template=file with chat_template.path=<file.jinja>"
-                    )
-            length = len(chat.prompt_ids(task.messages, schemas))
-            messages: list[Message] = list(task.messages)
-            for text in task.user_turns:
-                question: Message = {"role": "user", "content": text}
-                messages += [ANSWER.message(), question]
-                chat.prompt_ids(messages, schemas)
-                chat.suffix(
-                    ANSWER,
-                    [question],
-                    completion_ids=[0],
-                    finish=Finish.length,
-                    generation_prompt=True,
-                )
-            return length
-        except ChatError as error:
-            raise ChatError(
-                f"{key}: task {task.task_id}: {error}; or remove the messages from the rows"
-            ) from error
-
-
-def prepare(
-    config: RunConfig, verb: str = "train", folder: Path | None = None, world: World | None = None
-) -> Components:
-    """Build and check the components of a run of `verb`; errors name the key to change.
-
-    `folder` is the run's. A model that is one of our checkpoints is verified by all processes of
-    `world` together: CheckpointError if it is torn.
-    """
-    from agenttrain.runs.loading import check_model  # torch comes with it
-
-    components = Components(config, verb, folder)
-    if world is None:
-        verify_model(config)
-    else:
-        with world.together("the files of model.path", CheckpointError, patient=True):
-            verify_model(config, world.rank, world.size)
-    if verb == "sft":
-        check_model(config, sampled=False)
-    components.certificate.raise_if_refused()
-    complete(components)
-    return components
-
-
-def complete(components: Components) -> None:
-    """Build and check the other components, after the certificate has passed."""
-    from agenttrain.runs.loading import check_model  # torch comes with it
-
-    config, verb = components.config, components.verb
-    if verb != "sft":
-        check_model(config)
-    # Saved with every checkpoint, so that the model is served with the texts of its training.
-    components.tokenizer.chat_template = components.chat.saved_template
-    components.tokenizer.response_template = response_template(components.chat)
-    if verb == "sft":
-        _check_demonstrations(components)
-        return
-    tasks = components.tasks
-    if len(tasks.test):
-        check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
-    declared = (*components.toolbox.names, *components.environments.tool_names)
-    for name in config.eval.tools or ():
-        if name not in declared:
-            raise ValueError(
-                f"eval.tools={name}: is no tool of this run{did_you_mean(name, declared)}; its "
-                f"tools are: {', '.join(declared) or 'none'}"
-            )
-    check_compaction(config.rollout, components.chat, context_of(config))
-    if config.agent.outside:
-        make_agent(config.agent, Path())
-    needed = components.needed_columns  # checks the rows' own tools and environments too
-    _check_room(components, training=verb == "train")
-    for key, source in tasks.by_key.items():
-        check_needed_columns(source, needed, key)
-    if verb == "train" and config.algorithm.has_teacher:
-        from agenttrain.runs.teacher import check_teacher
-
-        check_teacher(config, components.tokenizer, tasks.train)
-
 
 def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:
     """Load the run's chat template and response schema, for a run with or without tools."""
@@ -506,52 +472,6 @@ def sampling_note(config: RunConfig) -> str | None:
     )
 
 
-def check_rows(
-    chat: Chat,
-    toolbox: Toolbox,
-    environments: Environments,
-    sources: Mapping[str, TaskSource],
-    *,
-    structured_calls: bool = False,
-    executed: bool = True,
-) -> set[str]:
-    """Check the rows of each source, and the template with their tools; return these tools' names.
-
-    `executed` is that of `RowTools`. Raises RowError with the name of the row, CertificateError as
-    `Certificate.raise_if_refused`, and ChatError as `check_grammars`.
-    """
-    names: set[str] = set()
-    if structured_calls:
-        check_grammars(chat, tool_sets(toolbox, environments))
-    for key, source in sources.items():
-        sets = list(row_tool_sets(key, source, toolbox, environments, executed=executed))
-        names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
-        if sets:
-            _certificate(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
-        _check_messages(chat, key, source)
-        if structured_calls:
-            check_grammars(chat, sets)
-    return names
-
-
-def _check_messages(chat: Chat, key: str, source: TaskSource) -> None:
-    """Raise ChatError, naming the row, if the template leaves out the text of a message.
-
-    A conversation is rendered only if a message stands in a place that no row before it had. Rows
-    without end are looked at while the run goes on, but for the first.
-    """
-    for index in range(RENDERED_TASKS if source.endless else len(source)):
-        messages = source.row(index).messages
-        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        prompt = messages[: spoken[0]] if spoken and spoken[-1] == len(messages) - 1 else messages
-        try:
-            chat.check_places(prompt, ())
-        except ChatError as error:
-            raise ChatError(
-                f"{key}: {source.where(index)}: {error}; or leave out such rows"
-            ) from error
-
-
 def overlong_notes(components: Components) -> list[str]:
     """Return notes with the number of first prompts that the run would leave out."""
     context = context_of(components.config)
@@ -561,13 +481,6 @@ def overlong_notes(components: Components) -> list[str]:
         for key, lengths in components.prompt_lengths.items()
         if context is not None and (count := sum(length >= context for length in lengths))
     ]
-
-
-def _certificate(chat: Chat, sets: Sequence[list[dict[str, Any]]]) -> Certificate:
-    """Return the certificate of the first set of tools that fails, else that of the first set."""
-    certificates = [certify(chat, schemas) for schemas in sets]
-    failed = (certificate for certificate in certificates if not certificate.passed)
-    return next(failed, certificates[0])
 
 
 def _check_room(components: Components, *, training: bool) -> None:
@@ -593,7 +506,7 @@ def _check_room(components: Components, *, training: bool) -> None:
         if not known or min(known) < context:
             continue
         later = tasks.by_key[key].tasks(RENDERED_TASKS, max(count - RENDERED_TASKS, 0))
-        if all(components._prompt_length(task, key) >= context for task in later):
+        if all(components.prompt_length(task, key) >= context for task in later):
             setting = "" if config.engine.max_context is None else "engine.max_context="
             raise ChatError(
                 f"{key}: the prompts of all {count} tasks that are drawn first leave no room: they "

@@ -30,7 +30,7 @@ from agenttrain.rollout.row_tools import (
     row_tool_sets,
     tool_sets,
 )
-from agenttrain.runs.setup import check_rows
+from agenttrain.runs.row_checks import check_rows
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.metrics import rollout_metrics
