@@ -41,7 +41,7 @@ def check_rows(
         check_grammars(chat, tool_sets(toolbox, environments))
     for key, source in sources.items():
         sets = list(row_tool_sets(key, source, toolbox, environments, executed=executed))
-        names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
+        names |= {schema["function"]["name"] for schemas in sets for schema in schemas}
         if sets:
             certify_tool_sets(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
         _check_messages(chat, key, source)
@@ -53,13 +53,15 @@ def check_rows(
 def _check_messages(chat: Chat, key: str, source: TaskSource) -> None:
     """Raise ChatError, naming the row, if the template leaves out the text of a message.
 
-    A conversation is rendered only if a message stands in a place that no row before it had. Rows
-    without end are looked at while the run goes on, but for the first.
+    A conversation is rendered only if a message stands in a place that no row before it had. Of a
+    source without end only the first rows are checked here, the others as they are drawn.
     """
     for index in range(RENDERED_TASKS if source.endless else len(source)):
         messages = source.row(index).messages
-        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        prompt = messages[: spoken[0]] if spoken and spoken[-1] == len(messages) - 1 else messages
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        # A row that ends with an answer is a demonstration: its prompt ends before the first one.
+        is_demonstration = bool(answers) and answers[-1] == len(messages) - 1
+        prompt = messages[: answers[0]] if is_demonstration else messages
         try:
             chat.check_places(prompt, ())
         except ChatError as error:
@@ -69,7 +71,10 @@ def _check_messages(chat: Chat, key: str, source: TaskSource) -> None:
 
 
 def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]], key: str) -> int:
-    """Return the tokens of a prompt, after rendering each later user turn behind an answer."""
+    """Return the tokens of a prompt, after rendering each later user turn behind an answer.
+
+    Raises ChatError with `key`, task and remedy if the template cannot render them.
+    """
     try:
         if any(message["role"] == "system" for message in task.messages):
             problem = system_problem(chat, schemas)

@@ -34,11 +34,7 @@ from agenttrain.rollout.config import RolloutConfig, tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
 from agenttrain.rollout.monitoring import InFlight
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
-from agenttrain.rollout.row_tools import (
-    RowTools,
-    check_collisions,
-    tool_sets,
-)
+from agenttrain.rollout.row_tools import RowTools, check_collisions, tool_sets
 from agenttrain.runs.row_checks import RENDERED_TASKS, certify_tool_sets, check_rows, prompt_length
 from agenttrain.runs.sampling import placeholders_of, verify_model
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
@@ -58,7 +54,11 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    config: RunConfig, verb: str = "train", folder: Path | None = None, world: World | None = None
+    config: RunConfig,
+    verb: str = "train",
+    folder: Path | None = None,
+    *,
+    world: World | None = None,
 ) -> Components:
     """Build and check the components of a run of `verb`; errors name the key to change.
 
@@ -68,6 +68,7 @@ def prepare(
     from agenttrain.runs.loading import check_model  # torch comes with it
 
     components = Components(config, verb, folder)
+    # Cheapest first: files, architecture, template, and then rows and everything that reads them.
     if world is None:
         verify_model(config)
     else:
@@ -81,7 +82,10 @@ def prepare(
 
 
 def complete(components: Components) -> None:
-    """Build and check the other components, after the certificate has passed."""
+    """Build and check the components that come after the certificate.
+
+    `prepare` calls it; `agenttrain check` does so itself, after it has printed the certificate.
+    """
     from agenttrain.runs.loading import check_model  # torch comes with it
 
     config, verb = components.config, components.verb
@@ -96,16 +100,10 @@ def complete(components: Components) -> None:
     tasks = components.tasks
     if len(tasks.test):
         check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
-    declared = (*components.toolbox.names, *components.environments.tool_names)
-    for name in config.eval.tools or ():
-        if name not in declared:
-            raise ValueError(
-                f"eval.tools={name}: is no tool of this run{did_you_mean(name, declared)}; its "
-                f"tools are: {', '.join(declared) or 'none'}"
-            )
+    _check_eval_tools(components)
     check_compaction(config.rollout, components.chat, context_of(config))
     if config.agent.outside:
-        make_agent(config.agent, Path())
+        make_agent(config.agent, Path())  # only to check it
     needed = components.needed_columns  # checks the rows' own tools and environments too
     _check_room(components, training=verb == "train")
     for key, source in tasks.by_key.items():
@@ -172,10 +170,10 @@ class Components:
             max_stuck=config.rollout.max_stuck_calls,
         )
         # `build_toolbox` raises for a stop tool that is neither a tool nor a method.
-        stops = [name for name in config.stop_tools if name not in environments.tool_names]
+        stop_tools = [name for name in config.stop_tools if name not in environments.tool_names]
         toolbox = build_toolbox(
             config.tools,
-            stops,
+            stop_tools,
             threads=config.rollout.concurrency,
             max_stuck=config.rollout.max_stuck_calls,
         )
@@ -283,11 +281,13 @@ class Components:
         """Servers of the roles that the run asks, by name."""
         if self.folder is None:
             return {}
-        used = used_roles(self.config, self.verb)
-        return {name: RoleServers(self.folder, name, role) for name, role in used.items()}
+        return {
+            name: RoleServers(self.folder, name, role)
+            for name, role in used_roles(self.config, self.verb).items()
+        }
 
     def close_roles(self) -> None:
-        """Ask the servers of roles nothing any more."""
+        """Stop sending requests to role servers."""
         for servers in self.roles.values():
             servers.close()
 
@@ -323,7 +323,7 @@ class Components:
         if self.config.agent.outside:
             if folder is None:
                 folder = TemporaryFolder().path  # for as long as this process lives
-            attempt = self._outside(engine, folder / "agents")
+            attempt = self._start_agents(engine, folder / "agents")
         in_flight = InFlight(timeline=timeline or Timeline())
         for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
             toolbox.answered = in_flight.answered
@@ -339,10 +339,10 @@ class Components:
             simulated_user=self.user,
         )
 
-    def _outside(
+    def _start_agents(
         self, engine: Engine, folder: Path
     ) -> Callable[[RolloutRequest, RolloutContext], Awaitable[Rollout]]:
-        """Return the function that lets outside agents make the rollouts."""
+        """Start the outside agents; return the function that makes a rollout with one of them."""
         limits: RolloutConfig = self.config.rollout
         lockstep = limits.deterministic is not False and isinstance(engine, Lockstep)
         agents = Agents(self.config.agent, self.chat, folder, lockstep=lockstep)
@@ -350,14 +350,14 @@ class Components:
 
         async def attempt(request: RolloutRequest, context: RolloutContext) -> Rollout:
             record = None if context.parsed_turns is None else context.parsed_turns.record
-            wanted = Attempt(
+            agent_attempt = Attempt(
                 task=request.task,
                 sampling=request.sampling,
                 rollout_id=request.rollout_id,
                 group_id=request.group_id,
                 sample=request.sample,
             )
-            return await agents.attempt(wanted, context.engine, context.limits, record)
+            return await agents.attempt(agent_attempt, context.engine, context.limits, record)
 
         return attempt
 
@@ -389,7 +389,7 @@ class Components:
         return list(self.chat.stop_token_ids[:1])
 
     async def aclose(self) -> None:
-        """Close the tools and the environments; the servers of roles are asked nothing more."""
+        """Close tools, environments and agents; stop sending requests to role servers."""
         self.close_roles()
         try:
             if self._agents is not None:
@@ -432,7 +432,9 @@ def rubric_of(
             f"reward.{REWARD}: none of the environments has a method `reward(self, rollout)`; add "
             f"one, or leave out reward.{REWARD}"
         )
-    return build_rubric({n: with_servers(one, roles or {}) for n, one in sections.items()})
+    return build_rubric(
+        {name: with_servers(section, roles or {}) for name, section in sections.items()}
+    )
 
 
 def context_of(config: RunConfig) -> int | None:
@@ -463,13 +465,24 @@ def sampling_note(config: RunConfig) -> str | None:
     limits = {name: recommended.get(name) for name in ("top_p", "top_k", "min_p")}
     if limits["top_p"] == 1:
         limits["top_p"] = None
-    named = " ".join(f"{name}={value}" for name, value in limits.items() if value)
-    if not named:
+    active = " ".join(f"{name}={value}" for name, value in limits.items() if value)
+    if not active:
         return None
     return (
-        f"sampling       {file.name} of the model has {named}, which training does not use; "
+        f"sampling       {file.name} of the model has {active}, which training does not use; "
         "evaluations take eval.top_p and eval.top_k"
     )
+
+
+def _check_eval_tools(components: Components) -> None:
+    """Raise ValueError for an `eval.tools` that the run does not have."""
+    declared = (*components.toolbox.names, *components.environments.tool_names)
+    for name in components.config.eval.tools or ():
+        if name not in declared:
+            raise ValueError(
+                f"eval.tools={name}: is no tool of this run{did_you_mean(name, declared)}; its "
+                f"tools are: {', '.join(declared) or 'none'}"
+            )
 
 
 def overlong_notes(components: Components) -> list[str]:
@@ -494,24 +507,25 @@ def _check_room(components: Components, *, training: bool) -> None:
     resets = any(kind.has_reset for kind in components.environments.kinds.values())
     if context is None or resets or config.agent.outside:
         return  # a reset, or the agent, may replace the row's prompt
-    step = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
+    step_tasks = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
     counts = {
-        "data.train": step if training else 0,
+        "data.train": step_tasks if training else 0,
         "data.test": min(config.eval.questions, len(tasks.test)),
     }
     if config.data.curriculum.enabled:  # takes rows in an order of its own
         counts["data.train"] = 0
     for key, count in counts.items():
-        known = lengths.get(key, ())[:count]
-        if not known or min(known) < context:
+        rendered = lengths.get(key, ())[:count]
+        if not rendered or min(rendered) < context:
             continue
+        # All rendered prompts are too long: only now is it worth rendering the rest of the step.
         later = tasks.by_key[key].tasks(RENDERED_TASKS, max(count - RENDERED_TASKS, 0))
         if all(components.prompt_length(task, key) >= context for task in later):
             setting = "" if config.engine.max_context is None else "engine.max_context="
             raise ChatError(
                 f"{key}: the prompts of all {count} tasks that are drawn first leave no room: they "
-                f"have {min(known)} tokens or more, and the context is {setting}{context}; raise "
-                "it, or give shorter prompts"
+                f"have {min(rendered)} tokens or more, and the context is {setting}{context}; "
+                "raise it, or give shorter prompts"
             )
 
 
@@ -521,16 +535,16 @@ def _check_demonstrations(components: Components) -> None:
     Raises BadDemonstration with the key and the row.
     """
     config = components.config
-    _ = components.row_tool_names
+    _ = components.row_tool_names  # computed from all rows, which it checks
     if config.data.on_bad_row is not OnBadRow.error:
         return
     sources = {"data.train": components.train_tasks}
     if config.eval.questions:
         sources["data.test"] = components.test_tasks
-    demonstrate = components.demonstrator
+    demonstrator = components.demonstrator
     for key, source in sources.items():
         for task in source.tasks(0, min(len(source), config.sft.batch_size)):
             try:
-                demonstrate(task, task.task_id)
+                demonstrator(task, task.task_id)
             except BadDemonstration as error:
                 raise BadDemonstration(f"{key}: {error}. {REMEDY}") from error
