@@ -69,8 +69,9 @@ class Collector(RolloutContext):
 
     def waiting(self) -> list[Waiting]:
         """Return the rollouts in flight and what each waits for; callable from any thread."""
-        boxes = (self.toolbox, *self.environments.toolboxes.values())
-        return self.in_flight.waiting(call for box in boxes for call in box.running_calls)
+        toolboxes = (self.toolbox, *self.environments.toolboxes.values())
+        calls = (call for toolbox in toolboxes for call in toolbox.running_calls)
+        return self.in_flight.waiting(calls)
 
     def print_stacks(self) -> None:
         """Do nothing: the watchdog prints the stacks of this process."""
@@ -80,8 +81,10 @@ class Collector(RolloutContext):
 
         Callable from any thread.
         """
-        boxes = (self.toolbox, *self.environments.toolboxes.values())
-        return next((name for box in boxes if (name := box.blocking(limit_s))), None)
+        for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
+            if (name := toolbox.blocking(limit_s)) is not None:
+                return name
+        return None
 
     @property
     def stuck(self) -> tuple[str, ...]:
@@ -101,7 +104,7 @@ class Collector(RolloutContext):
 
 @dataclass(slots=True, kw_only=True)
 class Collected:
-    """The rollouts of one call of `collect`, and counts of those that are not trained on."""
+    """The scored rollouts of a request, or of several, and counts of those not trained on."""
 
     groups: list[list[Rollout]] = field(default_factory=list)
     """In task order; the rollouts of a group in sample order."""
@@ -237,19 +240,20 @@ async def _run_all(
 
     Verifies the ledger of each and adds the schemas of its tools to `schemas`.
     """
-    engine, at_once = collector.engine, collector.limits.concurrency
+    engine, concurrency = collector.engine, collector.limits.concurrency
     if collector.limits.deterministic is not False and isinstance(engine, Lockstep):
         engine.expect([request.rollout_id for request in requests])
         # The engine admits by its slots: a limit here would hold back rollouts that it waits for.
-        at_once = len(requests)
-    gate, throttle = collector.gate or asyncio.Semaphore(at_once), collector.throttle or Throttle()
+        concurrency = len(requests)
+    gate = collector.gate or asyncio.Semaphore(concurrency)
+    throttle = collector.throttle or Throttle()
     finished = 0
 
     async def run(request: RolloutRequest) -> Rollout | _NoRollout:
         nonlocal finished
         result: Rollout | _NoRollout
         async with gate:
-            await throttle.wait()
+            await throttle.wait()  # so that thousands of starts do not stop the event loop
             try:
                 with collector.in_flight.tracked(request.rollout_id, engine) as tracked:
                     attempt = collector.attempt or run_rollout
@@ -327,13 +331,14 @@ def _describe_failures(failed: Sequence[Rollout], attempts: int) -> str:
         reasons["in a group with a broken ledger"] = attempts - len(failed)
     counted = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     errors = [f"; the first: {rollout.error}" for rollout in failed if rollout.error]
-    late = reasons[StopReason.timeout]
-    remedy = ". Raise rollout.timeout_s, which passed before a turn was complete" if late else ""
+    remedy = ""
+    if reasons[StopReason.timeout]:
+        remedy = ". Raise rollout.timeout_s, which passed before a turn was complete"
     return f"all {attempts} rollouts failed ({counted}){''.join(errors[:1])}{remedy}"
 
 
 def why_unrewarded(rollouts: Sequence[Rollout]) -> str | None:
-    """Return why the first rollout has no reward; None if any has one, "" for no rollouts."""
+    """Return why the first rollout has no reward; None if one has it, "" if there are none."""
     if any(rollout.reward is not None for rollout in rollouts):
         return None
     first = next(filter(may_be_scored, rollouts), None)
@@ -376,7 +381,7 @@ class StepParts(Protocol):
 
 
 def step_metrics(
-    run: StepParts, collected: Collected, seconds: Mapping[str, float]
+    parts: StepParts, collected: Collected, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the metrics of a step's rollouts, those of all processes.
 
@@ -384,8 +389,8 @@ def step_metrics(
     """
     tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
     return {
-        **rollout_metrics(collected.groups, tools=run.tool_names, rewards=run.rubric.names),
-        **({} if run.attempt is None else agent_metrics(collected.rollouts)),
+        **rollout_metrics(collected.groups, tools=parts.tool_names, rewards=parts.rubric.names),
+        **({} if parts.attempt is None else agent_metrics(collected.rollouts)),
         "rollout/dropped": collected.dropped,
         "rollout/ledger_breaks": collected.broken,
         "time/loop_lag_max_s": collected.loop_lag_s,

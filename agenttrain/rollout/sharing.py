@@ -140,12 +140,12 @@ async def collect_share(
 
 def mean_tokens(group: Group) -> float:
     """Return the mean tokens of a rollout after its prompt."""
-    later = sum(len(t.own_ids) - t.prompt_length for r in group for t in r.trajectories)
-    return later / len(group) if group else 0.0
+    tokens = sum(len(t.own_ids) - t.prompt_length for r in group for t in r.trajectories)
+    return tokens / len(group) if group else 0.0
 
 
 def merge_shares(shares: Sequence[Collected]) -> Collected:
-    """Merge the shares of all processes, in task order; seconds are those of the slowest."""
+    """Merge the shares of all processes, in task order; seconds are those of the slowest process."""
     merged = Collected()
     for share in shares:
         longest_s = max(merged.reward_s, share.reward_s)
@@ -189,13 +189,15 @@ class Costs:
 
     def copy(self) -> Self:
         """Return an independent copy."""
-        other = copy(self)
-        other._seen = dict(self._seen)
-        return other
+        duplicate = copy(self)
+        duplicate._seen = dict(self._seen)
+        return duplicate
 
     def state_dict(self) -> dict[str, Any]:
         """Return the costs of all kinds as JSON."""
-        return {"seen": {kind: list(informative) for kind, informative in self._seen.items()}}
+        return {
+            "seen": {kind: list(total_and_count) for kind, total_and_count in self._seen.items()}
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
@@ -208,9 +210,10 @@ class Costs:
         total, count = self._seen.get(self.kind(task), (0.0, 0))
         if count:
             return prompt + total / count
-        known = sum(total for total, _ in self._seen.values())
-        groups = sum(count for _, count in self._seen.values())
-        return prompt + (known / groups if groups else UNKNOWN)
+        # A kind without measurements is expected to cost the mean of all groups so far.
+        total = sum(kind_total for kind_total, _ in self._seen.values())
+        count = sum(kind_count for _, kind_count in self._seen.values())
+        return prompt + (total / count if count else UNKNOWN)
 
 
 def assign_tasks(costs: Sequence[float], processes: int, minibatches: int = 1) -> list[int]:
