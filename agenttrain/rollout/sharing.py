@@ -145,7 +145,7 @@ def mean_tokens(group: Group) -> float:
 
 
 def merge_shares(shares: Sequence[Collected]) -> Collected:
-    """Merge the shares of all processes, in task order; seconds are those of the slowest process."""
+    """Merge the shares of all processes, in task order; seconds are the slowest process's."""
     merged = Collected()
     for share in shares:
         longest_s = max(merged.reward_s, share.reward_s)
@@ -195,9 +195,7 @@ class Costs:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the costs of all kinds as JSON."""
-        return {
-            "seen": {kind: list(total_and_count) for kind, total_and_count in self._seen.items()}
-        }
+        return {"seen": {kind: [total, count] for kind, (total, count) in self._seen.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""

@@ -258,13 +258,7 @@ class Run:
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 with self.stop.deferred(trainer.save_checkpoint):
-                    before = None  # or the evaluation before the first step, if the run goes on
-                    if self.world.is_main:
-                        before = read_summary(self.folder).get("eval", {}).get("before")
-                    before = self.world.broadcast(before, "the evaluation before training")
-                    if before is None:
-                        evaluations = await trainer.evaluate("before")
-                        before = trainer.evaluator.summary(evaluations)
+                    before = await self._evaluate_before(trainer)
                     scores = {"before": before, **_best_record(trainer)}
                     self.record(status="running", error=None, eval=scores)
                     with self._timed("training_seconds"):
@@ -273,20 +267,31 @@ class Run:
                     trainer.save_checkpoint()
         after = trainer.evaluator.summary(evaluations)
         scores = {"before": before, "after": after, **_best_record(trainer)}
-        stopped = trainer.stop_when.record if trainer.done < self.config.steps else None
-        self.record(status="finished", steps=trainer.done, eval=scores, stopped_when=stopped)
+        steps = trainer.finished_steps
+        stopped = trainer.stop_when.record if steps < self.config.steps else None
+        self.record(status="finished", steps=steps, eval=scores, stopped_when=stopped)
         if not self.world.is_main:
             return
         if stopped is not None:
             print(
-                f"ended after {trainer.done} of {self.config.steps} steps: {self.config.stop_when} "
+                f"ended after {steps} of {self.config.steps} steps: {self.config.stop_when} "
                 f"({stopped['mean']:.4g})"
             )
         if self.verb == "sft":
-            words = read_summary(self.folder).get("arguments", ())
-            print_losses(self.folder, before, after, self.tracker.views, words)
+            arguments = read_summary(self.folder).get("arguments", ())
+            print_losses(self.folder, before, after, self.tracker.views, arguments)
         else:
             self._print_scores(components, before, evaluations, trainer)
+
+    async def _evaluate_before(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the evaluation before the first step; that of the summary if the run goes on."""
+        before = None
+        if self.world.is_main:
+            before = read_summary(self.folder).get("eval", {}).get("before")
+        before = self.world.broadcast(before, "the evaluation before training")
+        if before is None:
+            before = trainer.evaluator.summary(await trainer.evaluate("before"))
+        return before
 
     async def _evaluate(self, components: Components) -> None:
         with self._timed("seconds"):
@@ -326,7 +331,7 @@ class Run:
             run_folder=self.folder,
             dashboards=self.tracker.views,
             # Only the best of an earlier step: the table has the scores after the last one.
-            best=best.record if trainer and best and best.step != trainer.done else None,
+            best=best.record if trainer and best and best.step != trainer.finished_steps else None,
         )
 
     @contextmanager

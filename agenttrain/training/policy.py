@@ -492,9 +492,8 @@ class Policy:
 
         world = self.world
         broken = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
-        broken_rollouts = world.gather(
-            culprits(trained, score_alone, self.model, world), "the culprits"
-        )
+        suspects = culprits(trained, score_alone, self.model, world)
+        broken_rollouts = world.gather(suspects, "the culprits")
         places = [place_of(sequence.rollout, sequence.trajectory) for sequence in trained]
         packed = world.gather(places, "the culprits")
         first = next(iter(broken.items()), None)
