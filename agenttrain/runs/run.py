@@ -114,8 +114,8 @@ PHASES = {
 class Run:
     """One process of an execution of a verb in its folder.
 
-    Every process of `world` makes the same calls; the main one alone writes into the folder,
-    besides checkpoints and times, and reports errors, which the others raise.
+    Every process of `world` makes the same calls. Checkpoints and times aside, only the main one
+    writes into the folder. It also reports errors, which the other processes raise.
     """
 
     verb: str
@@ -149,24 +149,7 @@ class Run:
                 return self._execute()
             try:
                 with lock_folder(self.folder):
-                    earlier = read_summary(self.folder)
-                    verb = earlier.get("verb", self.verb)
-                    if verb != self.verb:
-                        raise ConfigError(
-                            f"{self.folder}: holds a run of `agenttrain {verb}`, and `agenttrain "
-                            f"{self.verb}` cannot go on with it. Use `agenttrain {verb}`, or "
-                            "give another folder: resume= the run that was trained, or "
-                            "hydra.run.dir= a new one."
-                        )
-                    self.sweep = self.sweep or earlier.get("sweep", False)
-                    self.record(
-                        verb=self.verb,
-                        sweep=self.sweep or None,
-                        processes=self.world.size if self.world.size > 1 else None,
-                        stalled_phase=None,
-                        project=self.project,
-                        **({"arguments": list(self.words)} if self.words else {}),
-                    )
+                    self._record_start()
                     remove_weights_folder(self.folder)
                     try:
                         return self._execute()
@@ -176,7 +159,29 @@ class Run:
                 print(self._message(error), file=sys.stderr)
                 return FAILED
 
+    def _record_start(self) -> None:
+        """Record the run in summary.json. Raises ConfigError for a folder of another verb."""
+        summary = read_summary(self.folder)
+        verb = summary.get("verb", self.verb)
+        if verb != self.verb:
+            raise ConfigError(
+                f"{self.folder}: holds a run of `agenttrain {verb}`, and `agenttrain "
+                f"{self.verb}` cannot go on with it. Use `agenttrain {verb}`, or "
+                "give another folder: resume= the run that was trained, or "
+                "hydra.run.dir= a new one."
+            )
+        self.sweep = self.sweep or summary.get("sweep", False)
+        self.record(
+            verb=self.verb,
+            sweep=self.sweep or None,
+            processes=self.world.size if self.world.size > 1 else None,
+            stalled_phase=None,
+            project=self.project,
+            **({"arguments": list(self.words)} if self.words else {}),
+        )
+
     def _agree(self, signalled: bool) -> bool:
+        """Return True, in all processes, if a signal came to one of them."""
         return self.world.max(float(signalled), "whether a signal came") > 0
 
     def _execute(self) -> int:
@@ -189,21 +194,13 @@ class Run:
             ):
                 self.watchdog.begin("load")
                 components = self.prepare()
-                work = self._evaluate if self.verb == "eval" else self._train
-                asyncio.run(work(components))
+                run_verb = self._evaluate if self.verb == "eval" else self._train
+                asyncio.run(run_verb(components))
         except Preempted as stopped:
             return self._preempted(str(stopped))
         except KeyboardInterrupt:
-            # Ctrl-C, a second SIGTERM, or a first signal with nothing to save.
-            stop = self.stop
-            if stop.at_once and not stop.insisted and self.verb != "eval":
-                return self._preempted(str(stop.name))
-            self._record_end(status="interrupted")
-            if self.world.is_main:
-                goes_on = "" if self.verb == "eval" else f"; to go on: {self._resume_command}"
-                print(f"interrupted{goes_on}", file=sys.stderr)
-            return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
-        except ConfigError:
+            return self._interrupted()
+        except ConfigError:  # reported by the caller, like those of composition
             raise
         except Exception as error:
             if not self.world.is_main:
@@ -220,21 +217,26 @@ class Run:
         if not self.world.is_main:
             return prepare(self.config, self.verb, self.folder, world=self.world)
         path = self.folder / "config.yaml"
-        new = not path.exists()
-        if new:
+        is_new = not path.exists()
+        if is_new:
             write_config(self.folder, self.plain, None)
         try:
             components = prepare(self.config, self.verb, self.folder, world=self.world)
         except Exception:
-            if new:  # the run has not started: its folder is free for the next try
+            if is_new:  # the run has not started: its folder is free for the next try
                 path.unlink(missing_ok=True)
             raise
-        now = fingerprints(components)
+        digests = fingerprints(components)
         if self.config.resume is not None and done_steps(self.folder):
-            check_unchanged(self.folder, now, self.config.resume_changed)
-        write_fingerprints(self.folder, now)
+            check_unchanged(self.folder, digests, self.config.resume_changed)
+        write_fingerprints(self.folder, digests)
         write_config(self.folder, self.plain, components.certificate.hash)
         write_declared(self.folder, components.toolbox, components.environments)
+        self._print_notes(components)
+        return components
+
+    def _print_notes(self, components: Components) -> None:
+        """Print what was chosen for the user; write the changes of the chat template to a file."""
         fix = components.chat.fix
         if fix.chosen:
             print(f"chat template: {fix.chosen}")
@@ -250,7 +252,6 @@ class Run:
             for note_of in (sampling_note, async_note, broadcast_note):
                 if text := note_of(self.config):
                     print(text, flush=True)
-        return components
 
     async def _train(self, components: Components) -> None:
         """Train, with evaluations before and after; reinforcement or supervised learning."""
@@ -294,6 +295,7 @@ class Run:
         return before
 
     async def _evaluate(self, components: Components) -> None:
+        """Evaluate the model as it is, without training."""
         with self._timed("seconds"):
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
@@ -457,10 +459,21 @@ class Run:
         """End after a signal, with everything saved."""
         self._record_end(status="preempted")
         if self.world.is_main:
-            saved = read_summary(self.folder).get("latest_checkpoint")
-            where = "before the first step" if saved is None else f"with {saved}"
+            checkpoint = read_summary(self.folder).get("latest_checkpoint")
+            where = "before the first step" if checkpoint is None else f"with {checkpoint}"
             print(f"stopped by {signal} {where}; to go on: {self._resume_command}", file=sys.stderr)
         return PREEMPTED
+
+    def _interrupted(self) -> int:
+        """End after Ctrl-C, a second SIGTERM, or a first signal with nothing to save."""
+        stop = self.stop
+        if stop.at_once and not stop.insisted and self.verb != "eval":
+            return self._preempted(str(stop.name))
+        self._record_end(status="interrupted")
+        if self.world.is_main:
+            remedy = "" if self.verb == "eval" else f"; to go on: {self._resume_command}"
+            print(f"interrupted{remedy}", file=sys.stderr)
+        return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
 
     def _failed(self, error: Exception) -> int:
         """End after an error. Raises it again if it is a bug, or another process reports it.
@@ -476,16 +489,16 @@ class Run:
         message = self._message(error)
         self._record_end(status="failed", error=message)
         with suppress(OSError):
-            saved = read_summary(self.folder).get("latest_checkpoint")
-            if isinstance(error, OSError | NotWritten | EngineDead) and saved is not None:
-                message += f"\n{saved} stands; once this is mended: {self._resume_command}"
+            checkpoint = read_summary(self.folder).get("latest_checkpoint")
+            if isinstance(error, OSError | NotWritten | EngineDead) and checkpoint is not None:
+                message += f"\n{checkpoint} stands; once this is mended: {self._resume_command}"
         print(message, file=sys.stderr)
         return FAILED
 
     def _message(self, error: Exception) -> str:
         """Return an error as one line, with the path that it concerns."""
-        nameless = isinstance(error, OSError) and error.filename is None
-        where = f" (run folder {self.folder})" if nameless else ""
+        has_no_path = isinstance(error, OSError) and error.filename is None
+        where = f" (run folder {self.folder})" if has_no_path else ""
         return hide_secrets(f"{type(error).__name__}: {error}{where}")
 
     @property
