@@ -107,31 +107,33 @@ async def collect_share(
     tasks = request.tasks
     owners = assign_tasks([costs.expected(task) for task in tasks], peers.size, minibatches)
     share = request.share([place for place, owner in enumerate(owners) if owner == peers.rank])
-    collected, empty, failure = Collected(), None, None
+    collected = Collected()
+    no_rollouts: NoRollouts | None = None
+    failure: Exception | None = None
     try:
         collected = await collector.stop.cut_short(collect(collector, share))
     except Preempted:  # all processes stop, so none waits in the exchange below
         raise
-    except NoRollouts as error:
-        collected, empty = error.collected, error
-    except Exception as error:
+    except NoRollouts as error:  # an error of the step only if all processes have it
+        collected, no_rollouts = error.collected, error
+    except Exception as error:  # raised in all processes by the exchange below
         failure = error
-    groups = []
-    for place, group in zip(collected.places, collected.groups, strict=True):
-        info = GroupInfo(
+    groups = [
+        GroupInfo(
             place=place,
             owner=peers.rank,
             kind=costs.kind(tasks[place]),
             tokens=mean_tokens(group),
             informative=is_informative(group),
         )
-        groups.append(info)
-    reason = str(empty) if empty else None
+        for place, group in zip(collected.places, collected.groups, strict=True)
+    ]
+    reason = None if no_rollouts is None else str(no_rollouts)
     summary = _ShareSummary(groups=tuple(groups), tasks=len(share.tasks), empty=reason)
     summaries = peers.exchange([summary], "the end of the rollouts", failure, patient=True)
     reasons = [summary.empty for summary in summaries if summary.tasks]
     if reasons and all(reasons):
-        raise empty or NoRollouts(str(reasons[0]), collected)
+        raise no_rollouts or NoRollouts(str(reasons[0]), collected)
     infos = [info for summary in summaries for info in summary.groups]
     infos.sort(key=lambda info: info.place)
     costs.learn([(info.kind, info.tokens) for info in infos])

@@ -182,9 +182,9 @@ class GroupQueue:
     def _check(self, step: int, collected: Collected) -> None:
         """Raise NoRollouts or NoRewards if the step has nothing to learn from."""
         source = self._source
-        made = (source.tasks_per_step - collected.overlong) * source.algorithm.group_size
-        context = self._collector.engine.max_context
-        check_usable(collected, source.tasks_per_step, made, context)
+        attempts = (source.tasks_per_step - collected.overlong) * source.algorithm.group_size
+        max_context = self._collector.engine.max_context
+        check_usable(collected, source.tasks_per_step, attempts, max_context)
         reason = why_unrewarded(collected.rollouts)
         if reason is not None:
             raise nothing_to_learn(step, reason, collected)
