@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from agenttrain.engines.base import Lockstep
 from agenttrain.rewards.function import RewardError
@@ -47,6 +47,17 @@ class NoRollouts(AgenttrainError):
 
 class NoRewards(NoRollouts):
     """No rollout of a step has a reward; the message says why the first has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricNames:
+    """Tools and rewards that a step's metrics are named after."""
+
+    tools: Sequence[str]
+    """Names of all tools that some rollout may have."""
+    rewards: Sequence[str]
+    outside_agents: bool = False
+    """Outside agents make the rollouts, which have metrics of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +108,13 @@ class Collector(RolloutContext):
         return (*self.toolbox.names, *methods.names)
 
     @property
-    def tool_names(self) -> tuple[str, ...]:
-        """Names of all tools that some rollout may have."""
-        return (*self.toolbox.names, *self.environments.tool_names)
+    def metric_names(self) -> MetricNames:
+        """What the metrics of its rollouts are named after."""
+        return MetricNames(
+            tools=(*self.toolbox.names, *self.environments.tool_names),
+            rewards=self.rubric.names,
+            outside_agents=self.attempt is not None,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -361,27 +376,8 @@ def may_be_scored(rollout: Rollout) -> bool:
     return rollout.turns > 0 and not failed
 
 
-class StepParts(Protocol):
-    """The parts of a run whose names are those of metrics; a Collector has them."""
-
-    @property
-    def tool_names(self) -> Sequence[str]:
-        """Names of all tools that some rollout may have."""
-        ...
-
-    @property
-    def rubric(self) -> Rubric:
-        """The reward functions."""
-        ...
-
-    @property
-    def attempt(self) -> object:
-        """None unless outside agents make the rollouts."""
-        ...
-
-
 def step_metrics(
-    parts: StepParts, collected: Collected, seconds: Mapping[str, float]
+    names: MetricNames, collected: Collected, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the metrics of a step's rollouts, those of all processes.
 
@@ -389,8 +385,8 @@ def step_metrics(
     """
     tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
     return {
-        **rollout_metrics(collected.groups, tools=parts.tool_names, rewards=parts.rubric.names),
-        **({} if parts.attempt is None else agent_metrics(collected.rollouts)),
+        **rollout_metrics(collected.groups, tools=names.tools, rewards=names.rewards),
+        **(agent_metrics(collected.rollouts) if names.outside_agents else {}),
         "rollout/dropped": collected.dropped,
         "rollout/ledger_breaks": collected.broken,
         "time/loop_lag_max_s": collected.loop_lag_s,

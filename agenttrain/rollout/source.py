@@ -15,8 +15,8 @@ from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import (
     Collected,
     Collector,
+    MetricNames,
     NoRewards,
-    StepParts,
     step_metrics,
     why_unrewarded,
 )
@@ -106,7 +106,7 @@ class RolloutSource:
         self, batches: Sequence[StepBatch], training: dict[str, float], seconds: Mapping[str, float]
     ) -> tuple[dict[str, float], list[Rollout]]:
         """Merge the batches of all processes: return the metrics and the rollouts of the step."""
-        return merge_batches(self.collector, batches, training, seconds)
+        return merge_batches(self.collector.metric_names, batches, training, seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state that later steps' rollouts depend on, the policy aside."""
@@ -134,7 +134,7 @@ def nothing_to_learn(step: int, reason: str, collected: Collected) -> NoRewards:
 
 
 def merge_batches(
-    parts: StepParts,
+    names: MetricNames,
     batches: Sequence[StepBatch],
     training: dict[str, float],
     seconds: Mapping[str, float],
@@ -144,7 +144,7 @@ def merge_batches(
     `training` are the metrics of the update, `seconds` the slowest process's time by phase.
     """
     collected = merge_shares([batch.collected for batch in batches])
-    metrics = {**step_metrics(parts, collected, seconds), **training}
+    metrics = {**step_metrics(names, collected, seconds), **training}
     metrics["tools/stuck"] = sum(batch.stuck for batch in batches)
     first = batches[0]
     if first.ahead:  # they were not sampled in the rollout phase alone

@@ -20,8 +20,7 @@ from agenttrain.engines.broadcast import Regathered, WeightSender
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
 from agenttrain.evaluation import Evaluation, Evaluator, HeldOutLoss, to_json
-from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.collector import Collected
+from agenttrain.rollout.collector import Collected, MetricNames
 from agenttrain.rollout.sharing import assign_tasks
 from agenttrain.rollout.source import STATE, merge_batches
 from agenttrain.rollout.step_batch import StepBatch
@@ -248,22 +247,13 @@ class RemoteCopy(RemoteReplica):
             ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteParts:
-    """Implements `StepParts` in a process without a Collector."""
-
-    tool_names: Sequence[str]
-    rubric: Rubric
-    attempt: object
-
-
 @dataclass(slots=True, kw_only=True)
 class RemoteSource:
     """Gets the groups of a step from the rollout process, and shares them by their tokens."""
 
     phase = "rollout"
     rollouts: Rollouts
-    parts: RemoteParts
+    names: MetricNames
     minibatches: int
     """algorithm.minibatches."""
     _state: dict[str, Any] = field(default_factory=dict)
@@ -295,7 +285,7 @@ class RemoteSource:
         self, batches: Sequence[StepBatch], training: dict[str, float], seconds: Mapping[str, float]
     ) -> tuple[dict[str, float], list[Rollout]]:
         """Merge the batches of all processes: return the metrics and the rollouts of the step."""
-        return merge_batches(self.parts, batches, training, seconds)
+        return merge_batches(self.names, batches, training, seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state of the source in the rollout process after the last step."""
@@ -357,10 +347,10 @@ def make_remote_source(
     rollouts.restartable = True
     source = RemoteSource(
         rollouts=rollouts,
-        parts=RemoteParts(
-            tool_names=(*components.toolbox.names, *components.environments.tool_names),
-            rubric=components.rubric,
-            attempt=True if config.agent.outside else None,
+        names=MetricNames(
+            tools=(*components.toolbox.names, *components.environments.tool_names),
+            rewards=components.rubric.names,
+            outside_agents=config.agent.outside,
         ),
         minibatches=config.algorithm.minibatches,
     )

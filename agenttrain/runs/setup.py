@@ -323,7 +323,7 @@ class Components:
         if self.config.agent.outside:
             if folder is None:
                 folder = TemporaryFolder().path  # for as long as this process lives
-            attempt = self._start_agents(engine, folder / "agents")
+            attempt = self._make_agents(engine, folder / "agents")
         in_flight = InFlight(timeline=timeline or Timeline())
         for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
             toolbox.answered = in_flight.answered
@@ -339,10 +339,10 @@ class Components:
             simulated_user=self.user,
         )
 
-    def _start_agents(
+    def _make_agents(
         self, engine: Engine, folder: Path
     ) -> Callable[[RolloutRequest, RolloutContext], Awaitable[Rollout]]:
-        """Start the outside agents; return the function that makes a rollout with one of them."""
+        """Make the outside agents; return the function that makes a rollout with one of them."""
         limits: RolloutConfig = self.config.rollout
         lockstep = limits.deterministic is not False and isinstance(engine, Lockstep)
         agents = Agents(self.config.agent, self.chat, folder, lockstep=lockstep)
