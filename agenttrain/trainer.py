@@ -162,7 +162,7 @@ class Trainer:
         self.stop_when.add(self.run.world.broadcast(metrics.get(name), "the metric of stop_when"))
 
     async def step(self, n: int) -> tuple[dict[str, float], list[Rollout]]:
-        """Do step n: get rollouts, update the policy, sync the engine; return metrics and rollouts.
+        """Do step n: get rollouts, update the policy, sync the engine. Return metrics and rollouts.
 
         The main process returns the metrics and rollouts of all processes, any other process only
         its own. Raises NotFinite and RewardError, both with a crash bundle in the run's folder, and
@@ -193,7 +193,7 @@ class Trainer:
         return self._summarise(batch, training)
 
     async def _batch(self, n: int) -> StepBatch:
-        """Return this process's rollouts of step n; save the last finished step if that fails."""
+        """Return this process's rollouts of step n. If the engine dies, save the step before."""
         try:
             return await self._retry_after_restart(lambda: self.source.batch(n))
         except EngineDead as error:
@@ -206,9 +206,9 @@ class Trainer:
     def _summarise(
         self, batch: StepBatch, training: dict[str, float]
     ) -> tuple[dict[str, float], list[Rollout]]:
-        """Return the metrics and rollouts of all processes; in others than the main one, its own.
+        """Return the metrics and rollouts of the step; `training` are the metrics of the update.
 
-        `training` are the metrics of the update.
+        The main process returns those of all processes, any other process only its own.
         """
         share = (batch, dict(self.run.seconds))
         shares = self.run.world.to_main([share], "the rollouts of a step")
@@ -328,7 +328,7 @@ class Trainer:
         return 0 < self.finished_steps == self.best.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON state of the loop; the policy and the random states are saved apart."""
+        """Return the JSON state of the loop. Policy and random states are saved apart."""
         return {
             "evaluated": self.evaluated_step,
             **self.stop_when.state_dict(),
@@ -400,7 +400,7 @@ def train_minibatch(policy: Policy, minibatch: Minibatch, metrics: Averages) -> 
         policy.backward(loss)
         minibatch.record(microbatch, inputs, loss)
         parts["entropy"] = mean_parts(entropy_S.detach())
-        # A process that has no sequences left runs a dummy forward, so that collectives match; it
+        # A process that has no sequences left runs a dummy forward, so that collectives match. It
         # has no token and counts in no mean.
         metrics.add(parts, counted=entropy_S.numel() > 0)
     metrics.add(policy.optimizer_step(minibatch))

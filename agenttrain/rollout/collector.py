@@ -62,7 +62,7 @@ class MetricNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector(RolloutContext):
-    """Everything that makes and scores a run's rollouts; between calls nothing is in flight."""
+    """Everything that makes and scores a run's rollouts. Between calls nothing is in flight."""
 
     rubric: Rubric
     stop: StopRequest = field(default_factory=StopRequest)
@@ -169,9 +169,10 @@ class _NoRollout(StrEnum):
 async def collect(collector: Collector, request: BatchRequest) -> Collected:
     """Run the rollouts of a request and score them.
 
-    Raises NoRollouts when not one rollout can be scored, unless the request `may_be_empty`;
-    NoRewards when none of them gets a reward; LedgerError and ToolUnavailable as
-    `rollout.on_break` and `rollout.on_tool_failure` say; StuckTools when abandoned calls pile up.
+    Raises NoRollouts when not one rollout can be scored, unless the request `may_be_empty`, and
+    NoRewards when none of them gets a reward. Raises LedgerError and ToolUnavailable as
+    `rollout.on_break` and `rollout.on_tool_failure` say, and StuckTools when abandoned calls pile
+    up.
     """
     collected = Collected()
     requests = _rollout_requests(collector, request, collected)
@@ -353,7 +354,7 @@ def _describe_failures(failed: Sequence[Rollout], attempts: int) -> str:
 
 
 def why_unrewarded(rollouts: Sequence[Rollout]) -> str | None:
-    """Return why the first rollout has no reward; None if one has it, "" if there are none."""
+    """Return why the first rollout has no reward; None if any has one, "" without rollouts."""
     if any(rollout.reward is not None for rollout in rollouts):
         return None
     first = next(filter(may_be_scored, rollouts), None)

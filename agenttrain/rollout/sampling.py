@@ -1,7 +1,7 @@
 """The groups of a training step: sample more tasks where groups teach nothing, choose the best.
 
-A group whose rewards are all exactly equal has no advantage; with credit per turn, one in which no
-turn has an advantage. Groups are replaced as a whole: dropping single rollouts would bias the rest,
+A group teaches nothing if its rewards are all exactly equal or, with credit per turn, if no turn
+has an advantage. Groups are replaced as a whole: dropping single rollouts would bias what is left,
 since of rewards [1, 0, 0, 0] only the 1 differs.
 """
 
@@ -62,7 +62,7 @@ async def sample_groups(
         except RewardError as error:
             error.rollouts = (*batch.rollouts, *error.rollouts)
             raise
-        # A round counts places from 0, as its seeds do; the step counts them from its first task.
+        # Places within a round begin at 0, as its seeds do. Those of the step go on.
         collected.places = [batch.tasks + place for place in collected.places]
         groups += [replace(info, place=batch.tasks + info.place) for info in infos]
         batch.collected.extend(collected)
@@ -91,8 +91,8 @@ def is_informative(
     """Return True if a group's rewards differ, or with credit per turn if one has an advantage.
 
     If the algorithm normalises each reward function by itself, those of any function must differ.
-    Functions of weight 0 are only measured; a function that `weights` lacks has weight 1. Example:
-    rewards 1, 1, None do not differ; 1, 0, None do; a single reward does not.
+    Functions of weight 0 are only measured. A function that `weights` lacks has weight 1. Examples:
+    the rewards 1, 1, None do not differ, 1, 0, None do, and a single reward does not.
     """
     if config.credit is not Credit.rollout:
         from agenttrain.algorithms.credit import rewards_of_turns, turn_advantages  # imports torch
@@ -111,7 +111,7 @@ def is_informative(
 
 
 def select(informative: Sequence[bool], count: int) -> list[int]:
-    """Return the indices of at most `count` groups, in order; the earliest informative ones first.
+    """Return the indices of at most `count` groups, in order, preferring early informative ones.
 
     If there are too few, the earliest groups of equal rewards fill up. They have no gradient but
     count in the loss's normaliser, which then does not depend on how many groups were informative.

@@ -147,7 +147,7 @@ def mean_tokens(group: Group) -> float:
 
 
 def merge_shares(shares: Sequence[Collected]) -> Collected:
-    """Merge the shares of all processes, in task order; seconds are the slowest process's."""
+    """Merge the shares of all processes, in task order. The slowest process gives the seconds."""
     merged = Collected()
     for share in shares:
         longest_s = max(merged.reward_s, share.reward_s)

@@ -125,7 +125,7 @@ class RolloutSource:
 
 
 def nothing_to_learn(step: int, reason: str, collected: Collected) -> NoRewards:
-    """Return the error of a step without rewards; `reason` is that of a rollout, "" of none."""
+    """Return the error of a step without rewards; `reason` is `why_unrewarded`, perhaps ""."""
     return NoRewards(
         f"step {step}: not one rollout has a reward, so that there is nothing to learn; the first: "
         f"{reason or 'no rollout ended well'}",
@@ -180,7 +180,7 @@ class Demonstrations:
         """Make rollouts of this process's share of `count` rows, from row `start` on.
 
         Of n processes the one of rank r takes the rows r, n + r, 2n + r, … Each row is a group of
-        one rollout; bad rows count as dropped. Raises BadDemonstration, in all processes.
+        one rollout. Bad rows count as dropped. Raises BadDemonstration, in all processes.
         """
         collected = Collected()
         rows = list(source.tasks(start, count))

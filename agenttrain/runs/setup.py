@@ -84,7 +84,7 @@ def prepare(
 def complete(components: Components) -> None:
     """Build and check the components that come after the certificate.
 
-    `prepare` calls it; `agenttrain check` does so itself, after it has printed the certificate.
+    `prepare` calls it. `agenttrain check` does so itself, after it has printed the certificate.
     """
     from agenttrain.runs.loading import check_model  # torch comes with it
 
@@ -256,7 +256,7 @@ class Components:
 
     @cached_property
     def prompt_lengths(self) -> dict[str, list[int]]:
-        """Tokens of the first prompts of each split, by its key; their user turns are rendered too.
+        """Tokens of the first prompts of each split, by its key. Their user turns are rendered too.
 
         Raises ChatError with key, task and remedy if the template cannot render one.
         """

@@ -72,9 +72,13 @@ class Policy:
 
     `model` is the module that is trained. An engine in the same process samples from `sampler`,
     which is `model` itself unless its weights are sharded. `step` counts finished steps. A step is
-    `score`, `kl_penalties`, `begin_step`; for each of its `minibatches` the `forward` and
-    `backward` of all `microbatches` and an `optimizer_step`; then `end_step`. All processes make
-    these calls together.
+    these calls, which all processes make together::
+
+        score, kl_penalties, begin_step
+        for each of minibatches:
+            for each of microbatches: forward, backward
+            optimizer_step
+        end_step
     """
 
     def __init__(
