@@ -55,12 +55,12 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
     if isinstance(placeholders, str):
         return placeholders
     spec = run_spec(config)
-    apart = spec is not spec_of(config.engine)
-    stale = config.async_training.max_staleness > 0
+    has_copy = spec is not spec_of(config.engine)  # in the rollout process
+    is_asynchronous = config.async_training.max_staleness > 0
     reasons = {
         "the model's copy in the rollout process reads token ids alone; set "
-        + ("async_training.max_staleness=0" if stale else "rollout.process=same"): (
-            apart and not spec.reads_images
+        + ("async_training.max_staleness=0" if is_asynchronous else "rollout.process=same"): (
+            has_copy and not spec.reads_images
         ),
         f"engine={config.engine.name} reads token ids alone; set {names_with(reads_images=True)}": (
             not spec.reads_images
@@ -155,9 +155,9 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
 def _set_threads(model: Any, threads: int) -> None:
     import torch
 
-    small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
+    is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if small else threads)
+        torch.set_num_threads(1 if is_small else threads)
 
 
 def _record_revision(model: Any, base: Path) -> None:
