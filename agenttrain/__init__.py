@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.engines.scripted import ScriptedEngine as ScriptedEngine
     from agenttrain.engines.spec import EngineInputs as EngineInputs
     from agenttrain.engines.spec import EngineSpec as EngineSpec
-    from agenttrain.images import Image as Image
-    from agenttrain.images import read_image as read_image
     from agenttrain.rewards.function import RewardError as RewardError
     from agenttrain.rewards.function import RewardUnavailable as RewardUnavailable
     from agenttrain.rewards.rubric import Rubric as Rubric
@@ -51,6 +49,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.types import Delegated as Delegated
     from agenttrain.types import Done as Done
     from agenttrain.types import Finish as Finish
+    from agenttrain.types import Image as Image
     from agenttrain.types import LedgerError as LedgerError
     from agenttrain.types import Message as Message
     from agenttrain.types import Origin as Origin
@@ -67,6 +66,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.types import ToolUnavailable as ToolUnavailable
     from agenttrain.types import Trajectory as Trajectory
     from agenttrain.types import TurnReward as TurnReward
+    from agenttrain.utils.image_files import read_image as read_image
     from agenttrain.utils.model_path import model_folder as model_folder
 
 _MODULES = {
@@ -88,7 +88,7 @@ _MODULES = {
     "EngineSpec": "agenttrain.engines.spec",
     "Finish": "agenttrain.types",
     "FunctionTool": "agenttrain.tools.tool",
-    "Image": "agenttrain.images",
+    "Image": "agenttrain.types",
     "LedgerError": "agenttrain.types",
     "MemoryItem": "agenttrain.engines.memory",
     "Message": "agenttrain.types",
@@ -126,7 +126,7 @@ _MODULES = {
     "load_chat": "agenttrain.chat.loading",
     "model_folder": "agenttrain.utils.model_path",
     "objective": "agenttrain.algorithms.objectives.config",
-    "read_image": "agenttrain.images",
+    "read_image": "agenttrain.utils.image_files",
     "run_rollout": "agenttrain.rollout.loop",
 }
 

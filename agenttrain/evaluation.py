@@ -14,6 +14,7 @@ from agenttrain.data.tasks import TaskSource
 from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import Collected, Collector, may_be_scored, why_unrewarded
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.sharing import Costs, collect_share, merge_shares
 from agenttrain.rollout.source import Demonstrations, RolloutSource
 from agenttrain.settings.run_config import RunConfig
@@ -223,15 +224,10 @@ async def evaluate(
     tasks = [restricted(task, config.tools, collector.tools_of(task)) for task in tasks]
     evaluations = []
     for label, sampling, samples in runs:
-        collected, _ = await collect_share(
-            collector,
-            tasks,
-            peers=world,
-            costs=costs,
-            samples=samples,
-            sampling=sampling,
-            seed_path=(seed, "eval", label),
+        request = BatchRequest(
+            tasks=tasks, samples=samples, sampling=sampling, seed_path=(seed, "eval", label)
         )
+        collected, _ = await collect_share(collector, request, peers=world, costs=costs)
         shares = world.to_main([collected], "the rollouts of an evaluation")
         evaluation: Evaluation | None = None
         if world.is_main:

@@ -1,7 +1,7 @@
 """The training loop: get a step's rollouts, update the policy, sync the engine, record.
 
-Read this file first, then `types.py` and `rollout/loop.py`. `Trainer.step` is one step; `update`
-below is its training: scores, advantages, microbatches, loss, optimizer.
+Read this file first, then `types.py` and `rollout/loop.py`. `Trainer.step` is one step; its
+training is `train_policy` below: scores, advantages, microbatches, loss, optimizer.
 
 Reinforcement learning and supervised learning are the same loop. They differ in the source of a
 step's rollouts (`rollout/source.py`) and in the evaluation (`evaluation.py`). A run of several
@@ -22,15 +22,16 @@ from agenttrain.engines.base import Engine, EngineDead, EngineRestarted, Metered
 from agenttrain.evaluation import Best, Evaluation, Evaluator, HeldOutLoss
 from agenttrain.health.guards import Guards, GuardTripped
 from agenttrain.health.stop_when import StopWhen
-from agenttrain.rollout.source import StepBatch
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import FolderGone
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import Checkpoints, random_states, set_random_states
+from agenttrain.training.credit_assignment import assign_advantages
+from agenttrain.training.minibatch import Minibatch, loss_inputs
 from agenttrain.training.nonfinite import check_logprobs, check_weights
 from agenttrain.training.policy import Policy
 from agenttrain.training.teacher import Teacher, add_teacher, score_with
-from agenttrain.training.update import Minibatch, assign_advantages, loss_inputs
 from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
@@ -91,7 +92,7 @@ class BatchSource(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """The training loop of one process. `done` counts finished steps."""
+    """The training loop of one process."""
 
     config: RunConfig
     run: RunContext
@@ -107,14 +108,14 @@ class Trainer:
     guards: Guards | None = None
     best: Best | None = None
     """The best evaluation so far; None if evaluations are not compared."""
-    done: int = 0
+    finished_steps: int = 0
     probe: SyncProbe | None = None
     """Result of the last weight sync with an engine that holds its own copy of the weights."""
-    saved: int = 0
+    saved_step: int = 0
     """Step of the newest checkpoint."""
-    evaluated: int = 0
+    evaluated_step: int = 0
     """Step of the last evaluation."""
-    _states: dict[str, Any] = field(default_factory=random_states)
+    _random_states: dict[str, Any] = field(default_factory=random_states)
     """States of the random generators after the last finished step."""
 
     async def train(self) -> None:
@@ -126,15 +127,11 @@ class Trainer:
         self.run.tracker.progress.begin()
         await self._between_steps()
         while not self.finished:
-            metrics, rollouts = await self.step(self.done + 1)
-            self.done += 1
-            self._states = random_states()
-            self.run.tracker.step(self.done, metrics, rollouts)
-            if self.guards is not None:
-                # Only the main process has the rollouts of all, so it decides for all.
-                with self.run.world.together(f"the guards after step {self.done}", GuardTripped):
-                    if self.run.world.is_main:
-                        self.guards.check_step(self.done, metrics, rollouts, self.run.tracker.warn)
+            metrics, rollouts = await self.step(self.finished_steps + 1)
+            self.finished_steps += 1
+            self._random_states = random_states()
+            self.run.tracker.step(self.finished_steps, metrics, rollouts)
+            self._check_guards(metrics, rollouts)
             if self.stop_when.config.enabled:
                 self._add_to_stop_when(metrics)
             await self._between_steps()
@@ -142,12 +139,22 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Return True if no step is left, or `stop_when` has ended the run."""
-        return self.done >= self.config.steps or self.stop_when.record is not None
+        return self.finished_steps >= self.config.steps or self.stop_when.record is not None
+
+    def _check_guards(self, metrics: Mapping[str, float], rollouts: list[Rollout]) -> None:
+        """Raise GuardTripped, in all processes, if a guard refuses the step that was just done."""
+        if self.guards is None:
+            return
+        step = self.finished_steps
+        # Only the main process has the rollouts of all, so it decides for all.
+        with self.run.world.together(f"the guards after step {step}", GuardTripped):
+            if self.run.world.is_main:
+                self.guards.check_step(step, metrics, rollouts, self.run.tracker.warn)
 
     def _add_to_stop_when(self, metrics: Mapping[str, float]) -> None:
         """Add a step to `stop_when`, in every process what the main process measured."""
         name = self.stop_when.config.metric
-        if self.done == 1 and self.run.world.is_main and name not in metrics:
+        if self.finished_steps == 1 and self.run.world.is_main and name not in metrics:
             self.run.tracker.warn(
                 f"stop_when.metric={name}: step 1 has no such metric{did_you_mean(name, metrics)}; "
                 "the run ends early only if later steps have it"
@@ -155,7 +162,7 @@ class Trainer:
         self.stop_when.add(self.run.world.broadcast(metrics.get(name), "the metric of stop_when"))
 
     async def step(self, n: int) -> tuple[dict[str, float], list[Rollout]]:
-        """Do step n: get rollouts, update the policy, sync the engine; return metrics and rollouts.
+        """Do step n: get rollouts, update the policy, sync the engine. Return metrics and rollouts.
 
         The main process returns the metrics and rollouts of all processes, any other process only
         its own. Raises NotFinite and RewardError, both with a crash bundle in the run's folder, and
@@ -165,21 +172,14 @@ class Trainer:
         with self.run.phase("check", n):
             check_weights(self.policy.model, f"before step {n}", self.run.world)
         with self.run.phase(self.source.phase, n):
-            try:
-                batch = await self._ask(lambda: self.source.batch(n))
-            except EngineDead as error:
-                # The policy is still that of the last finished step. Other processes have to save
-                # together with this one, and may wait elsewhere.
-                if self.run.world.size == 1 or error.everywhere:
-                    self.save_checkpoint()
-                raise
+            batch = await self._batch(n)
         with self.run.phase("check", n, rollouts=batch.rollouts):
             check_logprobs(batch.rollouts, self.run.world)
         with self.run.phase("train", n, rollouts=batch.rollouts):
             if isinstance(self.engine, Separate):  # it has a copy of the weights
                 await self.engine.sleep()  # frees its GPU memory for the update
-            with self.policy.updating():
-                training = update(self.policy, batch.groups, self.teacher)
+            with self.policy.optimizer_on_device():
+                training = train_policy(self.policy, batch.groups, self.teacher)
         with self.run.phase("check", n, rollouts=batch.rollouts):
             check_weights(self.policy.model, f"after the update of step {n}", self.run.world)
         if self.engine is not None:
@@ -190,8 +190,26 @@ class Trainer:
                     self.run.tracker.warn(str(error))
                     await self._sync(n)
         self.source.finish(batch)
+        return self._summarise(batch, training)
 
-        # Only the main process gets the shares of all; the others return their own rollouts.
+    async def _batch(self, n: int) -> StepBatch:
+        """Return this process's rollouts of step n. If the engine dies, save the step before."""
+        try:
+            return await self._retry_after_restart(lambda: self.source.batch(n))
+        except EngineDead as error:
+            # The policy is still that of the last finished step. Other processes have to save
+            # together with this one, and may wait elsewhere.
+            if self.run.world.size == 1 or error.everywhere:
+                self.save_checkpoint()
+            raise
+
+    def _summarise(
+        self, batch: StepBatch, training: dict[str, float]
+    ) -> tuple[dict[str, float], list[Rollout]]:
+        """Return the metrics and rollouts of the step; `training` are the metrics of the update.
+
+        The main process returns those of all processes, any other process only its own.
+        """
         share = (batch, dict(self.run.seconds))
         shares = self.run.world.to_main([share], "the rollouts of a step")
         if not shares:
@@ -202,6 +220,7 @@ class Trainer:
         if isinstance(self.engine, Metered):
             training |= self.engine.metrics()
         batches, clocks = zip(*shares, strict=True)
+        # The slowest process determines how long a phase took.
         seconds = {phase: max(clock[phase] for clock in clocks) for phase in self.run.seconds}
         return self.source.summarise(batches, training, seconds)
 
@@ -212,14 +231,14 @@ class Trainer:
             self.policy, self.engine, version, self.config.weight_sync, self.probe
         )
 
-    async def _ask(self, request: Callable[[], Awaitable[Result]]) -> Result:
+    async def _retry_after_restart(self, request: Callable[[], Awaitable[Result]]) -> Result:
         """Return what `request` returns, once more if the engine was started again meanwhile."""
         try:
             return await request()
         except EngineRestarted as error:
             self.run.tracker.warn(str(error))
             with self.run.world.collective("the weights of an engine that was started again"):
-                await self._sync(self.done)
+                await self._sync(self.finished_steps)
             return await request()
 
     async def _between_steps(self) -> None:
@@ -230,11 +249,11 @@ class Trainer:
         """
 
         def is_due(every: int | None) -> bool:
-            return every is not None and self.done % every == 0 and not self.finished
+            return every is not None and self.finished_steps % every == 0 and not self.finished
 
-        if is_due(self.config.eval.every) and self.evaluated < self.done:
-            await self.evaluate(f"step-{self.done}")
-            self.evaluated = self.done
+        if is_due(self.config.eval.every) and self.evaluated_step < self.finished_steps:
+            await self.evaluate(f"step-{self.finished_steps}")
+            self.evaluated_step = self.finished_steps
         self._finish_checkpoint(wait=False)
         if is_due(self.config.checkpoint.every) or self._is_best:
             self.save_checkpoint(in_background=self.config.checkpoint.in_background)
@@ -247,16 +266,17 @@ class Trainer:
         """
         if self.evaluator.questions == 0:
             return []
-        with self.run.phase("evaluation", self.done, label=f"{self.evaluator.title} {label}"):
-            evaluations = await self._ask(self.evaluator.evaluate)
-        set_random_states(self._states)
+        step = self.finished_steps
+        with self.run.phase("evaluation", step, label=f"{self.evaluator.title} {label}"):
+            evaluations = await self._retry_after_restart(self.evaluator.evaluate)
+        set_random_states(self._random_states)
         for evaluation in evaluations:
             name = f"{label}/{evaluation.label}"
-            self.run.tracker.evaluation(name, self.done, evaluation.metrics())
+            self.run.tracker.evaluation(name, step, evaluation.metrics())
             if self.guards is not None:
                 self.guards.check_evaluation(name, evaluation.rollouts, self.run.tracker.warn)
         # Before the first step there is no checkpoint to mark as the best.
-        if self.best is not None and self.done and self.best.consider(self.done, evaluations):
+        if self.best is not None and step and self.best.consider(step, evaluations):
             self.run.tracker.best(self.best.record)
         return evaluations
 
@@ -265,22 +285,23 @@ class Trainer:
 
         `in_background`: only begin to write it. The one before is finished first.
         """
-        if in_background and self.checkpoints.pending == self.done:
+        step = self.finished_steps
+        if in_background and self.checkpoints.pending == step:
             return
         self._finish_checkpoint(wait=True)
-        if self.saved == self.done:
+        if self.saved_step == step:
             if self._is_best:
-                self.checkpoints.mark_best(self.policy, self.done)
+                self.checkpoints.mark_best(self.policy, step)
             return
         with self.run.world.together("the run folder before a checkpoint", FolderGone):
             self.run.tracker.check_folder()
-        state = self.state_dict()
-        with self.run.phase("checkpoint", self.done):
+        state, rng = self.state_dict(), self._random_states
+        with self.run.phase("checkpoint", step):
             if in_background:
-                self.checkpoints.begin(self.policy, step=self.done, state=state, rng=self._states)
+                self.checkpoints.begin(self.policy, step=step, state=state, rng=rng)
                 return
-            path = self.checkpoints.save(self.policy, step=self.done, state=state, rng=self._states)
-        self._saved(self.done, path)
+            path = self.checkpoints.save(self.policy, step=step, state=state, rng=rng)
+        self._record_checkpoint(step, path)
 
     def _finish_checkpoint(self, *, wait: bool) -> None:
         """Complete the checkpoint that was begun, if there is one and it is written."""
@@ -290,11 +311,11 @@ class Trainer:
         with self.run.phase("checkpoint", step):
             path = self.checkpoints.finish(self.run.world, wait=wait)
         if path is not None:
-            self._saved(step, path)
+            self._record_checkpoint(step, path)
 
-    def _saved(self, step: int, path: Path) -> None:
+    def _record_checkpoint(self, step: int, path: Path) -> None:
         """Record a checkpoint; mark it if the best evaluation so far is of its step."""
-        self.saved = step
+        self.saved_step = step
         self.run.tracker.checkpoint(path)
         if self.config.checkpoint.keep_best and self.best is not None and self.best.step == step:
             self.checkpoints.mark_best(self.policy, step)
@@ -302,13 +323,14 @@ class Trainer:
     @property
     def _is_best(self) -> bool:
         """Return True if the current policy has the best evaluation and its checkpoint is kept."""
-        best = None if self.best is None else self.best.step
-        return self.config.checkpoint.keep_best and 0 < self.done == best
+        if self.best is None or not self.config.checkpoint.keep_best:
+            return False
+        return 0 < self.finished_steps == self.best.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON state of the loop; the policy and the random states are saved apart."""
+        """Return the JSON state of the loop. Policy and random states are saved apart."""
         return {
-            "evaluated": self.evaluated,
+            "evaluated": self.evaluated_step,
             **self.stop_when.state_dict(),
             **self.source.state_dict(),
             **({} if self.guards is None else self.guards.state_dict()),
@@ -317,8 +339,8 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state: `state_dict()` with `step` added."""
-        self.done = self.saved = state["step"]
-        self.evaluated = state["evaluated"]
+        self.finished_steps = self.saved_step = state["step"]
+        self.evaluated_step = state["evaluated"]
         self.stop_when.load_state_dict(state)
         self.source.load_state_dict(state)
         if self.guards is not None:
@@ -327,7 +349,7 @@ class Trainer:
             self.best.record = state["best"]
 
 
-def update(
+def train_policy(
     policy: Policy, groups: Sequence[Sequence[Rollout]], teacher: Teacher | None = None
 ) -> dict[str, float]:
     """Make all optimizer updates of one step and return their metrics.
@@ -346,11 +368,11 @@ def update(
     groups = [sorted(group, key=lambda rollout: rollout.sample) for group in groups]
     metrics = Averages()
     sequences = policy.score(groups)  # with reference and old logprobs, if the algorithm uses them
-    penalties, kl = policy.kl_penalties(sequences)
+    penalties, kl_parts = policy.kl_penalties(sequences)
+    metrics.add(kl_parts)
     if teacher is not None:
         sequences = score_with(teacher, sequences, policy.world)
-    metrics.add(kl)
-    # From each function's own rewards: some normalizations come before their weighted sum.
+    # The weights are passed because some normalizations come before the weighted sum of rewards.
     metrics.add(
         assign_advantages(
             groups,
@@ -365,12 +387,12 @@ def update(
     policy.begin_step()
     with policy.ready():
         for minibatch in policy.minibatches(sequences):  # epochs x minibatches, cut by group
-            update_once(policy, minibatch, metrics)
+            train_minibatch(policy, minibatch, metrics)
     return policy.end_step(metrics)
 
 
-def update_once(policy: Policy, minibatch: Minibatch, metrics: Averages) -> None:
-    """Make one optimizer update. Raises BrokenUpdate as `update` does."""
+def train_minibatch(policy: Policy, minibatch: Minibatch, metrics: Averages) -> None:
+    """Make one optimizer update. Raises BrokenUpdate as `train_policy` does."""
     for microbatch in policy.microbatches(minibatch):
         logprobs_S, entropy_S = policy.forward(microbatch)
         inputs = loss_inputs(microbatch, logprobs_S, entropy_S, minibatch, policy.algorithm)
@@ -378,7 +400,7 @@ def update_once(policy: Policy, minibatch: Minibatch, metrics: Averages) -> None
         policy.backward(loss)
         minibatch.record(microbatch, inputs, loss)
         parts["entropy"] = mean_parts(entropy_S.detach())
-        # A process that has no sequences left runs a dummy forward, so that collectives match; it
+        # A process that has no sequences left runs a dummy forward, so that collectives match. It
         # has no token and counts in no mean.
         metrics.add(parts, counted=entropy_S.numel() > 0)
     metrics.add(policy.optimizer_step(minibatch))

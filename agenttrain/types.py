@@ -1,8 +1,8 @@
 """The nouns of agenttrain: Task, Span, Trajectory, Rollout and their parts.
 
-All but `images.py` may import this one. A Task is attempted in a group of Rollouts. A Rollout is
-one or more Trajectories. A Trajectory is a list of Spans: runs of token ids of one origin, of which
-only the sampled ones are trained. A trajectory of two turns::
+Every module may import this one, which imports none of the package. A Task is attempted in a group
+of Rollouts. A Rollout is one or more Trajectories. A Trajectory is a list of Spans: runs of token
+ids of one origin, of which only the sampled ones are trained. A trajectory of two turns::
 
     prompt    <|im_start|>user … <|im_start|>assistant\\n     mask 0  (rendered once)
     sampled   <tool_call>…</tool_call><|im_end|>              mask 1  (its own ids and logprobs)
@@ -15,12 +15,10 @@ only the sampled ones are trained. A trajectory of two turns::
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
-
-from agenttrain.images import Image, PlacedImage, moved
 
 Message = dict[str, Any]
 """One chat message: `role`, `content`, and, if they apply, `reasoning_content`, `tool_calls`,
@@ -118,6 +116,55 @@ class ToolFailure(AgenttrainError):
 class ToolUnavailable(AgenttrainError):
     """Raised by a tool that is broken (its server or sandbox failed), which is not the model's
     fault: the rollout ends as `error` and is never scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """An upright picture of one frame in red, green and blue, as the bytes of a PNG or JPEG file.
+
+    Example: ``read_image("cat.png")`` is ``Image(sha256="9f2b…", width=640, height=480)``.
+    """
+
+    data: bytes = field(repr=False)
+    sha256: str
+    """Hash of `data`, in hex."""
+    width: int
+    """Pixels."""
+    height: int
+
+    @property
+    def suffix(self) -> str:
+        """Ending of the name of a file with this content."""
+        return ".jpg" if self.data.startswith(b"\xff\xd8") else ".png"
+
+    def __str__(self) -> str:
+        return f"image of {self.width}x{self.height} pixels ({self.sha256[:8]})"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image and the placeholders that stand for it among token ids."""
+
+    image: Image
+    start: int
+    """Position of the first placeholder."""
+    grid: tuple[int, int]
+    """Rows and columns of the image's vectors."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of placeholders."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def end(self) -> int:
+        """Position after the last placeholder."""
+        return self.start + self.tokens
+
+
+def shift_images(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
+    """Return the images at positions that are larger by `by`."""
+    return tuple(PlacedImage(placed.image, placed.start + by, placed.grid) for placed in images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,7 +498,7 @@ class Trajectory:
         if token_ids:
             turn = max(self.turns - 1, 0)
             self.spans.append(Span(origin, tuple(token_ids), turn=turn, images=images))
-            self.images += moved(images, len(self._ids)) if images else ()
+            self.images += shift_images(images, len(self._ids)) if images else ()
             self._ids.extend(self.spans[-1].token_ids)
 
     @property

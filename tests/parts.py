@@ -18,7 +18,7 @@ from agenttrain.rollout.collector import Collected, Collector, collect
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import BatchRequest, RolloutContext, RolloutRequest
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
@@ -122,6 +122,7 @@ async def acollect(
     collector: Collector, tasks: Sequence[Task], samples: int = 1, seed: int = 0
 ) -> Collected:
     """Collect with default sampling."""
-    return await collect(
-        collector, tasks, samples=samples, sampling=Sampling(), seed_path=(seed, "test", 1)
+    request = BatchRequest(
+        tasks=tasks, samples=samples, sampling=Sampling(), seed_path=(seed, "test", 1)
     )
+    return await collect(collector, request)

@@ -45,7 +45,9 @@ def hung(rollout: Rollout, **columns: object) -> float:
 def faulty(rollout: Rollout, **columns: object) -> float:
     """Rank 1 meets a bug, in code that nobody expects to raise."""
     if RANK == "1" and once_in_step_2(rollout):
-        sys.modules["agenttrain.training.update"].assign_advantages.__code__ = _bug.__code__
+        sys.modules[
+            "agenttrain.training.credit_assignment"
+        ].assign_advantages.__code__ = _bug.__code__
     return plain(rollout)
 
 

@@ -21,9 +21,11 @@ from agenttrain.evaluation import evaluate
 from agenttrain.launch.worker import leave
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector
-from agenttrain.rollout.config import EvalConfig
-from agenttrain.rollout.sampling import StepGroups, sample_groups
+from agenttrain.rollout.config import EvalConfig, tasks_of_round
+from agenttrain.rollout.request import BatchRequest
+from agenttrain.rollout.sampling import sample_groups
 from agenttrain.rollout.sharing import Costs, merge_shares
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError, Completion, Rollout, Task
 from agenttrain.utils.exit_codes import DONE
@@ -97,16 +99,16 @@ def collector(engine: ScriptedEngine, reward: object = first) -> Collector:
     )
 
 
-async def drawn(world: World, made: Collector, count: int, **settings: object) -> StepGroups:
-    return await sample_groups(
-        made,
-        tasks,
-        count=count,
-        config=AlgorithmConfig(name="test", group_size=2, **settings),
+async def drawn(world: World, made: Collector, count: int, **settings: object) -> StepBatch:
+    config = AlgorithmConfig(name="test", group_size=2, **settings)
+    request = BatchRequest(
+        tasks=tasks(0, tasks_of_round(count, config.oversample)),
+        samples=config.group_size,
         sampling=Sampling(),
         seed_path=(0, "train", 5),
-        peers=world,
-        costs=Costs("kind"),
+    )
+    return await sample_groups(
+        made, request, tasks, count=count, config=config, peers=world, costs=Costs("kind")
     )
 
 
@@ -115,7 +117,7 @@ async def step(world: World, count: int, **settings: object) -> dict:
     engine = Seeds()
     found = await drawn(world, collector(engine), count, **settings)
     shares = world.gather([found.collected])
-    trained = world.gather([[[r.rollout_id for r in group] for group in found.trained]])
+    trained = world.gather([[[r.rollout_id for r in group] for group in found.groups]])
     return {
         "ids": [rollout.rollout_id for rollout in merge_shares(shares).rollouts],
         "rewards": [rollout.reward for rollout in merge_shares(shares).rollouts],
@@ -123,7 +125,7 @@ async def step(world: World, count: int, **settings: object) -> dict:
         "trained": [[*chain(*of_all)] for of_all in zip(*trained, strict=True)],
         "holders": [[bool(group) for group in of_one] for of_one in trained],
         "seeds": dict(sorted(s for d in world.gather([engine.seeds]) for s in d.items())),
-        "metrics": found.metrics(),
+        "metrics": found.metrics,
     }
 
 

@@ -19,7 +19,7 @@ from two_processes import Case, make
 
 from agenttrain.health.crash import Evidence
 from agenttrain.launch.worker import leave
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.nonfinite import BrokenUpdate
 from agenttrain.training.policy import Policy
@@ -40,7 +40,7 @@ def learn(trained: Policy, step: int, world: World) -> dict[str, float]:
     """The step's update, its groups shared out in turn."""
     made = random_groups(step, groups=3)
     mine = [g if i % world.size == world.rank else [] for i, g in enumerate(made)]
-    return update(trained, mine)
+    return train_policy(trained, mine)
 
 
 def saved(case: Case, mode: str, world: World, folder: Path) -> dict:
@@ -117,7 +117,7 @@ def blamed(mode: str, world: World, folder: Path) -> dict:
     errors = []
     try:
         with evidence.collect(1, [rollout for group in mine for rollout in group]):
-            update(trained, mine)
+            train_policy(trained, mine)
     except BrokenUpdate as error:
         errors.append([str(error), *error.culprits])
     return {"errors": world.gather(errors)}

@@ -18,7 +18,7 @@ import torch
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.loss import metric_names
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES
-from agenttrain.rollout.collector import Collected, step_metrics
+from agenttrain.rollout.collector import Collected, MetricNames, step_metrics
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.training.kernels import Kernel
 from agenttrain.training.policy import Policy
@@ -62,9 +62,10 @@ def test_what_it_would_run_are_settings_of_a_run() -> None:
 def test_the_metrics_that_it_reports_are_those_of_a_run() -> None:
     scorer = SimpleNamespace(kernels=Counter({Kernel.flash: 1}))
     policy = SimpleNamespace(_scorer=scorer)
-    collector = SimpleNamespace(tool_names=(), rubric=SimpleNamespace(names=()), attempt=None)
     names = {
-        *step_metrics(collector, Collected(), {"rollout": 1.0, "sync": 1.0}),
+        *step_metrics(
+            MetricNames(tools=(), rewards=()), Collected(), {"rollout": 1.0, "sync": 1.0}
+        ),
         *("loss", "grad_norm", "lr", "train/tokens"),  # of every update
         *metric_names(AlgorithmConfig()),
         *MISMATCH_NAMES,

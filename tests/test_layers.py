@@ -10,7 +10,6 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "agenttrain"
 LAYERS = (
-    ("images",),
     ("types",),
     ("utils",),
     ("config",),
@@ -119,7 +118,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [module for module in MODULES if unit(module) in ("images", "types", "utils", "config", "cli")],
+    [module for module in MODULES if unit(module) in ("types", "utils", "config", "cli")],
 )
 def test_settings_and_command_line_import_nothing_heavy(module: str) -> None:
     assert {name.split(".")[0] for name in imports(MODULES[module].read_text())} & HEAVY == set()

@@ -33,7 +33,7 @@ from agenttrain.algorithms.config import (
 )
 from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.launch.worker import leave
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.config import LoraSettings, TrainingConfig
 from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
@@ -279,8 +279,8 @@ def run(case: Case, mode: str, world: World) -> dict[str, object]:
     for seed in range(case.steps):
         made = groups(seed, branches=case.branches)
         own = [made[i] if i in share else [] for i in range(GROUPS)]
-        with trained.updating():
-            found.append(update(trained, own, teacher))
+        with trained.optimizer_on_device():
+            found.append(train_policy(trained, own, teacher))
         mine = dict(pair for i in share for one in made[i] for pair in advantages_of(one))
         everyone = world.gather([mine])
         advantages.append(dict(sorted(pair for d in everyone for pair in d.items())))

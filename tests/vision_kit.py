@@ -24,7 +24,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.loading import load_spec
 from agenttrain.engines.vision import Vision
-from agenttrain.images import Image, Placeholders, read_image
+from agenttrain.types import Image
+from agenttrain.utils.image_files import read_image
+from agenttrain.utils.placeholders import Placeholders
 
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CONTENT = """\

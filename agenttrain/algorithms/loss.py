@@ -1,6 +1,6 @@
 """The loss of a microbatch: aggregate(correction * objective + beta * KL) - bonus * entropy.
 
-Its metrics are parts that combine over microbatches, updates and processes (`Metrics`).
+Its metrics are parts that combine over microbatches, updates and processes (`MetricParts`).
 
 Shapes: S sampled tokens of B sequences, one sequence after the other; sequence_S is the index of
 each token's sequence. Tokens that the policy did not sample (prompt, template, tool) are not among
@@ -10,7 +10,7 @@ trajectory's, and so is each weight, whose lengths are those of the whole rollou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,27 +23,22 @@ from agenttrain.algorithms.losses import kl_estimate
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
 from agenttrain.algorithms.objectives.config import Ratio
 
-Metrics = dict[str, Tensor]
+MetricParts = dict[str, Tensor]
 """Name -> part, [2]: (sum, count). Parts add up, and the total's sum / count is the metric. For a
 name that ends in ``max`` or ``min``: (value, value), and the metric is the greatest or least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossInputs:
-    """Inputs of the loss of a microbatch."""
+class LossInputs(ObjectiveInputs):
+    """Inputs of the loss of a microbatch: the objective's, and those of the terms around it.
 
-    logprobs_S: Tensor
-    """Logprobs under the policy being trained; they carry the gradient."""
-    behaviour_S: Tensor
-    """Denominator of the ratio: the engine's logprobs, or the policy's before the first update."""
-    sequence_S: Tensor
-    """Index of the token's sequence, 0 … B-1."""
-    advantages_S: Tensor
+    `policy_loss` sets `token_advantages`, `correction_S` and `correction_B` for the objective.
+    """
+
+    sequences: int = field(init=False)
+    """B, as many as `weights_B` has."""
     weights_B: Tensor
     """Weight of each of the sequence's tokens, from `token_weights`."""
-    rollout_tokens_B: Tensor | None = None
-    """Sampled tokens of the whole rollout that each sequence belongs to; None: each sequence is all
-    of its rollout."""
     engine_S: Tensor | None = None
     """The engine's logprobs, where a correction or a mask reads them."""
     ref_logprobs_S: Tensor | None = None
@@ -55,13 +50,11 @@ class LossInputs:
     bonus: float = 0.0
     """Weight of a token's entropy: the coefficient over the tokens of the update it acts on."""
 
-    @property
-    def sequences(self) -> int:
-        """B, the number of sequences."""
-        return self.weights_B.numel()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sequences", self.weights_B.numel())
 
 
-def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, MetricParts]:
     """Return the microbatch's part of the loss (a scalar), and its metrics.
 
     Raises ValueError when `inputs` lack a tensor that `config` needs.
@@ -69,13 +62,8 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     correction, metrics = _correction(inputs, config)
     of_tokens = config.correction is Correction.token
     in_objective = config.objective.registered.applies_correction
-    objective_inputs = ObjectiveInputs(
-        logprobs_S=inputs.logprobs_S,
-        behaviour_S=inputs.behaviour_S,
-        advantages_S=inputs.advantages_S,
-        sequence_S=inputs.sequence_S,
-        sequences=inputs.sequences,
-        rollout_tokens_B=inputs.rollout_tokens_B,
+    objective_inputs = replace(
+        inputs,
         token_advantages=config.token_advantages,
         correction_S=correction if in_objective and of_tokens else None,
         correction_B=correction if in_objective and not of_tokens else None,
@@ -141,7 +129,7 @@ def _check_output(output: object, inputs: LossInputs, config: AlgorithmConfig) -
         )
 
 
-def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | None, Metrics]:
+def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | None, MetricParts]:
     """Return the weight for the engine's mismatch, and its metrics.
 
     The weight is [S] on token level, [B] above it.
@@ -173,7 +161,7 @@ def mean_parts(values: Tensor) -> Tensor:
     return torch.stack((total, torch.full_like(total, values.numel())))
 
 
-def extremes(name: str, values: Tensor) -> Metrics:
+def extremes(name: str, values: Tensor) -> MetricParts:
     """Return `<name>/min` and `<name>/max` of values of any shape, NaN ones left out."""
     known = values.float()[~values.isnan()]
     nothing = known.new_tensor([torch.inf])
@@ -223,7 +211,7 @@ class Averages:
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
 
-    def add(self, parts: Metrics, *, counted: bool = True) -> None:
+    def add(self, parts: MetricParts, *, counted: bool = True) -> None:
         """Add parts; unless they are `counted`, add their names with parts that change nothing.
 
         Every process needs the same names: `means` combines them over all.

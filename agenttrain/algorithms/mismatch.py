@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.algorithms.config import KlEstimator
-from agenttrain.algorithms.loss import Metrics, mean_parts
+from agenttrain.algorithms.loss import MetricParts, mean_parts
 from agenttrain.algorithms.losses import kl_estimate
 
 GAP = "sampling/logprob_gap"
@@ -61,7 +61,7 @@ class Origins:
 
 def mismatch(
     engine_S: Tensor, trainer_S: Tensor, origins: Origins, means: tuple[float, float]
-) -> Metrics:
+) -> MetricParts:
     """Return the parts of `MISMATCH_NAMES`.
 
     The gap is |trainer - engine|; ``kl`` is the k3 estimate of KL(engine || trainer). `means` are

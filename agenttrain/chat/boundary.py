@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 from agenttrain.chat.encoding import ChatError, Encoder, clean, unmark
 from agenttrain.chat.probing import USER, Render
-from agenttrain.images import parts
 from agenttrain.types import AssistantTurn, Message, Origin, ToolCall
+from agenttrain.utils.content import parts
 
 BODY = "\ufdd2"
 """Placeholder for the end of the assistant's text. `clean` removes it, as it does the replies'

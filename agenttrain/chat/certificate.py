@@ -27,8 +27,8 @@ from agenttrain.chat.features import (
 )
 from agenttrain.chat.loading import load_spec, reads_back, spec_names
 from agenttrain.chat.parsers.export import response_template
-from agenttrain.images import Image, content_of
-from agenttrain.types import AgenttrainError, AssistantTurn, Finish, Message, ToolCall
+from agenttrain.types import AgenttrainError, AssistantTurn, Finish, Image, Message, ToolCall
+from agenttrain.utils.content import content_of
 
 Step = tuple[AssistantTurn, list[Message]]
 """A turn and the replies to it."""

@@ -34,17 +34,11 @@ from agenttrain.chat.omissions import (
 )
 from agenttrain.chat.parsers.base import ResponseSpec, parse_response
 from agenttrain.chat.probing import USER, adapt_message, probe_behaviour, render
-from agenttrain.images import (
-    BadImage,
-    Image,
-    PlacedImage,
-    Placeholders,
-    content_of,
-    images_in,
-    parts,
-)
-from agenttrain.types import AssistantTurn, Finish, Message, Origin
+from agenttrain.types import AssistantTurn, Finish, Image, Message, Origin, PlacedImage
+from agenttrain.utils.content import content_of, images_in, parts
+from agenttrain.utils.image_files import BadImage
 from agenttrain.utils.messages import REASONING_KEYS, normal_message
+from agenttrain.utils.placeholders import Placeholders
 
 CACHED_SHAPES = 4096
 CHARACTERS_PER_TOKEN = 8

@@ -44,10 +44,10 @@ from agenttrain.chat.parsers.marked import MarkedSpec
 from agenttrain.chat.parsers.response_schema import make_schema_spec
 from agenttrain.chat.parsers.response_template import TemplateSpec, make_template_spec
 from agenttrain.chat.probing import USER, probe_behaviour, render, syntax_problem
-from agenttrain.images import Placeholders
 from agenttrain.types import ConfigError, Message
 from agenttrain.utils.files import conf_folder, parse_yaml
 from agenttrain.utils.model_path import TOKENIZER_CONFIG, template_file
+from agenttrain.utils.placeholders import Placeholders
 
 PLAIN = "hermes"
 """Response schema for templates that render no calls."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agenttrain.images import Placeholders
+from agenttrain.utils.placeholders import Placeholders
 
 SEEING = ("qwen3_vl", "qwen2_5_vl")
 """Types of models whose images are read."""

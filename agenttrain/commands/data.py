@@ -11,12 +11,12 @@ from math import ceil
 
 from agenttrain.data.build import column_names
 from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource
-from agenttrain.images import images_in
 from agenttrain.rollout.episode import end_episode, start_episode
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.pictures import decoded
 from agenttrain.types import AgenttrainError, ConfigError, Rollout, Task
+from agenttrain.utils.content import images_in
 from agenttrain.utils.seeds import derive_seed
 
 MEASURED = 500

@@ -20,7 +20,6 @@ from rich.text import Text
 
 from agenttrain.engines.base import EngineDead
 from agenttrain.engines.registry import spec_of
-from agenttrain.images import images_in
 from agenttrain.settings.command_line import first_value
 from agenttrain.settings.engine_checks import typed_engine
 from agenttrain.settings.run_config import RunConfig
@@ -36,6 +35,7 @@ from agenttrain.types import (
     StopReason,
     Task,
 )
+from agenttrain.utils.content import images_in
 from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.seeds import derive_seed

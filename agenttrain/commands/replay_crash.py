@@ -15,7 +15,7 @@ from agenttrain.runs.loading import make_policy
 from agenttrain.runs.setup import Components
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.rollouts import read_rollout, step_path
-from agenttrain.trainer import update_once
+from agenttrain.trainer import train_minibatch
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.nonfinite import NotFinite, check_logprobs, check_weights
 from agenttrain.types import Rollout, Task
@@ -76,4 +76,4 @@ def _repeat(stage: str, config: RunConfig, bundle: Path, step: int) -> None:
     with policy.ready():
         minibatch = policy.minibatch(sequences)
         if minibatch is not None:
-            update_once(policy, minibatch, Averages())
+            train_minibatch(policy, minibatch, Averages())

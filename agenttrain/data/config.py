@@ -19,8 +19,8 @@ from pydantic import Field, PlainValidator, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from agenttrain.images import MOST_PIXELS
 from agenttrain.utils.data_fields import Data
+from agenttrain.utils.image_files import MOST_PIXELS
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import (
     SETTINGS,

@@ -6,7 +6,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from agenttrain.images import BadImage, Image, read_image
+from agenttrain.types import Image
+from agenttrain.utils.image_files import BadImage, read_image
 
 MOST_BYTES = 64 * 2**20
 """Bytes of the largest file that is downloaded."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.data.downloads import image_at
-from agenttrain.images import MOST_PIXELS, BadImage, Image, content_of, read_image
+from agenttrain.types import Image
+from agenttrain.utils.content import content_of
+from agenttrain.utils.image_files import MOST_PIXELS, BadImage, read_image
 
 COLUMN = "images"
 """Column with the images of a row, in the order in which its messages show them."""

@@ -16,8 +16,8 @@ from agenttrain.data.config import DataConfig, OnBadRow
 from agenttrain.data.files import BadRow
 from agenttrain.data.images import ImageLimits
 from agenttrain.data.tasks import Rows, to_task, with_executor
-from agenttrain.images import images_in
 from agenttrain.types import Message
+from agenttrain.utils.content import images_in
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agenttrain.engines.config import Sampling
-from agenttrain.images import PlacedImage
-from agenttrain.types import AgenttrainError, Completion
+from agenttrain.types import AgenttrainError, Completion, PlacedImage
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.engines.config import Sampling
-from agenttrain.images import PlacedImage
-from agenttrain.types import Completion, Finish
+from agenttrain.types import Completion, Finish, PlacedImage
 
 if TYPE_CHECKING:
     from torch import Tensor

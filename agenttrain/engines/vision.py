@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agenttrain.images import BadImage, Image, PlacedImage, Placeholders, picture_of
+from agenttrain.types import Image, PlacedImage
+from agenttrain.utils.image_files import BadImage, picture_of
+from agenttrain.utils.placeholders import Placeholders
 
 PROCESSOR_FILE = "preprocessor_config.json"
 CACHED_TOKENS = 2**18

@@ -38,9 +38,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from agenttrain.environments.config import EnvironmentSettings
-from agenttrain.images import read_content
 from agenttrain.types import Message, Rollout, StopReason, ToolUnavailable, TurnReward
 from agenttrain.utils.alarms import warn_of_alarm
+from agenttrain.utils.content import read_content
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import DaemonThreads, attempt, attempt_async
 

@@ -11,21 +11,25 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from agenttrain.engines.base import Lockstep
-from agenttrain.engines.config import Sampling
 from agenttrain.rewards.function import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.config import OnBreak
 from agenttrain.rollout.ledger import ParsedTurns, verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.monitoring import InFlight, LoopMonitor, Throttle, Waiting, light_gc
-from agenttrain.rollout.request import PromptTooLong, RolloutContext, RolloutRequest, check_room
+from agenttrain.rollout.request import (
+    BatchRequest,
+    PromptTooLong,
+    RolloutContext,
+    RolloutRequest,
+    check_room,
+)
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tracking.metrics import agent_metrics, rollout_metrics
 from agenttrain.types import AgenttrainError, LedgerError, Rollout, StopReason, Task
-from agenttrain.utils.seeds import derive_seed
 from agenttrain.utils.signals import StopRequest
 
 Schemas = dict[str, list[dict[str, Any]]]
@@ -46,8 +50,19 @@ class NoRewards(NoRollouts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricNames:
+    """Tools and rewards that a step's metrics are named after."""
+
+    tools: Sequence[str]
+    """Names of all tools that some rollout may have."""
+    rewards: Sequence[str]
+    outside_agents: bool = False
+    """Outside agents make the rollouts, which have metrics of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Collector(RolloutContext):
-    """Everything that makes and scores a run's rollouts; between calls nothing is in flight."""
+    """Everything that makes and scores a run's rollouts. Between calls nothing is in flight."""
 
     rubric: Rubric
     stop: StopRequest = field(default_factory=StopRequest)
@@ -65,8 +80,9 @@ class Collector(RolloutContext):
 
     def waiting(self) -> list[Waiting]:
         """Return the rollouts in flight and what each waits for; callable from any thread."""
-        boxes = (self.toolbox, *self.environments.toolboxes.values())
-        return self.in_flight.waiting(call for box in boxes for call in box.running_calls)
+        toolboxes = (self.toolbox, *self.environments.toolboxes.values())
+        calls = (call for toolbox in toolboxes for call in toolbox.running_calls)
+        return self.in_flight.waiting(calls)
 
     def print_stacks(self) -> None:
         """Do nothing: the watchdog prints the stacks of this process."""
@@ -76,8 +92,10 @@ class Collector(RolloutContext):
 
         Callable from any thread.
         """
-        boxes = (self.toolbox, *self.environments.toolboxes.values())
-        return next((name for box in boxes if (name := box.blocking(limit_s))), None)
+        for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
+            if (name := toolbox.blocking(limit_s)) is not None:
+                return name
+        return None
 
     @property
     def stuck(self) -> tuple[str, ...]:
@@ -90,14 +108,18 @@ class Collector(RolloutContext):
         return (*self.toolbox.names, *methods.names)
 
     @property
-    def tool_names(self) -> tuple[str, ...]:
-        """Names of all tools that some rollout may have."""
-        return (*self.toolbox.names, *self.environments.tool_names)
+    def metric_names(self) -> MetricNames:
+        """What the metrics of its rollouts are named after."""
+        return MetricNames(
+            tools=(*self.toolbox.names, *self.environments.tool_names),
+            rewards=self.rubric.names,
+            outside_agents=self.attempt is not None,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class Collected:
-    """The rollouts of one call of `collect`, and counts of those that are not trained on."""
+    """The scored rollouts of a request, or of several, and counts of those not trained on."""
 
     groups: list[list[Rollout]] = field(default_factory=list)
     """In task order; the rollouts of a group in sample order."""
@@ -135,15 +157,6 @@ class Collected:
         self.loop_lag_s = max(self.loop_lag_s, later.loop_lag_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    """A rollout to make."""
-
-    place: int
-    """Position of its task among those of the step."""
-    request: RolloutRequest
-
-
 class _NoRollout(StrEnum):
     """Why an attempt gave no rollout."""
 
@@ -153,63 +166,42 @@ class _NoRollout(StrEnum):
     """Its prompt leaves no room to sample."""
 
 
-async def collect(
-    collector: Collector,
-    tasks: Sequence[Task],
-    *,
-    samples: int,
-    sampling: Sampling,
-    seed_path: tuple[int | str, ...],
-    may_be_empty: bool = False,
-    places: Sequence[int] | None = None,
-) -> Collected:
-    """Run `samples` rollouts of every task and score them.
+async def collect(collector: Collector, request: BatchRequest) -> Collected:
+    """Run the rollouts of a request and score them.
 
-    `seed_path` names the call, e.g. (run seed, "train", step). A rollout's seed derives from it,
-    the task's position and the sample, so that sampling noise depends on nothing else. `places` are
-    the positions of these tasks in the step, if another process runs the others; None: 0, 1, ….
-
-    Raises NoRollouts when not one rollout can be scored, unless the call `may_be_empty`; NoRewards
-    when none of them gets a reward; LedgerError and ToolUnavailable as `rollout.on_break` and
-    `rollout.on_tool_failure` say; StuckTools when abandoned calls pile up.
+    Raises NoRollouts when not one rollout can be scored, unless the request `may_be_empty`, and
+    NoRewards when none of them gets a reward. Raises LedgerError and ToolUnavailable as
+    `rollout.on_break` and `rollout.on_tool_failure` say, and StuckTools when abandoned calls pile
+    up.
     """
     collected = Collected()
-    placed = list(zip(range(len(tasks)) if places is None else places, tasks, strict=True))
-    attempts = _make_attempts(collector, placed, samples, sampling, seed_path, collected)
+    requests = _rollout_requests(collector, request, collected)
+    collector = replace(
+        collector, parsed_turns=ParsedTurns(), throttle=collector.throttle or Throttle()
+    )
     schemas: Schemas = {}
-    parsed_turns = ParsedTurns()
-    paced = replace(collector, parsed_turns=parsed_turns, throttle=collector.throttle or Throttle())
     with light_gc():
         if collector.monitor is not None:
-            results = await _run_all(paced, attempts, schemas)
+            results = await _run_all(collector, requests, schemas)
         else:
             limit_s = collector.limits.max_loop_lag_s
             async with LoopMonitor(limit_s, collector.blocking) as monitor:
-                results = await _run_all(paced, attempts, schemas)
+                results = await _run_all(collector, requests, schemas)
             collected.loop_lag_s = monitor.max_lag_s
-    made = _group_results(attempts, results, collected)
+    attempts = _group_results(requests, results, collected)
     if collector.attempt is None:
         collector.environments.warn_uneven_prompts(collected.uneven_prompts, len(collected.groups))
 
     usable = [rollout for rollout in collected.rollouts if may_be_scored(rollout)]
-    collected.dropped = made - len(usable)
-    if tasks and not may_be_empty:
-        check_usable(collected, len(tasks), made, collector.engine.max_context)
+    collected.dropped = attempts - len(usable)
+    if request.tasks and not request.may_be_empty:
+        check_usable(collected, len(request.tasks), attempts, collector.engine.max_context)
     started = time.perf_counter()
-    failed = [rollout for rollout in usable if rollout.stop_reason is StopReason.agent_failed]
-    for rollout in failed:
-        rollout.rewards, rollout.reward = dict.fromkeys(collector.rubric.names, 0.0), 0.0
-    scored = [rollout for rollout in usable if rollout.stop_reason is not StopReason.agent_failed]
-    label = "-".join(str(part) for part in seed_path[1:])
-    with collector.in_flight.timeline.phase("reward", label=label):
-        try:
-            unscored = await collector.rubric.score(scored)
-        except RewardError as error:
-            error.rollouts = usable
-            raise
+    with collector.in_flight.timeline.phase("reward", label=request.name):
+        unscored = await _score(collector.rubric, usable)
     for rollout in usable:
         # Again, after all user code has run: what is trained is what was verified.
-        verify(rollout, collector.chat, schemas[rollout.rollout_id], parsed_turns)
+        verify(rollout, collector.chat, schemas[rollout.rollout_id], collector.parsed_turns)
     collected.dropped += len(unscored)
     collected.reward_s = time.perf_counter() - started
     if collector.rubric.strict and usable and len(unscored) == len(usable):
@@ -218,18 +210,29 @@ async def collect(
     return collected
 
 
-def _make_attempts(
-    collector: Collector,
-    placed: Sequence[tuple[int, Task]],
-    samples: int,
-    sampling: Sampling,
-    seed_path: tuple[int | str, ...],
-    collected: Collected,
-) -> list[_Attempt]:
-    """Return the rollouts to make, with ids and seeds; count tasks whose prompt is overlong."""
-    attempts = []
-    name = "-".join(str(part) for part in seed_path[1:])
-    for place, task in placed:
+async def _score(rubric: Rubric, rollouts: Sequence[Rollout]) -> Sequence[str]:
+    """Score rollouts; return why some of them could not be scored. Raises RewardError.
+
+    A rollout whose outside agent failed gets 0 (`agent.on_failure=zero`).
+    """
+    failed = [rollout for rollout in rollouts if rollout.stop_reason is StopReason.agent_failed]
+    for rollout in failed:
+        rollout.rewards, rollout.reward = dict.fromkeys(rubric.names, 0.0), 0.0
+    try:
+        return await rubric.score(
+            [rollout for rollout in rollouts if rollout.stop_reason is not StopReason.agent_failed]
+        )
+    except RewardError as error:
+        error.rollouts = list(rollouts)
+        raise
+
+
+def _rollout_requests(
+    collector: Collector, request: BatchRequest, collected: Collected
+) -> list[RolloutRequest]:
+    """Return the requests for single rollouts; count tasks whose prompt is overlong."""
+    requests: list[RolloutRequest] = []
+    for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
         kind = collector.environments.kind_of(task)
         if collector.attempt is None and (kind is None or not kind.has_reset):
@@ -242,45 +245,31 @@ def _make_attempts(
             except PromptTooLong:
                 collected.overlong += 1
                 continue
-        group_id = f"{name}-{place}"
-        attempts += [
-            _Attempt(
-                place=place,
-                request=RolloutRequest(
-                    task=task,
-                    sampling=replace(sampling, seed=derive_seed(*seed_path, place, sample, 0)),
-                    rollout_id=f"{group_id}-{sample}",
-                    group_id=group_id,
-                    sample=sample,
-                    group_seed=derive_seed(*seed_path, place),
-                    prompt_ids=prompt_ids,
-                ),
-            )
-            for sample in range(samples)
-        ]
-    return attempts
+        requests += request.rollouts(place, task, prompt_ids)
+    return requests
 
 
 async def _run_all(
-    collector: Collector, attempts: Sequence[_Attempt], schemas: Schemas
+    collector: Collector, requests: Sequence[RolloutRequest], schemas: Schemas
 ) -> list[Rollout | _NoRollout]:
-    """Run all attempts at once, up to `rollout.concurrency`; return the results in their order.
+    """Run all rollouts at once, up to `rollout.concurrency`; return the results in their order.
 
     Verifies the ledger of each and adds the schemas of its tools to `schemas`.
     """
-    engine, at_once = collector.engine, collector.limits.concurrency
+    engine, concurrency = collector.engine, collector.limits.concurrency
     if collector.limits.deterministic is not False and isinstance(engine, Lockstep):
-        engine.expect([attempt.request.rollout_id for attempt in attempts])
+        engine.expect([request.rollout_id for request in requests])
         # The engine admits by its slots: a limit here would hold back rollouts that it waits for.
-        at_once = len(attempts)
-    gate, throttle = collector.gate or asyncio.Semaphore(at_once), collector.throttle or Throttle()
+        concurrency = len(requests)
+    gate = collector.gate or asyncio.Semaphore(concurrency)
+    throttle = collector.throttle or Throttle()
     finished = 0
 
     async def run(request: RolloutRequest) -> Rollout | _NoRollout:
         nonlocal finished
         result: Rollout | _NoRollout
         async with gate:
-            await throttle.wait()
+            await throttle.wait()  # so that thousands of starts do not stop the event loop
             try:
                 with collector.in_flight.tracked(request.rollout_id, engine) as tracked:
                     attempt = collector.attempt or run_rollout
@@ -297,33 +286,35 @@ async def _run_all(
                 result = _NoRollout.broken
         finished += 1
         if collector.progress is not None:
-            collector.progress(finished, len(attempts))
+            collector.progress(finished, len(requests))
         return result
 
     try:
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(run(attempt.request)) for attempt in attempts]
+            running = [group.create_task(run(request)) for request in requests]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in running]
 
 
 def _group_results(
-    attempts: Sequence[_Attempt], results: Sequence[Rollout | _NoRollout], collected: Collected
+    requests: Sequence[RolloutRequest],
+    results: Sequence[Rollout | _NoRollout],
+    collected: Collected,
 ) -> int:
-    """Add the complete groups to `collected`; return the attempts of groups that are not overlong.
+    """Add the complete groups to `collected`; return the rollouts of groups not overlong.
 
     Leaves out, and counts, groups with an overlong prompt or a broken ledger.
     """
     by_place: dict[int, list[Rollout | _NoRollout]] = {}
-    for attempt, result in zip(attempts, results, strict=True):
-        by_place.setdefault(attempt.place, []).append(result)
-    made = 0
+    for request, result in zip(requests, results, strict=True):
+        by_place.setdefault(request.place, []).append(result)
+    attempts = 0
     for place, group in by_place.items():
         if _NoRollout.overlong in group:
             collected.overlong += 1
             continue
-        made += len(group)
+        attempts += len(group)
         collected.broken += group.count(_NoRollout.broken)
         if _NoRollout.broken not in group:
             rollouts = [result for result in group if isinstance(result, Rollout)]
@@ -331,22 +322,22 @@ def _group_results(
             collected.uneven_prompts += len(prompts) > 1
             collected.places.append(place)
             collected.groups.append(rollouts)
-    return made
+    return attempts
 
 
-def check_usable(collected: Collected, tasks: int, made: int, max_context: int) -> None:
+def check_usable(collected: Collected, tasks: int, attempts: int, max_context: int) -> None:
     """Raise NoRollouts if no rollout of these tasks can be scored.
 
-    `made` are the attempts of tasks whose prompt is not overlong.
+    `attempts` counts the rollouts of tasks whose prompt is not overlong.
     """
-    if not made:
+    if not attempts:
         raise NoRollouts(
             f"the prompts of all {tasks} tasks fill the engine's context of {max_context} tokens. "
             "Raise engine.max_context, or give shorter prompts in data.train and data.test.",
             collected,
         )
     if not any(map(may_be_scored, collected.rollouts)):
-        raise NoRollouts(_describe_failures(collected.rollouts, made), collected)
+        raise NoRollouts(_describe_failures(collected.rollouts, attempts), collected)
 
 
 def _describe_failures(failed: Sequence[Rollout], attempts: int) -> str:
@@ -356,13 +347,14 @@ def _describe_failures(failed: Sequence[Rollout], attempts: int) -> str:
         reasons["in a group with a broken ledger"] = attempts - len(failed)
     counted = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     errors = [f"; the first: {rollout.error}" for rollout in failed if rollout.error]
-    late = reasons[StopReason.timeout]
-    remedy = ". Raise rollout.timeout_s, which passed before a turn was complete" if late else ""
+    remedy = ""
+    if reasons[StopReason.timeout]:
+        remedy = ". Raise rollout.timeout_s, which passed before a turn was complete"
     return f"all {attempts} rollouts failed ({counted}){''.join(errors[:1])}{remedy}"
 
 
 def why_unrewarded(rollouts: Sequence[Rollout]) -> str | None:
-    """Return why the first rollout has no reward; None if any has one, "" for no rollouts."""
+    """Return why the first rollout has no reward; None if any has one, "" without rollouts."""
     if any(rollout.reward is not None for rollout in rollouts):
         return None
     first = next(filter(may_be_scored, rollouts), None)
@@ -385,27 +377,8 @@ def may_be_scored(rollout: Rollout) -> bool:
     return rollout.turns > 0 and not failed
 
 
-class StepParts(Protocol):
-    """The parts of a run whose names are those of metrics; a Collector has them."""
-
-    @property
-    def tool_names(self) -> Sequence[str]:
-        """Names of all tools that some rollout may have."""
-        ...
-
-    @property
-    def rubric(self) -> Rubric:
-        """The reward functions."""
-        ...
-
-    @property
-    def attempt(self) -> object:
-        """None unless outside agents make the rollouts."""
-        ...
-
-
 def step_metrics(
-    run: StepParts, collected: Collected, seconds: Mapping[str, float]
+    names: MetricNames, collected: Collected, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the metrics of a step's rollouts, those of all processes.
 
@@ -413,8 +386,8 @@ def step_metrics(
     """
     tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
     return {
-        **rollout_metrics(collected.groups, tools=run.tool_names, rewards=run.rubric.names),
-        **({} if run.attempt is None else agent_metrics(collected.rollouts)),
+        **rollout_metrics(collected.groups, tools=names.tools, rewards=names.rewards),
+        **(agent_metrics(collected.rollouts) if names.outside_agents else {}),
         "rollout/dropped": collected.dropped,
         "rollout/ledger_breaks": collected.broken,
         "time/loop_lag_max_s": collected.loop_lag_s,

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agenttrain.environments.environment import Episode
-from agenttrain.images import PlacedImage
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import RowTools
@@ -26,6 +25,7 @@ from agenttrain.types import (
     Delegation,
     Message,
     Origin,
+    PlacedImage,
     Rollout,
     RowTool,
     StopReason,

@@ -17,7 +17,6 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.demonstrations import completion_ids
 from agenttrain.chat.encoding import ChatError
 from agenttrain.environments.environments import Environments
-from agenttrain.images import parts, text_of
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.recorded import ROLLOUT, RecordedRollout, difference, read_again
@@ -39,6 +38,7 @@ from agenttrain.types import (
     ToolCall,
     ToolResult,
 )
+from agenttrain.utils.content import parts, text_of
 from agenttrain.utils.messages import REASONING_KEYS, normal_message
 from agenttrain.utils.names import did_you_mean
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from agenttrain.chat.chat import Chat
-from agenttrain.images import Image, content_of, parts
-from agenttrain.types import Message, ToolError, ToolResult
+from agenttrain.types import Image, Message, ToolError, ToolResult
+from agenttrain.utils.content import content_of, parts
 
 Parts = list[str | Image]
 _warned: set[str] = set()

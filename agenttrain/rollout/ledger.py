@@ -8,8 +8,18 @@ from hashlib import blake2b
 from itertools import chain, groupby
 
 from agenttrain.chat.chat import Chat
-from agenttrain.images import PlacedImage, images_in, moved
-from agenttrain.types import Finish, LedgerError, Message, Origin, Rollout, Span, Trajectory
+from agenttrain.types import (
+    Finish,
+    LedgerError,
+    Message,
+    Origin,
+    PlacedImage,
+    Rollout,
+    Span,
+    Trajectory,
+    shift_images,
+)
+from agenttrain.utils.content import images_in
 
 Place = tuple[str, int, int]
 """A rollout's id, the index of a trajectory and a turn of it."""
@@ -160,7 +170,7 @@ def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> Non
 
 def _placed(trajectory: Trajectory, span: Span) -> tuple[PlacedImage, ...]:
     """Return a span's images at their positions in the trajectory."""
-    return moved(span.images, _position(trajectory, span)) if span.images else ()
+    return shift_images(span.images, _position(trajectory, span)) if span.images else ()
 
 
 def _short(digest: str) -> str:

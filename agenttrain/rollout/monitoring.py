@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import Engine, Placed
 from agenttrain.engines.config import Sampling
-from agenttrain.images import PlacedImage
 from agenttrain.tools.toolbox import RunningCall
 from agenttrain.tracking.timeline import Call, Timeline, Turn
-from agenttrain.types import Completion
+from agenttrain.types import Completion, PlacedImage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agenttrain.chat.chat import Chat
-from agenttrain.images import PlacedImage, content_of, images_in
 from agenttrain.rollout.image_replies import fit_parts
 from agenttrain.types import (
     AssistantTurn,
@@ -13,9 +12,11 @@ from agenttrain.types import (
     LedgerError,
     Message,
     Origin,
+    PlacedImage,
     ToolResult,
     Trajectory,
 )
+from agenttrain.utils.content import content_of, images_in
 
 Suffix = list[tuple[Origin, list[int]]]
 

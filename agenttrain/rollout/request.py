@@ -1,9 +1,9 @@
-"""Inputs of a rollout: its request, the context shared with others, its prompt."""
+"""Inputs of rollouts: requests for many and for one, the context they share, and the prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agenttrain.chat.chat import Chat
 from agenttrain.engines.base import Engine
@@ -16,6 +16,7 @@ from agenttrain.rollout.monitoring import Throttle
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import AgenttrainError, Message, Origin, Rollout, Task
+from agenttrain.utils.seeds import derive_seed
 
 
 class PromptTooLong(AgenttrainError):
@@ -33,12 +34,71 @@ class RolloutRequest:
     rollout_id: str = "rollout"
     """Unique among the rollouts in flight: engines and tools file a rollout's state under it."""
     group_id: str = ""
+    place: int = 0
+    """Position of its task among those of the step."""
     sample: int = 0
     """Position in the group, 0 … G-1."""
     group_seed: int = 0
     """Seed for the environment, the same in all rollouts of a group."""
     prompt_ids: Sequence[int] | None = None
     """The rendered prompt, if the rollouts of the group share it; None: the loop renders it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """Request for `samples` rollouts of each task.
+
+    Example: the rollouts of ``BatchRequest(tasks=[task], samples=2, sampling=Sampling(),
+    seed_path=(7, "train", 3))`` are ``train-3-0-0`` and ``train-3-0-1``.
+    """
+
+    tasks: Sequence[Task]
+    samples: int
+    sampling: Sampling
+    """Sampling of every turn, but for the seed."""
+    seed_path: tuple[int | str, ...]
+    """(seed of the run, name, …). A rollout's seed derives from it, the task's place and the
+    sample, so that sampling noise depends on nothing else."""
+    places: Sequence[int] | None = None
+    """Positions of the tasks in the step, if it has other tasks too; None: 0, 1, …"""
+    may_be_empty: bool = False
+    """It is no error if no rollout can be learned from: the step has other requests."""
+
+    @property
+    def name(self) -> str:
+        """Name of the request in its rollouts' ids: ``train-3``."""
+        return "-".join(str(part) for part in self.seed_path[1:])
+
+    def placed_tasks(self) -> list[tuple[int, Task]]:
+        """Return each task with its position in the step."""
+        places = range(len(self.tasks)) if self.places is None else self.places
+        return list(zip(places, self.tasks, strict=True))
+
+    def share(self, places: Sequence[int]) -> BatchRequest:
+        """Return the request for the tasks at these places, which keep their seeds and ids."""
+        tasks = dict(self.placed_tasks())
+        return replace(self, tasks=[tasks[place] for place in places], places=places)
+
+    def rollouts(
+        self, place: int, task: Task, prompt_ids: Sequence[int] | None
+    ) -> list[RolloutRequest]:
+        """Return the requests for a task's group; `prompt_ids` is as in RolloutRequest."""
+        group_id = f"{self.name}-{place}"
+        return [
+            RolloutRequest(
+                task=task,
+                sampling=replace(
+                    self.sampling, seed=derive_seed(*self.seed_path, place, sample, 0)
+                ),
+                rollout_id=f"{group_id}-{sample}",
+                group_id=group_id,
+                place=place,
+                sample=sample,
+                group_seed=derive_seed(*self.seed_path, place),
+                prompt_ids=prompt_ids,
+            )
+            for sample in range(self.samples)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

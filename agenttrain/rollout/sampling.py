@@ -1,111 +1,89 @@
 """The groups of a training step: sample more tasks where groups teach nothing, choose the best.
 
-A group whose rewards are all exactly equal has no advantage; with credit per turn, one in which no
-turn has an advantage. Groups are replaced as a whole: dropping single rollouts would bias the rest,
+A group teaches nothing if its rewards are all exactly equal or, with credit per turn, if no turn
+has an advantage. Groups are replaced as a whole: dropping single rollouts would bias what is left,
 since of rewards [1, 0, 0, 0] only the 1 differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from agenttrain.algorithms.config import AlgorithmConfig, Credit, Rewards
-from agenttrain.engines.config import Sampling
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, Collector
 from agenttrain.rollout.config import tasks_of_round
-from agenttrain.rollout.sharing import Costs, Group, GroupInfo, Peers, SingleProcess, collect_share
+from agenttrain.rollout.request import BatchRequest
+from agenttrain.rollout.sharing import Costs, GroupInfo, Peers, SingleProcess, collect_share
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.types import Rollout, Task
-
-
-@dataclass(slots=True, kw_only=True)
-class StepGroups:
-    """The groups of one step, as one process holds them."""
-
-    collected: Collected = field(default_factory=Collected)
-    """Everything that this process sampled, in task order."""
-    trained: list[Group] = field(default_factory=list)
-    """Groups to train on, one entry per group of all processes in the same order; a group that
-    another process sampled is an empty list."""
-    tasks: int = 0
-    """Tasks that all processes took: the data cursor moves by as many."""
-    rounds: int = 0
-    """Rounds after the first."""
-    uninformative: int = 0
-    """Groups of all processes left out because their rewards are all equal."""
-    surplus: int = 0
-    """Other groups left out, because there were enough."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return counts of the tasks and groups of all processes."""
-        return {
-            "data/tasks": float(self.tasks),
-            "resample/rounds": float(self.rounds),
-            "resample/uninformative": float(self.uninformative),
-            "resample/surplus": float(self.surplus),
-        }
 
 
 async def sample_groups(
     collector: Collector,
-    tasks: Callable[[int, int], Sequence[Task]],
+    request: BatchRequest,
+    draw_tasks: Callable[[int, int], Sequence[Task]],
     *,
     count: int,
     config: AlgorithmConfig,
-    sampling: Sampling,
-    seed_path: tuple[int | str, ...],
     peers: Peers | None = None,
     costs: Costs | None = None,
-) -> StepGroups:
+) -> StepBatch:
     """Sample this process's share of a step's groups; choose the `count` groups to train on.
 
-    `tasks(start, n)` returns n tasks, from the start-th after the data cursor. The first round
-    takes `oversample` tasks per wanted group. As long as informative groups are missing, up to
-    `dynamic_sampling` further rounds take as many tasks per missing group. Raises as `collect`
-    does, in the first round only.
+    `request` is the first round, with `oversample` tasks per wanted group. As long as informative
+    groups are missing, up to `dynamic_sampling` further rounds take as many tasks per missing
+    group: `draw_tasks(start, n)` returns n tasks, from the start-th after the data cursor. Raises
+    as `collect` does, in the first round only.
     """
     peers, costs = peers or SingleProcess(), costs or Costs()
     weights = collector.rubric.weights
-    step, groups = StepGroups(), list[GroupInfo]()
-    missing = count
-    for number in range(config.dynamic_sampling + 1):
-        wanted = tasks_of_round(missing, config.oversample)
+    seed_path, missing = request.seed_path, count
+    batch = StepBatch(collected=Collected(), costs=costs)
+    groups: list[GroupInfo] = []
+    for round_number in range(config.dynamic_sampling + 1):
+        if round_number:
+            request = replace(
+                request,
+                tasks=draw_tasks(batch.tasks, tasks_of_round(missing, config.oversample)),
+                seed_path=(*seed_path, f"r{round_number}"),
+                may_be_empty=True,
+            )
         try:
             collected, infos = await collect_share(
                 collector,
-                tasks(step.tasks, wanted),
+                request,
                 peers=peers,
                 costs=costs,
-                samples=config.group_size,
-                sampling=sampling,
-                seed_path=(*seed_path, f"r{number}") if number else seed_path,
-                is_informative=lambda group: informative(group, config, weights),
+                is_informative=lambda group: is_informative(group, config, weights),
                 minibatches=config.minibatches,
-                may_be_empty=number > 0,
             )
         except RewardError as error:
-            error.rollouts = (*step.collected.rollouts, *error.rollouts)
+            error.rollouts = (*batch.rollouts, *error.rollouts)
             raise
-        # A round counts places from 0, as its seeds do; the step counts them from its first task.
-        collected.places = [step.tasks + place for place in collected.places]
-        groups += [replace(info, place=step.tasks + info.place) for info in infos]
-        step.collected.extend(collected)
-        step.tasks += wanted
-        step.rounds = number
+        # Places within a round begin at 0, as its seeds do. Those of the step go on.
+        collected.places = [batch.tasks + place for place in collected.places]
+        groups += [replace(info, place=batch.tasks + info.place) for info in infos]
+        batch.collected.extend(collected)
+        batch.tasks += len(request.tasks)
         missing = count - sum(info.informative for info in groups)
         if missing <= 0:
             break
 
-    chosen = select([info.informative for info in groups], count)
-    left_out = [info.informative for i, info in enumerate(groups) if i not in set(chosen)]
-    step.uninformative, step.surplus = left_out.count(False), left_out.count(True)
-    own = dict(zip(step.collected.places, step.collected.groups, strict=True))
-    step.trained = [own[groups[i].place] if groups[i].owner == peers.rank else [] for i in chosen]
-    return step
+    selected = select([info.informative for info in groups], count)
+    left_out = [info.informative for i, info in enumerate(groups) if i not in set(selected)]
+    batch.trained = tuple(groups[i].place for i in selected)
+    batch.metrics = {
+        "data/tasks": float(batch.tasks),
+        "resample/rounds": float(round_number),  # after the first
+        "resample/uninformative": float(left_out.count(False)),
+        "resample/surplus": float(left_out.count(True)),
+    }
+    return batch
 
 
-def informative(
+def is_informative(
     group: Sequence[Rollout],
     config: AlgorithmConfig,
     weights: Mapping[str, float] | None = None,
@@ -113,16 +91,15 @@ def informative(
     """Return True if a group's rewards differ, or with credit per turn if one has an advantage.
 
     If the algorithm normalises each reward function by itself, those of any function must differ.
-    Functions of weight 0 are only measured; a function that `weights` lacks has weight 1. Example:
-    rewards 1, 1, None do not differ; 1, 0, None do; a single reward does not.
+    Functions of weight 0 are only measured. A function that `weights` lacks has weight 1. Examples:
+    the rewards 1, 1, None do not differ, 1, 0, None do, and a single reward does not.
     """
     if config.credit is not Credit.rollout:
         from agenttrain.algorithms.credit import rewards_of_turns, turn_advantages  # imports torch
 
-        (by_rollout,) = turn_advantages(
-            [[rewards_of_turns(one, weights or {}) for one in group]], config
-        ).advantages
-        return any(any(advantages or ()) for advantages in by_rollout)
+        rewards = [rewards_of_turns(rollout, weights or {}) for rollout in group]
+        (by_rollout,) = turn_advantages([rewards], config).advantages
+        return any(any(by_turn or ()) for by_turn in by_rollout)
     if config.rewards is Rewards.sum:
         return len({r.reward for r in group if r.reward is not None}) > 1
     weights = weights or {}
@@ -134,7 +111,7 @@ def informative(
 
 
 def select(informative: Sequence[bool], count: int) -> list[int]:
-    """Return the indices of at most `count` groups, in order; the earliest informative ones first.
+    """Return the indices of at most `count` groups, in order, preferring early informative ones.
 
     If there are too few, the earliest groups of equal rewards fill up. They have no gradient but
     count in the loss's normaliser, which then does not depend on how many groups were informative.

@@ -12,8 +12,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
-from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import Collected, Collector, NoRollouts, collect
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.types import Rollout, Task
 from agenttrain.utils.signals import Preempted
 
@@ -90,59 +90,50 @@ class _ShareSummary:
 
 async def collect_share(
     collector: Collector,
-    tasks: Sequence[Task],
+    request: BatchRequest,
     *,
     peers: Peers,
     costs: Costs,
-    samples: int,
-    sampling: Sampling,
-    seed_path: tuple[int | str, ...],
     is_informative: Callable[[Group], bool] = lambda group: True,
     minibatches: int = 1,
-    may_be_empty: bool = False,
 ) -> tuple[Collected, list[GroupInfo]]:
-    """Collect this process's share of `tasks`; also return a summary of all groups, in task order.
+    """Collect this process's share of a request; also return a summary of all groups, in order.
 
-    Every minibatch's tasks are spread evenly over the processes. An error of one process is raised
-    in all: the others raise PeerFailed, which names it. Raises NoRollouts when no process has a
-    rollout, unless the call `may_be_empty`; Preempted.
+    All processes pass the same request, for tasks at the places 0, 1, …. Every minibatch's tasks
+    are spread evenly over the processes. An error of one process is raised in all: the others
+    raise PeerFailed, which names it. Raises NoRollouts when no process has a rollout, unless the
+    request `may_be_empty`; Preempted.
     """
+    tasks = request.tasks
     owners = assign_tasks([costs.expected(task) for task in tasks], peers.size, minibatches)
-    own = [place for place, owner in enumerate(owners) if owner == peers.rank]
-    collected, empty, failure = Collected(), None, None
-    share = collect(
-        collector,
-        [tasks[place] for place in own],
-        samples=samples,
-        sampling=sampling,
-        seed_path=seed_path,
-        may_be_empty=may_be_empty,
-        places=own,
-    )
+    share = request.share([place for place, owner in enumerate(owners) if owner == peers.rank])
+    collected = Collected()
+    no_rollouts: NoRollouts | None = None
+    failure: Exception | None = None
     try:
-        collected = await collector.stop.cut_short(share)
+        collected = await collector.stop.cut_short(collect(collector, share))
     except Preempted:  # all processes stop, so none waits in the exchange below
         raise
-    except NoRollouts as error:
-        collected, empty = error.collected, error
-    except Exception as error:
+    except NoRollouts as error:  # an error of the step only if all processes have it
+        collected, no_rollouts = error.collected, error
+    except Exception as error:  # raised in all processes by the exchange below
         failure = error
-    groups = []
-    for place, group in zip(collected.places, collected.groups, strict=True):
-        info = GroupInfo(
+    groups = [
+        GroupInfo(
             place=place,
             owner=peers.rank,
             kind=costs.kind(tasks[place]),
             tokens=mean_tokens(group),
             informative=is_informative(group),
         )
-        groups.append(info)
-    reason = str(empty) if empty else None
-    summary = _ShareSummary(groups=tuple(groups), tasks=len(own), empty=reason)
+        for place, group in zip(collected.places, collected.groups, strict=True)
+    ]
+    reason = None if no_rollouts is None else str(no_rollouts)
+    summary = _ShareSummary(groups=tuple(groups), tasks=len(share.tasks), empty=reason)
     summaries = peers.exchange([summary], "the end of the rollouts", failure, patient=True)
     reasons = [summary.empty for summary in summaries if summary.tasks]
     if reasons and all(reasons):
-        raise empty or NoRollouts(str(reasons[0]), collected)
+        raise no_rollouts or NoRollouts(str(reasons[0]), collected)
     infos = [info for summary in summaries for info in summary.groups]
     infos.sort(key=lambda info: info.place)
     costs.learn([(info.kind, info.tokens) for info in infos])
@@ -151,12 +142,12 @@ async def collect_share(
 
 def mean_tokens(group: Group) -> float:
     """Return the mean tokens of a rollout after its prompt."""
-    later = sum(len(t.own_ids) - t.prompt_length for r in group for t in r.trajectories)
-    return later / len(group) if group else 0.0
+    tokens = sum(len(t.own_ids) - t.prompt_length for r in group for t in r.trajectories)
+    return tokens / len(group) if group else 0.0
 
 
 def merge_shares(shares: Sequence[Collected]) -> Collected:
-    """Merge the shares of all processes, in task order; seconds are those of the slowest."""
+    """Merge the shares of all processes, in task order. The slowest process gives the seconds."""
     merged = Collected()
     for share in shares:
         longest_s = max(merged.reward_s, share.reward_s)
@@ -200,13 +191,13 @@ class Costs:
 
     def copy(self) -> Self:
         """Return an independent copy."""
-        other = copy(self)
-        other._seen = dict(self._seen)
-        return other
+        duplicate = copy(self)
+        duplicate._seen = dict(self._seen)
+        return duplicate
 
     def state_dict(self) -> dict[str, Any]:
         """Return the costs of all kinds as JSON."""
-        return {"seen": {kind: list(informative) for kind, informative in self._seen.items()}}
+        return {"seen": {kind: [total, count] for kind, (total, count) in self._seen.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
@@ -219,9 +210,10 @@ class Costs:
         total, count = self._seen.get(self.kind(task), (0.0, 0))
         if count:
             return prompt + total / count
-        known = sum(total for total, _ in self._seen.values())
-        groups = sum(count for _, count in self._seen.values())
-        return prompt + (known / groups if groups else UNKNOWN)
+        # A kind without measurements is expected to cost the mean of all groups so far.
+        total = sum(kind_total for kind_total, _ in self._seen.values())
+        count = sum(kind_count for _, kind_count in self._seen.values())
+        return prompt + (total / count if count else UNKNOWN)
 
 
 def assign_tasks(costs: Sequence[float], processes: int, minibatches: int = 1) -> list[int]:

@@ -15,50 +15,23 @@ from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import (
     Collected,
     Collector,
+    MetricNames,
     NoRewards,
-    StepParts,
     step_metrics,
     why_unrewarded,
 )
+from agenttrain.rollout.config import tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.sampling import sample_groups
 from agenttrain.rollout.sharing import Costs, Peers, SingleProcess, merge_shares
-from agenttrain.types import Rollout
+from agenttrain.rollout.step_batch import StepBatch
+from agenttrain.types import Rollout, Task
 
-Metrics = dict[str, float]
 STATE = ("cursor", "curriculum", "costs")
 """Keys of the state of a RolloutSource."""
 SAMPLER_METRICS = "sampling/"
 """Prefix of the metrics that compare the policy with the engine that sampled."""
-
-
-@dataclass(slots=True, kw_only=True)
-class StepBatch:
-    """One process's rollouts of a step."""
-
-    groups: list[list[Rollout]]
-    """Groups to train on, in task order; groups of other processes are empty lists."""
-    rollouts: list[Rollout]
-    """All rollouts of this process in (task, sample) order, those not trained on included."""
-
-
-@dataclass(slots=True, kw_only=True)
-class SampledBatch(StepBatch):
-    """Rollouts that an engine sampled."""
-
-    collected: Collected
-    tasks: int
-    """Tasks that all processes took; the data cursor moves by as many."""
-    costs: Costs
-    """Expected costs after this step."""
-    stuck: int
-    """Abandoned tool calls of this process that still run."""
-    metrics: Metrics
-    """Metrics of the groups of all processes."""
-    ahead: bool = False
-    """The rollouts were also sampled while earlier steps were trained."""
-    curriculum: Metrics = field(default_factory=dict)
-    """Metrics of the curriculum after this step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,47 +60,53 @@ class RolloutSource:
 
         Raises NoRewards, in all processes, if no rollout of any process has a reward.
         """
-        costs = self.costs.copy()
-        tasks = self.curriculum or self.tasks
-        groups = await sample_groups(
+        first_round = tasks_of_round(self.tasks_per_step, self.algorithm.oversample)
+        batch = await sample_groups(
             self.collector,
-            lambda start, count: tasks.tasks(self.cursor + start, count),
+            self.request(step, self._draw_tasks(0, first_round)),
+            self._draw_tasks,
             count=self.tasks_per_step,
             config=self.algorithm,
+            peers=self.peers,
+            costs=self.costs.copy(),
+        )
+        # Why this process has no reward, or None if it has one; "" if it has no rollout.
+        reasons = self.peers.exchange([why_unrewarded(batch.rollouts)], "the rewards of a step")
+        if None not in reasons:
+            raise nothing_to_learn(step, next(filter(None, reasons), ""), batch.collected)
+        batch.stuck = len(self.collector.stuck)
+        if not self.algorithm.resamples:
+            batch.metrics = {}
+        return batch
+
+    def request(self, step: int, tasks: Sequence[Task]) -> BatchRequest:
+        """Return the request for the groups of some tasks of a step."""
+        return BatchRequest(
+            tasks=tasks,
+            samples=self.algorithm.group_size,
             sampling=Sampling(temperature=self.collector.limits.temperature),
             seed_path=(self.seed, "train", step),
-            peers=self.peers,
-            costs=costs,
         )
-        rollouts = groups.collected.rollouts
-        reasons = self.peers.exchange([why_unrewarded(rollouts)], "the rewards of a step")
-        if None not in reasons:
-            raise nothing_to_learn(step, next(filter(None, reasons), ""), groups.collected)
-        return SampledBatch(
-            groups=groups.trained,
-            rollouts=rollouts,
-            collected=groups.collected,
-            tasks=groups.tasks,
-            costs=costs,
-            stuck=len(self.collector.stuck),
-            metrics=groups.metrics() if self.algorithm.resamples else {},
-        )
+
+    def _draw_tasks(self, start: int, count: int) -> Sequence[Task]:
+        """Return `count` tasks, from the `start`-th after the cursor."""
+        return (self.curriculum or self.tasks).tasks(self.cursor + start, count)
 
     def finish(self, batch: StepBatch) -> None:
         """Move the cursor to the tasks of the next step; update costs and curriculum."""
-        assert isinstance(batch, SampledBatch)
+        assert batch.costs is not None, "it is a batch of this source"
         self.cursor += batch.tasks
         self.costs = batch.costs
         if self.curriculum is not None:
             results = self.curriculum.results(batch.collected.groups)
             self.curriculum.learn(self.cursor, self.peers.exchange(results, "a step's results"))
-            batch.curriculum = self.curriculum.metrics()
+            batch.metrics = {**self.curriculum.metrics(), **batch.metrics}
 
     def summarise(
-        self, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
-    ) -> tuple[Metrics, list[Rollout]]:
+        self, batches: Sequence[StepBatch], training: dict[str, float], seconds: Mapping[str, float]
+    ) -> tuple[dict[str, float], list[Rollout]]:
         """Merge the batches of all processes: return the metrics and the rollouts of the step."""
-        return merge_batches(self.collector, batches, training, seconds)
+        return merge_batches(self.collector.metric_names, batches, training, seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state that later steps' rollouts depend on, the policy aside."""
@@ -146,7 +125,7 @@ class RolloutSource:
 
 
 def nothing_to_learn(step: int, reason: str, collected: Collected) -> NoRewards:
-    """Return the error of a step without rewards; `reason` is that of a rollout, "" of none."""
+    """Return the error of a step without rewards; `reason` is `why_unrewarded`, perhaps ""."""
     return NoRewards(
         f"step {step}: not one rollout has a reward, so that there is nothing to learn; the first: "
         f"{reason or 'no rollout ended well'}",
@@ -155,30 +134,23 @@ def nothing_to_learn(step: int, reason: str, collected: Collected) -> NoRewards:
 
 
 def merge_batches(
-    run: StepParts, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
-) -> tuple[Metrics, list[Rollout]]:
+    names: MetricNames,
+    batches: Sequence[StepBatch],
+    training: dict[str, float],
+    seconds: Mapping[str, float],
+) -> tuple[dict[str, float], list[Rollout]]:
     """Merge the sampled batches of all processes: return the step's metrics and rollouts.
 
     `training` are the metrics of the update, `seconds` the slowest process's time by phase.
     """
-    sampled = [batch for batch in batches if isinstance(batch, SampledBatch)]
-    collected = merge_shares([batch.collected for batch in sampled])
-    metrics = {**step_metrics(run, collected, seconds), **training}
-    metrics["tools/stuck"] = sum(batch.stuck for batch in sampled)
-    if sampled[0].ahead:  # not in the rollout phase alone
+    collected = merge_shares([batch.collected for batch in batches])
+    metrics = {**step_metrics(names, collected, seconds), **training}
+    metrics["tools/stuck"] = sum(batch.stuck for batch in batches)
+    first = batches[0]
+    if first.ahead:  # they were not sampled in the rollout phase alone
         tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
         metrics["tokens_per_s"] = tokens / sum(seconds.values())
-    return {**metrics, **sampled[0].curriculum, **sampled[0].metrics}, collected.rollouts
-
-
-@dataclass(slots=True, kw_only=True)
-class DemonstrationBatch(StepBatch):
-    """Rollouts made of dataset rows, and counts of the rows that gave none."""
-
-    places: list[int]
-    """Position of each rollout's row."""
-    overlong: int = 0
-    bad: int = 0
+    return {**metrics, **first.metrics}, collected.rollouts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,16 +176,16 @@ class Demonstrations:
         await asyncio.sleep(0)  # the only await of a step: Ctrl-C is delivered at one
         return self.demonstrate(self.tasks, (step - 1) * self.batch_size, self.batch_size)
 
-    def demonstrate(self, source: TaskSource, start: int, count: int) -> DemonstrationBatch:
+    def demonstrate(self, source: TaskSource, start: int, count: int) -> StepBatch:
         """Make rollouts of this process's share of `count` rows, from row `start` on.
 
-        Of n processes the one of rank r takes the rows r, n + r, 2n + r, … Raises BadDemonstration,
-        in all processes.
+        Of n processes the one of rank r takes the rows r, n + r, 2n + r, … Each row is a group of
+        one rollout. Bad rows count as dropped. Raises BadDemonstration, in all processes.
         """
-        batch = DemonstrationBatch(groups=[], rollouts=[], places=[])
+        collected = Collected()
+        rows = list(source.tasks(start, count))
         failure: BadDemonstration | None = None
-        for place, task in enumerate(source.tasks(start, count), start):
-            batch.groups.append([])
+        for place, task in enumerate(rows, start):
             if (place - start) % self.peers.size != self.peers.rank:
                 continue
             try:
@@ -222,36 +194,35 @@ class Demonstrations:
                 if self.on_bad_row is OnBadRow.error:
                     failure = BadDemonstration(f"{error}. {REMEDY}")
                     break
-                batch.bad += 1
+                collected.dropped += 1
                 continue
             if max(trajectory.length for trajectory in rollout.trajectories) > self.max_tokens:
-                batch.overlong += 1
+                collected.overlong += 1
                 continue
             rollout.reward = 1.0
-            batch.groups[-1].append(rollout)
-            batch.rollouts.append(rollout)
-            batch.places.append(place)
+            collected.groups.append([rollout])
+            collected.places.append(place)
         self.peers.exchange((), "the demonstrations of a step", failure)
-        return batch
+        return StepBatch(collected=collected, trained=tuple(range(start, start + len(rows))))
 
     def finish(self, batch: StepBatch) -> None:
         """Do nothing: the rows of a step follow from its number."""
 
     def summarise(
-        self, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
-    ) -> tuple[Metrics, list[Rollout]]:
+        self, batches: Sequence[StepBatch], training: dict[str, float], seconds: Mapping[str, float]
+    ) -> tuple[dict[str, float], list[Rollout]]:
         """Merge the batches of all processes: return the metrics and the rollouts of the step."""
-        shares = [batch for batch in batches if isinstance(batch, DemonstrationBatch)]
-        by_place = {p: r for b in shares for p, r in zip(b.places, b.rollouts, strict=True)}
-        rollouts = [by_place[place] for place in sorted(by_place)]
+        collected = merge_shares([batch.collected for batch in batches])
+        rollouts = collected.rollouts
         tokens = sum(rollout.length for rollout in rollouts)
-        sampler = [name for name in training if name.startswith(SAMPLER_METRICS)]
+        # No engine sampled these rollouts.
+        training = {n: v for n, v in training.items() if not n.startswith(SAMPLER_METRICS)}
         metrics = {
-            **{name: value for name, value in training.items() if name not in sampler},
+            **training,
             "sft/conversations": len(rollouts),
             "sft/tokens": tokens,
-            "data/overlong": sum(batch.overlong for batch in shares),
-            "data/bad_rows": sum(batch.bad for batch in shares),
+            "data/overlong": collected.overlong,
+            "data/bad_rows": collected.dropped,
             **{f"time/{phase}_s": value for phase, value in seconds.items()},
             "tokens_per_s": tokens / sum(seconds.values()),
         }

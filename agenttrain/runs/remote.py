@@ -20,17 +20,16 @@ from agenttrain.engines.broadcast import Regathered, WeightSender
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
 from agenttrain.evaluation import Evaluation, Evaluator, HeldOutLoss, to_json
-from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.collector import Collected
-from agenttrain.rollout.sharing import Costs, assign_tasks
-from agenttrain.rollout.source import STATE, SampledBatch, StepBatch, merge_batches
+from agenttrain.rollout.collector import Collected, MetricNames
+from agenttrain.rollout.sharing import assign_tasks
+from agenttrain.rollout.source import STATE, merge_batches
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.runs.rollout_messages import (
     Assemble,
     Begin,
     Complete,
     EngineMetrics,
     Evaluate,
-    Groups,
     Ready,
     Settle,
     SyncBegin,
@@ -50,7 +49,7 @@ from agenttrain.utils.signals import StopRequest
 async def start_rollouts(
     settings: Mapping[str, Any], verb: str, folder: Path, *, world: World, stop: StopRequest
 ) -> Rollouts:
-    """Start the rollout process of the run in `folder`; `remote_engine` waits until it is ready."""
+    """Start the rollout process of the run in `folder`; `make_remote_engine` waits for it."""
     process = None
     if world.is_main:
         process = RolloutProcess(folder / "logs" / "rollouts.log")
@@ -65,7 +64,7 @@ async def start_rollouts(
     return Rollouts(process=process, world=world, stop=stop)
 
 
-async def remote_engine(
+async def make_remote_engine(
     rollouts: Rollouts, dtype: str, make_sender: Callable[[], WeightSender] | None = None
 ) -> Engine:
     """Wait until the rollout process has built its engine; return that engine.
@@ -248,30 +247,13 @@ class RemoteCopy(RemoteReplica):
             ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteParts:
-    """Implements `StepParts` in a process without a Collector."""
-
-    tool_names: Sequence[str]
-    rubric: Rubric
-    attempt: object
-
-
-@dataclass(slots=True, kw_only=True)
-class RemoteBatch(SampledBatch):
-    """One training process's share of the rollouts that another process has made."""
-
-    state: dict[str, Any]
-    """State of the source after this step; empty in all processes but the first."""
-
-
 @dataclass(slots=True, kw_only=True)
 class RemoteSource:
     """Gets the groups of a step from the rollout process, and shares them by their tokens."""
 
     phase = "rollout"
     rollouts: Rollouts
-    parts: RemoteParts
+    names: MetricNames
     minibatches: int
     """algorithm.minibatches."""
     _state: dict[str, Any] = field(default_factory=dict)
@@ -288,23 +270,22 @@ class RemoteSource:
         if self._restarts < self.rollouts.restarts:
             self._restored = self._state or None  # None: the run has no finished step
         want = Want(step=step, state=self._restored)
-        groups = await self.rollouts.ask(want, "the rollouts of a step")
+        batch = await self.rollouts.ask(want, "the rollouts of a step")
         self._restored = None
         self._restarts, self.rollouts.restartable = self.rollouts.restarts, True
         world = self.rollouts.world
-        shares = [] if groups is None else split_groups(groups, world.size, self.minibatches)
+        shares = [] if batch is None else split_batch(batch, world.size, self.minibatches)
         return world.scatter(shares, "the groups of a step")
 
     def finish(self, batch: StepBatch) -> None:
         """Record the state that the rollout process had after this step."""
-        assert isinstance(batch, RemoteBatch)
         self._state = batch.state
 
     def summarise(
         self, batches: Sequence[StepBatch], training: dict[str, float], seconds: Mapping[str, float]
     ) -> tuple[dict[str, float], list[Rollout]]:
         """Merge the batches of all processes: return the metrics and the rollouts of the step."""
-        return merge_batches(self.parts, batches, training, seconds)
+        return merge_batches(self.names, batches, training, seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state of the source in the rollout process after the last step."""
@@ -315,36 +296,23 @@ class RemoteSource:
         self._state = self._restored = {name: state[name] for name in STATE}
 
 
-def split_groups(groups: Groups, processes: int, minibatches: int) -> list[RemoteBatch]:
+def split_batch(batch: StepBatch, processes: int, minibatches: int) -> list[StepBatch]:
     """Return the share of each training process, whose groups have about as many tokens.
 
-    The first one also has the groups that are not trained on, and the counts.
+    The first one also has the groups that are not trained on, the counts and the source's state.
     """
-    collected = groups.collected
-    tokens = [float(sum(one.length for one in collected.groups[i])) for i in groups.trained]
+    collected = batch.collected
+    group_at = dict(zip(collected.places, collected.groups, strict=True))
+    tokens = [float(sum(rollout.length for rollout in group)) for group in batch.groups]
     owners = assign_tasks(tokens, processes, minibatches)
-    owner_of = dict(zip(groups.trained, owners, strict=True))
+    owner_of = dict(zip(batch.trained, owners, strict=True))
     shares = []
     for rank in range(processes):
-        own = [i for i in range(len(collected.groups)) if owner_of.get(i, 0) == rank]
-        share = replace(
-            collected if rank == 0 else Collected(),
-            groups=[collected.groups[i] for i in own],
-            places=[collected.places[i] for i in own],
-        )
-        batch = RemoteBatch(
-            groups=[collected.groups[i] if i in own else [] for i in groups.trained],
-            rollouts=share.rollouts,
-            collected=share,
-            tasks=groups.tasks,
-            costs=Costs(),
-            stuck=0 if rank else groups.stuck,
-            metrics=groups.metrics,
-            ahead=groups.ahead,
-            curriculum=groups.curriculum,
-            state={} if rank else groups.state,
-        )
-        shares.append(batch)
+        places = [place for place in collected.places if owner_of.get(place, 0) == rank]
+        groups = [group_at[place] for place in places]
+        counts = collected if rank == 0 else Collected()
+        share = replace(batch, collected=replace(counts, groups=groups, places=places))
+        shares.append(share if rank == 0 else replace(share, stuck=0, state={}))
     return shares
 
 
@@ -369,7 +337,7 @@ class RemoteEvaluator(Evaluator):
         return to_json([one for one in evaluations if isinstance(one, Evaluation)])
 
 
-def remote_source(
+def make_remote_source(
     config: RunConfig, components: Components, rollouts: Rollouts
 ) -> tuple[RemoteSource, RemoteEvaluator]:
     """Return the source and the evaluation of a run whose rollouts have a process of their own.
@@ -379,10 +347,10 @@ def remote_source(
     rollouts.restartable = True
     source = RemoteSource(
         rollouts=rollouts,
-        parts=RemoteParts(
-            tool_names=(*components.toolbox.names, *components.environments.tool_names),
-            rubric=components.rubric,
-            attempt=True if config.agent.outside else None,
+        names=MetricNames(
+            tools=(*components.toolbox.names, *components.environments.tool_names),
+            rewards=components.rubric.names,
+            outside_agents=config.agent.outside,
         ),
         minibatches=config.algorithm.minibatches,
     )

@@ -5,7 +5,7 @@ While it works on a request it also sends RolloutStatus. One step of synchronous
 
     trainer                      rollout process
     Want(step=3)           -->   collect, score
-                           <--   RolloutStatus …, Answered(Groups(…))
+                           <--   RolloutStatus …, Answered(StepBatch(…))
     (update)
     SyncBegin(version=3)   -->
                            <--   Answered(writer of weight files)
@@ -25,7 +25,6 @@ With weight_sync.transport=nccl no files cross: the trainer sends the weights to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -34,10 +33,10 @@ from agenttrain.engines.broadcast import Audience, BroadcastResult, Receipt, Rec
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.weight_files import WeightFiles, WeightWriter
 from agenttrain.evaluation import Evaluation
-from agenttrain.images import Image, PlacedImage
 from agenttrain.rollout.collector import Collected
 from agenttrain.rollout.monitoring import Waiting
-from agenttrain.rollout.source import SampledBatch
+from agenttrain.rollout.sharing import Costs
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.tracking.metrics import Estimate
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import Gap, ProbeCheck
@@ -46,7 +45,9 @@ from agenttrain.types import (
     Completion,
     Delegation,
     Finish,
+    Image,
     Origin,
+    PlacedImage,
     Rollout,
     RowTool,
     Span,
@@ -91,42 +92,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
-    """Request for the groups of a step."""
+    """Request for the scored groups of a step. Its answer is a StepBatch, with the new state."""
 
     step: int
     state: dict[str, Any] | None
     """State of the source to continue from; None: that after the last step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """The rollouts of a step, scored; the source has moved on to the next step."""
-
-    collected: Collected
-    trained: tuple[int, ...]
-    """Positions in `collected.groups` of the groups to train on."""
-    tasks: int
-    stuck: int
-    metrics: dict[str, float]
-    ahead: bool
-    curriculum: dict[str, float]
-    state: dict[str, Any]
-    """State of the source after this step, for the checkpoint."""
-
-    @classmethod
-    def of(cls, batch: SampledBatch, state: Mapping[str, Any]) -> Groups:
-        """Return the message with a finished batch."""
-        position = {id(group): i for i, group in enumerate(batch.collected.groups)}
-        return cls(
-            collected=batch.collected,
-            trained=tuple(position[id(group)] for group in batch.groups),
-            tasks=batch.tasks,
-            stuck=batch.stuck,
-            metrics=batch.metrics,
-            ahead=batch.ahead,
-            curriculum=batch.curriculum,
-            state=dict(state),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +228,9 @@ CARRIED = ("culprits", "rollouts")
 """Attributes of errors that crash bundles need."""
 CODEC = Codec(
     (
-        *(Begin, Ready, Want, Groups, SyncBegin, SyncEnd, Verify, Complete, EngineMetrics),
-        *(Evaluate, Stop, RolloutStatus, Answered, Failed, Waiting, WeightFiles, WeightWriter),
+        *(Begin, Ready, Want, StepBatch, Costs, SyncBegin, SyncEnd, Verify, Complete),
+        *(EngineMetrics, Evaluate, Stop, RolloutStatus, Answered, Failed, Waiting),
+        *(WeightFiles, WeightWriter),
         *(ProbeCheck, Gap, Sampling, Completion, Finish, Collected, Evaluation, Estimate, Rollout),
         *(Trajectory, Span, Origin, StopReason, Task, RowTool, ToolCall, ToolError, ToolResult),
         *(Delegation, Image, PlacedImage, Assemble, Audience, Receiver, WeightSyncMode),

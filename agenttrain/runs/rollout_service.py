@@ -33,7 +33,7 @@ from agenttrain.rollout.asynchronous.journal import Journal, settings_digest
 from agenttrain.rollout.asynchronous.queue import GroupQueue
 from agenttrain.rollout.monitoring import LoopMonitor, Waiting, light_gc
 from agenttrain.rollout.sharing import SingleProcess
-from agenttrain.rollout.source import SampledBatch
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.runs.loading import make_standalone_engine
 from agenttrain.runs.rollout_messages import (
     CODEC,
@@ -44,7 +44,6 @@ from agenttrain.runs.rollout_messages import (
     EngineMetrics,
     Evaluate,
     Failed,
-    Groups,
     Ready,
     RolloutStatus,
     Settle,
@@ -55,7 +54,7 @@ from agenttrain.runs.rollout_messages import (
     Want,
 )
 from agenttrain.runs.setup import Components
-from agenttrain.runs.sources import rollout_source
+from agenttrain.runs.sources import make_rollout_source
 from agenttrain.settings.compose import convert
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.tracking.timeline import Timeline
@@ -154,7 +153,7 @@ class RolloutService:
         timeline = stack.enter_context(Timeline(times, "rollouts"))
         collector = components.collector(self._engine, self._folder, timeline)
         counted = replace(collector, progress=self._count)
-        self._source = rollout_source(config, components, counted, SingleProcess())
+        self._source = make_rollout_source(config, components, counted, SingleProcess())
         self._queue: GroupQueue | None = None
         """Groups sampled ahead; None: each step's are sampled when it wants them."""
 
@@ -224,7 +223,7 @@ class RolloutService:
                 return self._engine.metrics() if isinstance(self._engine, Metered) else {}
         raise EngineError(f"{type(request).__name__}: is no request")
 
-    async def _groups(self, request: Want) -> Groups:
+    async def _groups(self, request: Want) -> StepBatch:
         """Collect and score the rollouts of a step, and move on to the next one."""
         if request.state is not None:
             self._source.load_state_dict(request.state)
@@ -233,21 +232,24 @@ class RolloutService:
         # Tools and rewards may draw from the process's generators: a resumed run draws the same.
         seed_random(derive_seed(self._config.seed, "rollouts", request.step) % 2**32)
         batch = await self._source.batch(request.step)
-        assert isinstance(batch, SampledBatch)
-        self._source.finish(batch)
-        return Groups.of(batch, self._source.state_dict())
+        return self._finish(batch)
 
-    async def _groups_ahead(self, queue: GroupQueue, step: int) -> Groups:
+    async def _groups_ahead(self, queue: GroupQueue, step: int) -> StepBatch:
         """Return the groups of a step, which may have been sampled already."""
         if not queue.begun:
             seed_random(derive_seed(self._config.seed, "rollouts", step) % 2**32)
             await queue.begin(step)
-        batch = await queue.take(step)
-        self._source.finish(batch)
+        batch = self._finish(await queue.take(step))
         saved = [int(path.name.removeprefix(PREFIX)) for path in newest_first(self._checkpoints)]
         # Not those of this step: a signal may still stop the run before it is trained.
         queue.prune(step - 1, oldest=min(saved, default=0), newest=max(saved, default=0))
-        return Groups.of(batch, self._source.state_dict())
+        return batch
+
+    def _finish(self, batch: StepBatch) -> StepBatch:
+        """Move the source on to the next step; return the batch with the state after this one."""
+        self._source.finish(batch)
+        batch.state = self._source.state_dict()
+        return batch
 
     @property
     def _checkpoints(self) -> Path:

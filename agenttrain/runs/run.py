@@ -39,12 +39,12 @@ from agenttrain.runs.fingerprints import check_unchanged, fingerprints
 from agenttrain.runs.fingerprints import write as write_fingerprints
 from agenttrain.runs.loading import make_engine, make_policy
 from agenttrain.runs.provenance import write_config
-from agenttrain.runs.remote import remote_engine, remote_source, start_rollouts
+from agenttrain.runs.remote import make_remote_engine, make_remote_source, start_rollouts
 from agenttrain.runs.report import print_losses, print_scores
 from agenttrain.runs.roles import start_roles
 from agenttrain.runs.rollouts import Rollouts
 from agenttrain.runs.setup import Components, prepare, sampling_note
-from agenttrain.runs.sources import recorded_source, sampled_source
+from agenttrain.runs.sources import make_recorded_source, make_sampled_source
 from agenttrain.runs.teacher import make_teacher, teacher_prompt
 from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.command_line import resuming
@@ -63,7 +63,8 @@ from agenttrain.training.checkpoint_files import (
     set_stop_tokens,
 )
 from agenttrain.training.policy import Policy
-from agenttrain.training.weight_sync import sync
+from agenttrain.training.teacher import Teacher
+from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.training.world import PeerFailed, World
 from agenttrain.types import AgenttrainError, ConfigError, Rollout
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, TERMINATED
@@ -113,8 +114,8 @@ PHASES = {
 class Run:
     """One process of an execution of a verb in its folder.
 
-    Every process of `world` makes the same calls; the main one alone writes into the folder,
-    besides checkpoints and times, and reports errors, which the others raise.
+    Every process of `world` makes the same calls. Checkpoints and times aside, only the main one
+    writes into the folder. It also reports errors, which the other processes raise.
     """
 
     verb: str
@@ -148,24 +149,7 @@ class Run:
                 return self._execute()
             try:
                 with lock_folder(self.folder):
-                    earlier = read_summary(self.folder)
-                    verb = earlier.get("verb", self.verb)
-                    if verb != self.verb:
-                        raise ConfigError(
-                            f"{self.folder}: holds a run of `agenttrain {verb}`, and `agenttrain "
-                            f"{self.verb}` cannot go on with it. Use `agenttrain {verb}`, or "
-                            "give another folder: resume= the run that was trained, or "
-                            "hydra.run.dir= a new one."
-                        )
-                    self.sweep = self.sweep or earlier.get("sweep", False)
-                    self.record(
-                        verb=self.verb,
-                        sweep=self.sweep or None,
-                        processes=self.world.size if self.world.size > 1 else None,
-                        stalled_phase=None,
-                        project=self.project,
-                        **({"arguments": list(self.words)} if self.words else {}),
-                    )
+                    self._record_start()
                     remove_weights_folder(self.folder)
                     try:
                         return self._execute()
@@ -175,7 +159,29 @@ class Run:
                 print(self._message(error), file=sys.stderr)
                 return FAILED
 
+    def _record_start(self) -> None:
+        """Record the run in summary.json. Raises ConfigError for a folder of another verb."""
+        summary = read_summary(self.folder)
+        verb = summary.get("verb", self.verb)
+        if verb != self.verb:
+            raise ConfigError(
+                f"{self.folder}: holds a run of `agenttrain {verb}`, and `agenttrain "
+                f"{self.verb}` cannot go on with it. Use `agenttrain {verb}`, or "
+                "give another folder: resume= the run that was trained, or "
+                "hydra.run.dir= a new one."
+            )
+        self.sweep = self.sweep or summary.get("sweep", False)
+        self.record(
+            verb=self.verb,
+            sweep=self.sweep or None,
+            processes=self.world.size if self.world.size > 1 else None,
+            stalled_phase=None,
+            project=self.project,
+            **({"arguments": list(self.words)} if self.words else {}),
+        )
+
     def _agree(self, signalled: bool) -> bool:
+        """Return True, in all processes, if a signal came to one of them."""
         return self.world.max(float(signalled), "whether a signal came") > 0
 
     def _execute(self) -> int:
@@ -188,21 +194,13 @@ class Run:
             ):
                 self.watchdog.begin("load")
                 components = self.prepare()
-                work = self._evaluate if self.verb == "eval" else self._train
-                asyncio.run(work(components))
+                run_verb = self._evaluate if self.verb == "eval" else self._train
+                asyncio.run(run_verb(components))
         except Preempted as stopped:
             return self._preempted(str(stopped))
         except KeyboardInterrupt:
-            # Ctrl-C, a second SIGTERM, or a first signal with nothing to save.
-            stop = self.stop
-            if stop.at_once and not stop.insisted and self.verb != "eval":
-                return self._preempted(str(stop.name))
-            self._record_end(status="interrupted")
-            if self.world.is_main:
-                goes_on = "" if self.verb == "eval" else f"; to go on: {self._again}"
-                print(f"interrupted{goes_on}", file=sys.stderr)
-            return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
-        except ConfigError:
+            return self._interrupted()
+        except ConfigError:  # reported by the caller, like those of composition
             raise
         except Exception as error:
             if not self.world.is_main:
@@ -219,21 +217,26 @@ class Run:
         if not self.world.is_main:
             return prepare(self.config, self.verb, self.folder, world=self.world)
         path = self.folder / "config.yaml"
-        new = not path.exists()
-        if new:
+        is_new = not path.exists()
+        if is_new:
             write_config(self.folder, self.plain, None)
         try:
             components = prepare(self.config, self.verb, self.folder, world=self.world)
         except Exception:
-            if new:  # the run has not started: its folder is free for the next try
+            if is_new:  # the run has not started: its folder is free for the next try
                 path.unlink(missing_ok=True)
             raise
-        now = fingerprints(components)
+        digests = fingerprints(components)
         if self.config.resume is not None and done_steps(self.folder):
-            check_unchanged(self.folder, now, self.config.resume_changed)
-        write_fingerprints(self.folder, now)
+            check_unchanged(self.folder, digests, self.config.resume_changed)
+        write_fingerprints(self.folder, digests)
         write_config(self.folder, self.plain, components.certificate.hash)
         write_declared(self.folder, components.toolbox, components.environments)
+        self._print_notes(components)
+        return components
+
+    def _print_notes(self, components: Components) -> None:
+        """Print what was chosen for the user; write the changes of the chat template to a file."""
         fix = components.chat.fix
         if fix.chosen:
             print(f"chat template: {fix.chosen}")
@@ -249,7 +252,6 @@ class Run:
             for note_of in (sampling_note, async_note, broadcast_note):
                 if text := note_of(self.config):
                     print(text, flush=True)
-        return components
 
     async def _train(self, components: Components) -> None:
         """Train, with evaluations before and after; reinforcement or supervised learning."""
@@ -257,37 +259,43 @@ class Run:
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 with self.stop.deferred(trainer.save_checkpoint):
-                    before = None  # or the evaluation before the first step, if the run goes on
-                    if self.world.is_main:
-                        before = read_summary(self.folder).get("eval", {}).get("before")
-                    before = self.world.broadcast(before, "the evaluation before training")
-                    if before is None:
-                        evaluations = await trainer.evaluate("before")
-                        before = trainer.evaluator.summary(evaluations)
-                    scores = {"before": before, **_best(trainer)}
+                    before = await self._evaluate_before(trainer)
+                    scores = {"before": before, **_best_record(trainer)}
                     self.record(status="running", error=None, eval=scores)
                     with self._timed("training_seconds"):
                         await trainer.train()
                     evaluations = await trainer.evaluate("after")
                     trainer.save_checkpoint()
         after = trainer.evaluator.summary(evaluations)
-        scores = {"before": before, "after": after, **_best(trainer)}
-        stopped = trainer.stop_when.record if trainer.done < self.config.steps else None
-        self.record(status="finished", steps=trainer.done, eval=scores, stopped_when=stopped)
+        scores = {"before": before, "after": after, **_best_record(trainer)}
+        steps = trainer.finished_steps
+        stopped = trainer.stop_when.record if steps < self.config.steps else None
+        self.record(status="finished", steps=steps, eval=scores, stopped_when=stopped)
         if not self.world.is_main:
             return
         if stopped is not None:
             print(
-                f"ended after {trainer.done} of {self.config.steps} steps: {self.config.stop_when} "
+                f"ended after {steps} of {self.config.steps} steps: {self.config.stop_when} "
                 f"({stopped['mean']:.4g})"
             )
         if self.verb == "sft":
-            words = read_summary(self.folder).get("arguments", ())
-            print_losses(self.folder, before, after, self.tracker.views, words)
+            arguments = read_summary(self.folder).get("arguments", ())
+            print_losses(self.folder, before, after, self.tracker.views, arguments)
         else:
             self._print_scores(components, before, evaluations, trainer)
 
+    async def _evaluate_before(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the evaluation before the first step; that of the summary if the run goes on."""
+        before = None
+        if self.world.is_main:
+            before = read_summary(self.folder).get("eval", {}).get("before")
+        before = self.world.broadcast(before, "the evaluation before training")
+        if before is None:
+            before = trainer.evaluator.summary(await trainer.evaluate("before"))
+        return before
+
     async def _evaluate(self, components: Components) -> None:
+        """Evaluate the model as it is, without training."""
         with self._timed("seconds"):
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
@@ -325,7 +333,7 @@ class Run:
             run_folder=self.folder,
             dashboards=self.tracker.views,
             # Only the best of an earlier step: the table has the scores after the last one.
-            best=best.record if trainer and best and best.step != trainer.done else None,
+            best=best.record if trainer and best and best.step != trainer.finished_steps else None,
         )
 
     @contextmanager
@@ -451,10 +459,21 @@ class Run:
         """End after a signal, with everything saved."""
         self._record_end(status="preempted")
         if self.world.is_main:
-            saved = read_summary(self.folder).get("latest_checkpoint")
-            where = "before the first step" if saved is None else f"with {saved}"
-            print(f"stopped by {signal} {where}; to go on: {self._again}", file=sys.stderr)
+            checkpoint = read_summary(self.folder).get("latest_checkpoint")
+            where = "before the first step" if checkpoint is None else f"with {checkpoint}"
+            print(f"stopped by {signal} {where}; to go on: {self._resume_command}", file=sys.stderr)
         return PREEMPTED
+
+    def _interrupted(self) -> int:
+        """End after Ctrl-C, a second SIGTERM, or a first signal with nothing to save."""
+        stop = self.stop
+        if stop.at_once and not stop.insisted and self.verb != "eval":
+            return self._preempted(str(stop.name))
+        self._record_end(status="interrupted")
+        if self.world.is_main:
+            remedy = "" if self.verb == "eval" else f"; to go on: {self._resume_command}"
+            print(f"interrupted{remedy}", file=sys.stderr)
+        return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
 
     def _failed(self, error: Exception) -> int:
         """End after an error. Raises it again if it is a bug, or another process reports it.
@@ -470,20 +489,20 @@ class Run:
         message = self._message(error)
         self._record_end(status="failed", error=message)
         with suppress(OSError):
-            saved = read_summary(self.folder).get("latest_checkpoint")
-            if isinstance(error, OSError | NotWritten | EngineDead) and saved is not None:
-                message += f"\n{saved} stands; once this is mended: {self._again}"
+            checkpoint = read_summary(self.folder).get("latest_checkpoint")
+            if isinstance(error, OSError | NotWritten | EngineDead) and checkpoint is not None:
+                message += f"\n{checkpoint} stands; once this is mended: {self._resume_command}"
         print(message, file=sys.stderr)
         return FAILED
 
     def _message(self, error: Exception) -> str:
         """Return an error as one line, with the path that it concerns."""
-        nameless = isinstance(error, OSError) and error.filename is None
-        where = f" (run folder {self.folder})" if nameless else ""
+        has_no_path = isinstance(error, OSError) and error.filename is None
+        where = f" (run folder {self.folder})" if has_no_path else ""
         return hide_secrets(f"{type(error).__name__}: {error}{where}")
 
     @property
-    def _again(self) -> str:
+    def _resume_command(self) -> str:
         return f"agenttrain {resuming(self.verb)}resume={quote(str(self.folder))}"
 
 
@@ -492,16 +511,10 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
 
     The stack closes the components, the engine and the tracker, which become the run's.
     """
-    config, world = run.config, run.world
-    supervised = run.verb == "sft"
-    rollouts: Rollouts | None = None
+    config, world, supervised = run.config, run.world, run.verb == "sft"
     roles = start_roles(config, run.verb, run.folder, stack, world=world)
     stack.callback(components.close_roles)
-    if not supervised and has_rollout_process(config):
-        await components.aclose()  # the other process has tools of its own
-        rollouts = await start_rollouts(run.plain, run.verb, run.folder, world=world, stop=run.stop)
-        if rollouts.process is not None:
-            stack.push_async_callback(rollouts.process.aclose)
+    rollouts = await _start_rollout_process(run, components, stack)
     policy = make_policy(
         config,
         CROSS_ENTROPY if supervised else config.algorithm,
@@ -510,22 +523,14 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         world=world,
         sampled=not supervised,
     )
-    engine: Engine | None = None
-    if rollouts is not None:
-        sender = run_spec(config).sender
-        engine = await remote_engine(rollouts, config.model.dtype, sender)
-    elif not supervised:
-        engine = make_engine(config, policy, run.folder)
+    engine = await _make_engine(run, policy, rollouts)
     if engine is not None:
         stack.push_async_callback(engine.aclose)
     if rollouts is None:
         stack.push_async_callback(components.aclose)
-    teacher = None
-    if run.verb == "train" and config.algorithm.has_teacher:
-        prompt = config.algorithm.teacher.prompt
-        prompt_ids = teacher_prompt(prompt, components.chat, components.schemas)
-        teacher = make_teacher(config, policy, prompt_ids, components.roles)
+    teacher = _make_teacher(run, components, policy)
     run.record_kernel(components, policy)
+
     collector: Collector | None = None
     if engine is not None and rollouts is None:
         collector = components.collector(engine, run.folder, run.timeline)
@@ -535,29 +540,14 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     checkpoints = run.checkpoints(saved_tokenizer(components.chat))
     state = run.restore(checkpoints, policy)
     done = 0 if state is None else state["step"]
-    probe = None
-    if engine is not None:
-        # One engine may compile minutes longer than another.
-        world.exchange((), "the engine in every process", patient=True)
-        with world.collective("the first weight sync"):
-            probe = await sync(
-                policy, engine, done, config.weight_sync, prompt_ids=components.probe_prompt()
-            )
+    # After the checkpoint is loaded, which the engine has to have too.
+    probe = await _first_sync(run, components, policy, engine, done)
     await roles.ready()
     run.tracker = stack.enter_context(run.make_tracker(done))
     if not supervised:
         run.evidence = Evidence(folder=run.folder, policy=policy, checkpoints=checkpoints)
-    source: BatchSource
-    evaluator: Evaluator
-    if rollouts is not None:
-        source, evaluator = remote_source(config, components, rollouts)
-        if process is not None:
-            process.progress = run.tracker.progress.rollouts
-    elif collector is not None:
-        watched = replace(collector, stop=run.stop, progress=run.tracker.progress.rollouts)
-        source, evaluator = sampled_source(config, components, watched, world)
-    else:
-        source, evaluator = recorded_source(config, components, policy, world)
+
+    source, evaluator = _make_source(run, components, policy, rollouts, collector)
     ahead = config.async_training.max_staleness > 0
     trainer = Trainer(
         config=config,
@@ -578,5 +568,72 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     return trainer
 
 
-def _best(trainer: Trainer) -> dict[str, Any]:
+async def _start_rollout_process(
+    run: Run, components: Components, stack: AsyncExitStack
+) -> Rollouts | None:
+    """Start the process that makes the rollouts; None if this one makes them, or there are none.
+
+    It starts before the policy is built: both load at the same time.
+    """
+    if run.verb == "sft" or not has_rollout_process(run.config):
+        return None
+    await components.aclose()  # the other process has tools of its own
+    rollouts = await start_rollouts(run.plain, run.verb, run.folder, world=run.world, stop=run.stop)
+    if rollouts.process is not None:
+        stack.push_async_callback(rollouts.process.aclose)
+    return rollouts
+
+
+async def _make_engine(run: Run, policy: Policy, rollouts: Rollouts | None) -> Engine | None:
+    """Build the engine, or connect to the rollout process's; None in supervised runs."""
+    config = run.config
+    if rollouts is not None:
+        sender = run_spec(config).sender
+        return await make_remote_engine(rollouts, config.model.dtype, sender)
+    return None if run.verb == "sft" else make_engine(config, policy, run.folder)
+
+
+def _make_teacher(run: Run, components: Components, policy: Policy) -> Teacher | None:
+    """Build `algorithm.teacher`; None if there is none, or nothing is trained with it."""
+    if run.verb != "train" or not run.config.algorithm.has_teacher:
+        return None
+    prompt = run.config.algorithm.teacher.prompt
+    prompt_ids = teacher_prompt(prompt, components.chat, components.schemas)
+    return make_teacher(run.config, policy, prompt_ids, components.roles)
+
+
+async def _first_sync(
+    run: Run, components: Components, policy: Policy, engine: Engine | None, done: int
+) -> SyncProbe | None:
+    """Send the weights after step `done` to the engine, if there is one; return its probe."""
+    if engine is None:
+        return None
+    # One engine may compile minutes longer than another.
+    run.world.exchange((), "the engine in every process", patient=True)
+    with run.world.collective("the first weight sync"):
+        prompt_ids = components.probe_prompt()
+        return await sync(policy, engine, done, run.config.weight_sync, prompt_ids=prompt_ids)
+
+
+def _make_source(
+    run: Run,
+    components: Components,
+    policy: Policy,
+    rollouts: Rollouts | None,
+    collector: Collector | None,
+) -> tuple[BatchSource, Evaluator]:
+    """Return the source of the steps' rollouts, and the evaluation that goes with it."""
+    report_progress = run.tracker.progress.rollouts
+    if rollouts is not None:
+        if rollouts.process is not None:
+            rollouts.process.progress = report_progress
+        return make_remote_source(run.config, components, rollouts)
+    if collector is not None:
+        collector = replace(collector, stop=run.stop, progress=report_progress)
+        return make_sampled_source(run.config, components, collector, run.world)
+    return make_recorded_source(run.config, components, policy, run.world)
+
+
+def _best_record(trainer: Trainer) -> dict[str, Any]:
+    """Return the best evaluation so far for summary.json; empty if there is none to compare."""
     return {} if trainer.best is None else {"best": trainer.best.record}

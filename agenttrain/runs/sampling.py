@@ -16,7 +16,6 @@ from agenttrain.engines.base import Engine
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import names_with, spec_of, specs
 from agenttrain.engines.spec import EngineInputs
-from agenttrain.images import Placeholders
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.engine_checks import run_spec
 from agenttrain.settings.run_config import RunConfig
@@ -30,6 +29,7 @@ from agenttrain.training.config import Init, VisionTower
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import COMMIT
 from agenttrain.utils.model_path import base_folder, model_folder, weights_folder, why_merged
+from agenttrain.utils.placeholders import Placeholders
 
 if TYPE_CHECKING:
     from agenttrain.engines.vision import Vision
@@ -55,12 +55,12 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
     if isinstance(placeholders, str):
         return placeholders
     spec = run_spec(config)
-    apart = spec is not spec_of(config.engine)
-    stale = config.async_training.max_staleness > 0
+    has_copy = spec is not spec_of(config.engine)  # in the rollout process
+    is_asynchronous = config.async_training.max_staleness > 0
     reasons = {
         "the model's copy in the rollout process reads token ids alone; set "
-        + ("async_training.max_staleness=0" if stale else "rollout.process=same"): (
-            apart and not spec.reads_images
+        + ("async_training.max_staleness=0" if is_asynchronous else "rollout.process=same"): (
+            has_copy and not spec.reads_images
         ),
         f"engine={config.engine.name} reads token ids alone; set {names_with(reads_images=True)}": (
             not spec.reads_images
@@ -155,9 +155,9 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
 def _set_threads(model: Any, threads: int) -> None:
     import torch
 
-    small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
+    is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if small else threads)
+        torch.set_num_threads(1 if is_small else threads)
 
 
 def _record_revision(model: Any, base: Path) -> None:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.runner import Agents, make_agent
-from agenttrain.chat.certificate import Certificate, certify
+from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.features import system_problem
 from agenttrain.chat.loading import load_chat
 from agenttrain.chat.parsers.export import response_template
 from agenttrain.data.build import Splits, build_tasks, check_needed_columns
@@ -35,13 +34,8 @@ from agenttrain.rollout.config import RolloutConfig, tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
 from agenttrain.rollout.monitoring import InFlight
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
-from agenttrain.rollout.row_tools import (
-    RowTools,
-    check_collisions,
-    check_grammars,
-    row_tool_sets,
-    tool_sets,
-)
+from agenttrain.rollout.row_tools import RowTools, check_collisions, tool_sets
+from agenttrain.runs.row_checks import RENDERED_TASKS, certify_tool_sets, check_rows, prompt_length
 from agenttrain.runs.sampling import placeholders_of, verify_model
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.settings.role_checks import used_roles
@@ -50,7 +44,7 @@ from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.timeline import Timeline
 from agenttrain.training.checkpoint_files import CheckpointError
-from agenttrain.types import AssistantTurn, Finish, Message, Rollout, Task
+from agenttrain.types import Rollout, Task
 from agenttrain.utils.model_path import base_folder, model_folder
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.temporary import TemporaryFolder
@@ -58,11 +52,66 @@ from agenttrain.utils.temporary import TemporaryFolder
 if TYPE_CHECKING:
     from agenttrain.training.world import World
 
-RENDERED_TASKS = 8
-"""First tasks of each split whose prompts are rendered before a run starts."""
-ANSWER = AssistantTurn(content="ok", reasoning=None, calls=())
-ROW_TOOL_SETS = 4
-"""Distinct sets of tools that the rows of a split list, with which the template is certified."""
+
+def prepare(
+    config: RunConfig,
+    verb: str = "train",
+    folder: Path | None = None,
+    *,
+    world: World | None = None,
+) -> Components:
+    """Build and check the components of a run of `verb`; errors name the key to change.
+
+    `folder` is the run's. A model that is one of our checkpoints is verified by all processes of
+    `world` together: CheckpointError if it is torn.
+    """
+    from agenttrain.runs.loading import check_model  # torch comes with it
+
+    components = Components(config, verb, folder)
+    # Cheapest first: files, architecture, template, and then rows and everything that reads them.
+    if world is None:
+        verify_model(config)
+    else:
+        with world.together("the files of model.path", CheckpointError, patient=True):
+            verify_model(config, world.rank, world.size)
+    if verb == "sft":
+        check_model(config, sampled=False)
+    components.certificate.raise_if_refused()
+    complete(components)
+    return components
+
+
+def complete(components: Components) -> None:
+    """Build and check the components that come after the certificate.
+
+    `prepare` calls it. `agenttrain check` does so itself, after it has printed the certificate.
+    """
+    from agenttrain.runs.loading import check_model  # torch comes with it
+
+    config, verb = components.config, components.verb
+    if verb != "sft":
+        check_model(config)
+    # Saved with every checkpoint, so that the model is served with the texts of its training.
+    components.tokenizer.chat_template = components.chat.saved_template
+    components.tokenizer.response_template = response_template(components.chat)
+    if verb == "sft":
+        _check_demonstrations(components)
+        return
+    tasks = components.tasks
+    if len(tasks.test):
+        check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
+    _check_eval_tools(components)
+    check_compaction(config.rollout, components.chat, context_of(config))
+    if config.agent.outside:
+        make_agent(config.agent, Path())  # only to check it
+    needed = components.needed_columns  # checks the rows' own tools and environments too
+    _check_room(components, training=verb == "train")
+    for key, source in tasks.by_key.items():
+        check_needed_columns(source, needed, key)
+    if verb == "train" and config.algorithm.has_teacher:
+        from agenttrain.runs.teacher import check_teacher
+
+        check_teacher(config, components.tokenizer, tasks.train)
 
 
 class Components:
@@ -121,10 +170,10 @@ class Components:
             max_stuck=config.rollout.max_stuck_calls,
         )
         # `build_toolbox` raises for a stop tool that is neither a tool nor a method.
-        stops = [name for name in config.stop_tools if name not in environments.tool_names]
+        stop_tools = [name for name in config.stop_tools if name not in environments.tool_names]
         toolbox = build_toolbox(
             config.tools,
-            stops,
+            stop_tools,
             threads=config.rollout.concurrency,
             max_stuck=config.rollout.max_stuck_calls,
         )
@@ -158,7 +207,7 @@ class Components:
 
         With several environments the template is certified with the tools of each.
         """
-        return _certificate(self.chat, tool_sets(self.toolbox, self.environments))
+        return certify_tool_sets(self.chat, tool_sets(self.toolbox, self.environments))
 
     @cached_property
     def tasks(self) -> Splits:
@@ -207,7 +256,7 @@ class Components:
 
     @cached_property
     def prompt_lengths(self) -> dict[str, list[int]]:
-        """Tokens of the first prompts of each split, by its key; their user turns are rendered too.
+        """Tokens of the first prompts of each split, by its key. Their user turns are rendered too.
 
         Raises ChatError with key, task and remedy if the template cannot render one.
         """
@@ -215,8 +264,12 @@ class Components:
         for key, source in self.tasks.by_key.items():
             first = source.tasks(0, min(RENDERED_TASKS, len(source)))
             # A row without messages: an environment's reset may give the whole prompt.
-            lengths[key] = [self._prompt_length(task, key) for task in first if task.messages]
+            lengths[key] = [self.prompt_length(task, key) for task in first if task.messages]
         return lengths
+
+    def prompt_length(self, task: Task, key: str) -> int:
+        """Return the tokens of a task's prompt; `key` names its split in a ChatError."""
+        return prompt_length(self.chat, task, self.schemas(task), key)
 
     @cached_property
     def user(self) -> SimulatedUser | None:
@@ -228,11 +281,13 @@ class Components:
         """Servers of the roles that the run asks, by name."""
         if self.folder is None:
             return {}
-        used = used_roles(self.config, self.verb)
-        return {name: RoleServers(self.folder, name, role) for name, role in used.items()}
+        return {
+            name: RoleServers(self.folder, name, role)
+            for name, role in used_roles(self.config, self.verb).items()
+        }
 
     def close_roles(self) -> None:
-        """Ask the servers of roles nothing any more."""
+        """Stop sending requests to role servers."""
         for servers in self.roles.values():
             servers.close()
 
@@ -268,7 +323,7 @@ class Components:
         if self.config.agent.outside:
             if folder is None:
                 folder = TemporaryFolder().path  # for as long as this process lives
-            attempt = self._outside(engine, folder / "agents")
+            attempt = self._make_agents(engine, folder / "agents")
         in_flight = InFlight(timeline=timeline or Timeline())
         for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
             toolbox.answered = in_flight.answered
@@ -284,10 +339,10 @@ class Components:
             simulated_user=self.user,
         )
 
-    def _outside(
+    def _make_agents(
         self, engine: Engine, folder: Path
     ) -> Callable[[RolloutRequest, RolloutContext], Awaitable[Rollout]]:
-        """Return the function that lets outside agents make the rollouts."""
+        """Make the outside agents; return the function that makes a rollout with one of them."""
         limits: RolloutConfig = self.config.rollout
         lockstep = limits.deterministic is not False and isinstance(engine, Lockstep)
         agents = Agents(self.config.agent, self.chat, folder, lockstep=lockstep)
@@ -295,14 +350,14 @@ class Components:
 
         async def attempt(request: RolloutRequest, context: RolloutContext) -> Rollout:
             record = None if context.parsed_turns is None else context.parsed_turns.record
-            wanted = Attempt(
+            agent_attempt = Attempt(
                 task=request.task,
                 sampling=request.sampling,
                 rollout_id=request.rollout_id,
                 group_id=request.group_id,
                 sample=request.sample,
             )
-            return await agents.attempt(wanted, context.engine, context.limits, record)
+            return await agents.attempt(agent_attempt, context.engine, context.limits, record)
 
         return attempt
 
@@ -334,7 +389,7 @@ class Components:
         return list(self.chat.stop_token_ids[:1])
 
     async def aclose(self) -> None:
-        """Close the tools and the environments; the servers of roles are asked nothing more."""
+        """Close tools, environments and agents; stop sending requests to role servers."""
         self.close_roles()
         try:
             if self._agents is not None:
@@ -344,95 +399,6 @@ class Components:
                 await self.environments.aclose()
             finally:
                 await self.toolbox.aclose()
-
-    def _prompt_length(self, task: Task, key: str) -> int:
-        """Return the tokens of a prompt, after rendering each later user turn behind an answer."""
-        chat, schemas = self.chat, self.schemas(task)
-        try:
-            if any(message["role"] == "system" for message in task.messages):
-                problem = system_problem(chat, schemas)
-                if problem is not None:
-                    raise ChatError(
-                        f"{problem}, and this task has one; put its text into the first user "
-                        "message, or set chat_template=file with chat_template.path=<file.jinja>"
-                    )
-            length = len(chat.prompt_ids(task.messages, schemas))
-            messages: list[Message] = list(task.messages)
-            for text in task.user_turns:
-                question: Message = {"role": "user", "content": text}
-                messages += [ANSWER.message(), question]
-                chat.prompt_ids(messages, schemas)
-                chat.suffix(
-                    ANSWER,
-                    [question],
-                    completion_ids=[0],
-                    finish=Finish.length,
-                    generation_prompt=True,
-                )
-            return length
-        except ChatError as error:
-            raise ChatError(
-                f"{key}: task {task.task_id}: {error}; or remove the messages from the rows"
-            ) from error
-
-
-def prepare(
-    config: RunConfig, verb: str = "train", folder: Path | None = None, world: World | None = None
-) -> Components:
-    """Build and check the components of a run of `verb`; errors name the key to change.
-
-    `folder` is the run's. A model that is one of our checkpoints is verified by all processes of
-    `world` together: CheckpointError if it is torn.
-    """
-    from agenttrain.runs.loading import check_model  # torch comes with it
-
-    components = Components(config, verb, folder)
-    if world is None:
-        verify_model(config)
-    else:
-        with world.together("the files of model.path", CheckpointError, patient=True):
-            verify_model(config, world.rank, world.size)
-    if verb == "sft":
-        check_model(config, sampled=False)
-    components.certificate.raise_if_refused()
-    complete(components)
-    return components
-
-
-def complete(components: Components) -> None:
-    """Build and check the other components, after the certificate has passed."""
-    from agenttrain.runs.loading import check_model  # torch comes with it
-
-    config, verb = components.config, components.verb
-    if verb != "sft":
-        check_model(config)
-    # Saved with every checkpoint, so that the model is served with the texts of its training.
-    components.tokenizer.chat_template = components.chat.saved_template
-    components.tokenizer.response_template = response_template(components.chat)
-    if verb == "sft":
-        _check_demonstrations(components)
-        return
-    tasks = components.tasks
-    if len(tasks.test):
-        check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
-    declared = (*components.toolbox.names, *components.environments.tool_names)
-    for name in config.eval.tools or ():
-        if name not in declared:
-            raise ValueError(
-                f"eval.tools={name}: is no tool of this run{did_you_mean(name, declared)}; its "
-                f"tools are: {', '.join(declared) or 'none'}"
-            )
-    check_compaction(config.rollout, components.chat, context_of(config))
-    if config.agent.outside:
-        make_agent(config.agent, Path())
-    needed = components.needed_columns  # checks the rows' own tools and environments too
-    _check_room(components, training=verb == "train")
-    for key, source in tasks.by_key.items():
-        check_needed_columns(source, needed, key)
-    if verb == "train" and config.algorithm.has_teacher:
-        from agenttrain.runs.teacher import check_teacher
-
-        check_teacher(config, components.tokenizer, tasks.train)
 
 
 def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:
@@ -466,7 +432,9 @@ def rubric_of(
             f"reward.{REWARD}: none of the environments has a method `reward(self, rollout)`; add "
             f"one, or leave out reward.{REWARD}"
         )
-    return build_rubric({n: with_servers(one, roles or {}) for n, one in sections.items()})
+    return build_rubric(
+        {name: with_servers(section, roles or {}) for name, section in sections.items()}
+    )
 
 
 def context_of(config: RunConfig) -> int | None:
@@ -497,59 +465,24 @@ def sampling_note(config: RunConfig) -> str | None:
     limits = {name: recommended.get(name) for name in ("top_p", "top_k", "min_p")}
     if limits["top_p"] == 1:
         limits["top_p"] = None
-    named = " ".join(f"{name}={value}" for name, value in limits.items() if value)
-    if not named:
+    active = " ".join(f"{name}={value}" for name, value in limits.items() if value)
+    if not active:
         return None
     return (
-        f"sampling       {file.name} of the model has {named}, which training does not use; "
+        f"sampling       {file.name} of the model has {active}, which training does not use; "
         "evaluations take eval.top_p and eval.top_k"
     )
 
 
-def check_rows(
-    chat: Chat,
-    toolbox: Toolbox,
-    environments: Environments,
-    sources: Mapping[str, TaskSource],
-    *,
-    structured_calls: bool = False,
-    executed: bool = True,
-) -> set[str]:
-    """Check the rows of each source, and the template with their tools; return these tools' names.
-
-    `executed` is that of `RowTools`. Raises RowError with the name of the row, CertificateError as
-    `Certificate.raise_if_refused`, and ChatError as `check_grammars`.
-    """
-    names: set[str] = set()
-    if structured_calls:
-        check_grammars(chat, tool_sets(toolbox, environments))
-    for key, source in sources.items():
-        sets = list(row_tool_sets(key, source, toolbox, environments, executed=executed))
-        names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
-        if sets:
-            _certificate(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
-        _check_messages(chat, key, source)
-        if structured_calls:
-            check_grammars(chat, sets)
-    return names
-
-
-def _check_messages(chat: Chat, key: str, source: TaskSource) -> None:
-    """Raise ChatError, naming the row, if the template leaves out the text of a message.
-
-    A conversation is rendered only if a message stands in a place that no row before it had. Rows
-    without end are looked at while the run goes on, but for the first.
-    """
-    for index in range(RENDERED_TASKS if source.endless else len(source)):
-        messages = source.row(index).messages
-        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        prompt = messages[: spoken[0]] if spoken and spoken[-1] == len(messages) - 1 else messages
-        try:
-            chat.check_places(prompt, ())
-        except ChatError as error:
-            raise ChatError(
-                f"{key}: {source.where(index)}: {error}; or leave out such rows"
-            ) from error
+def _check_eval_tools(components: Components) -> None:
+    """Raise ValueError for an `eval.tools` that the run does not have."""
+    declared = (*components.toolbox.names, *components.environments.tool_names)
+    for name in components.config.eval.tools or ():
+        if name not in declared:
+            raise ValueError(
+                f"eval.tools={name}: is no tool of this run{did_you_mean(name, declared)}; its "
+                f"tools are: {', '.join(declared) or 'none'}"
+            )
 
 
 def overlong_notes(components: Components) -> list[str]:
@@ -563,13 +496,6 @@ def overlong_notes(components: Components) -> list[str]:
     ]
 
 
-def _certificate(chat: Chat, sets: Sequence[list[dict[str, Any]]]) -> Certificate:
-    """Return the certificate of the first set of tools that fails, else that of the first set."""
-    certificates = [certify(chat, schemas) for schemas in sets]
-    failed = (certificate for certificate in certificates if not certificate.passed)
-    return next(failed, certificates[0])
-
-
 def _check_room(components: Components, *, training: bool) -> None:
     """Raise ChatError if all prompts of the first step fill the context.
 
@@ -581,24 +507,25 @@ def _check_room(components: Components, *, training: bool) -> None:
     resets = any(kind.has_reset for kind in components.environments.kinds.values())
     if context is None or resets or config.agent.outside:
         return  # a reset, or the agent, may replace the row's prompt
-    step = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
+    step_tasks = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
     counts = {
-        "data.train": step if training else 0,
+        "data.train": step_tasks if training else 0,
         "data.test": min(config.eval.questions, len(tasks.test)),
     }
     if config.data.curriculum.enabled:  # takes rows in an order of its own
         counts["data.train"] = 0
     for key, count in counts.items():
-        known = lengths.get(key, ())[:count]
-        if not known or min(known) < context:
+        rendered = lengths.get(key, ())[:count]
+        if not rendered or min(rendered) < context:
             continue
+        # All rendered prompts are too long: only now is it worth rendering the rest of the step.
         later = tasks.by_key[key].tasks(RENDERED_TASKS, max(count - RENDERED_TASKS, 0))
-        if all(components._prompt_length(task, key) >= context for task in later):
+        if all(components.prompt_length(task, key) >= context for task in later):
             setting = "" if config.engine.max_context is None else "engine.max_context="
             raise ChatError(
                 f"{key}: the prompts of all {count} tasks that are drawn first leave no room: they "
-                f"have {min(known)} tokens or more, and the context is {setting}{context}; raise "
-                "it, or give shorter prompts"
+                f"have {min(rendered)} tokens or more, and the context is {setting}{context}; "
+                "raise it, or give shorter prompts"
             )
 
 
@@ -608,16 +535,16 @@ def _check_demonstrations(components: Components) -> None:
     Raises BadDemonstration with the key and the row.
     """
     config = components.config
-    _ = components.row_tool_names
+    _ = components.row_tool_names  # computed from all rows, which it checks
     if config.data.on_bad_row is not OnBadRow.error:
         return
     sources = {"data.train": components.train_tasks}
     if config.eval.questions:
         sources["data.test"] = components.test_tasks
-    demonstrate = components.demonstrator
+    demonstrator = components.demonstrator
     for key, source in sources.items():
         for task in source.tasks(0, min(len(source), config.sft.batch_size)):
             try:
-                demonstrate(task, task.task_id)
+                demonstrator(task, task.task_id)
             except BadDemonstration as error:
                 raise BadDemonstration(f"{key}: {error}. {REMEDY}") from error

@@ -1,4 +1,4 @@
-"""Where a step's batches come from: recorded conversations, or rollouts of this process."""
+"""Sources of a step's rollouts with their evaluations: recorded, or sampled by this process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agenttrain.training.policy import Policy
 from agenttrain.training.world import World
 
 
-def recorded_source(
+def make_recorded_source(
     config: RunConfig, components: Components, policy: Policy, world: World
 ) -> tuple[Demonstrations, LossEvaluator]:
     """Return the batches of recorded conversations, and the loss of those held out."""
-    # The longest conversation that is learned from.
+    # A conversation longer than either limit is left out.
     context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
     limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]
     source = Demonstrations(
@@ -34,29 +34,29 @@ def recorded_source(
     return source, evaluator
 
 
-def sampled_source(
+def make_sampled_source(
     config: RunConfig, components: Components, collector: Collector, world: World
 ) -> tuple[RolloutSource, TaskEvaluator]:
     """Return the batches of sampled rollouts, and the evaluation on held-out tasks."""
-    source = rollout_source(config, components, collector, world)
+    source = make_rollout_source(config, components, collector, world)
     evaluator = TaskEvaluator(
         config=config, source=source, tasks=components.test_tasks, world=world
     )
     return source, evaluator
 
 
-def rollout_source(
+def make_rollout_source(
     config: RunConfig, components: Components, collector: Collector, peers: Peers
 ) -> RolloutSource:
-    """Return the source that samples the groups of each step, and draws their tasks."""
-    tasks, order = components.train_tasks, config.data.curriculum
+    """Return the source that draws the tasks of each step and samples their groups."""
+    tasks, curriculum = components.train_tasks, config.data.curriculum
     return RolloutSource(
         algorithm=config.algorithm,
         tasks_per_step=config.tasks_per_step,
         seed=config.seed,
         collector=collector,
         tasks=tasks,
-        curriculum=Curriculum(tasks, order, seed=config.seed) if order.enabled else None,
+        curriculum=Curriculum(tasks, curriculum, seed=config.seed) if curriculum.enabled else None,
         peers=peers,
         costs=Costs(config.eval.group_by),
     )

@@ -13,9 +13,10 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from agenttrain.images import BadImage, Image, is_image, read_image, text_of
 from agenttrain.tools.arguments import InvalidArguments
-from agenttrain.types import Done, ToolError, ToolFailure, ToolUnavailable, TurnReward
+from agenttrain.types import Done, Image, ToolError, ToolFailure, ToolUnavailable, TurnReward
+from agenttrain.utils.content import text_of
+from agenttrain.utils.image_files import BadImage, is_image, read_image
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import with_fixed_text
 

@@ -17,8 +17,8 @@ from rich.color import Color
 from rich.style import Style
 from rich.text import Text
 
-from agenttrain.images import BadImage, Image, PlacedImage, picture_of, read_image
-from agenttrain.types import AgenttrainError, Message, Rollout
+from agenttrain.types import AgenttrainError, Image, Message, PlacedImage, Rollout
+from agenttrain.utils.image_files import BadImage, picture_of, read_image
 
 FOLDER = "images"
 Decode = Callable[[Sequence[int]], str]

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from agenttrain.images import images_in, parts
 from agenttrain.tracking.pictures import (
     placed_images,
     recorded_messages,
@@ -46,6 +45,7 @@ from agenttrain.types import (
     ToolResult,
     Trajectory,
 )
+from agenttrain.utils.content import images_in, parts
 from agenttrain.utils.json_lines import dumps, read_rows
 from agenttrain.utils.turns import turns_in_time
 

@@ -1,6 +1,6 @@
 """The policy: the model that is trained, its optimizer, and its frozen reference.
 
-`agenttrain.trainer.update` shows the order in which its methods are called. Shapes: S sampled
+`agenttrain.trainer.train_policy` shows the order in which its methods are called. Shapes: S sampled
 tokens of a microbatch.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
-from agenttrain.algorithms.loss import Averages, Metrics, mean_parts, metric_names, policy_loss
+from agenttrain.algorithms.loss import Averages, MetricParts, mean_parts, metric_names, policy_loss
 from agenttrain.algorithms.losses import EntropyBonus, kl_estimate, token_weights
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, THIRDS, Origins, mismatch
 from agenttrain.engines.vision import Vision
@@ -44,6 +44,13 @@ from agenttrain.training.logprobs import (
     pack_evenly,
     score_microbatches,
 )
+from agenttrain.training.minibatch import (
+    Minibatch,
+    loss_inputs,
+    needs_old_logprobs,
+    store_scores,
+    top_entropy,
+)
 from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, listed, place_of
 from agenttrain.training.offload import StateOffload
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
@@ -55,13 +62,6 @@ from agenttrain.training.sharding import (
     shard_optimizer_state,
 )
 from agenttrain.training.sliced_weights import SlicedWeights, read_shards
-from agenttrain.training.update import (
-    Minibatch,
-    loss_inputs,
-    needs_old_logprobs,
-    store_scores,
-    top_entropy,
-)
 from agenttrain.training.world import World
 from agenttrain.training.wrapping import make_accelerator, share_weights, wrap
 from agenttrain.types import Rollout
@@ -72,9 +72,13 @@ class Policy:
 
     `model` is the module that is trained. An engine in the same process samples from `sampler`,
     which is `model` itself unless its weights are sharded. `step` counts finished steps. A step is
-    `score`, `kl_penalties`, `begin_step`; for each of its `minibatches` the `forward` and
-    `backward` of all `microbatches` and an `optimizer_step`; then `end_step`. All processes make
-    these calls together.
+    these calls, which all processes make together::
+
+        score, kl_penalties, begin_step
+        for each of minibatches:
+            for each of microbatches: forward, backward
+            optimizer_step
+        end_step
     """
 
     def __init__(
@@ -209,27 +213,25 @@ class Policy:
             flat = list(chain(*sequences))
             scores = score_microbatches(self._reference, self._pack(flat))
             sequences = [
-                [replace(one, ref_logprobs_S=scores[one.key][0]) for one in group]
+                [replace(sequence, ref_logprobs_S=scores[sequence.key][0]) for sequence in group]
                 for group in sequences
             ]
         if needs_old_logprobs(self.algorithm):
             flat = list(chain(*sequences))
             scores = score_microbatches(self._scorer, self._pack(flat))
-            for one in flat:
-                store_scores([one], *scores[one.key])
-            sequences = [
-                [
-                    replace(one, old_logprobs_S=logprobs_S, old_entropy_S=entropy_S)
-                    for one in group
-                    for logprobs_S, entropy_S in [scores[one.key]]
-                ]
-                for group in sequences
-            ]
+            for sequence in flat:
+                store_scores([sequence], *scores[sequence.key])
+
+            def with_scores(sequence: TrainingSequence) -> TrainingSequence:
+                logprobs_S, entropy_S = scores[sequence.key]
+                return replace(sequence, old_logprobs_S=logprobs_S, old_entropy_S=entropy_S)
+
+            sequences = [[with_scores(sequence) for sequence in group] for group in sequences]
         return sequences
 
     def kl_penalties(
         self, groups: Sequence[Sequence[TrainingSequence]]
-    ) -> tuple[dict[str, float], Metrics]:
+    ) -> tuple[dict[str, float], MetricParts]:
         """Return each rollout's KL to the reference by id, and the parts of the metric ``kl``.
 
         Both are empty unless the KL is subtracted from the reward. `algorithm.behaviour` names the
@@ -241,9 +243,9 @@ class Policy:
         kl = torch.zeros(2, device=self.device)
         for sequence in chain(*groups):
             recomputed = self.algorithm.behaviour is Behaviour.recomputed
-            own_S = sequence.old_logprobs_S if recomputed else sequence.behaviour_S
-            assert own_S is not None and sequence.ref_logprobs_S is not None
-            kl_S = kl_estimate(own_S, sequence.ref_logprobs_S, self.algorithm.kl)
+            policy_S = sequence.old_logprobs_S if recomputed else sequence.behaviour_S
+            assert policy_S is not None and sequence.ref_logprobs_S is not None
+            kl_S = kl_estimate(policy_S, sequence.ref_logprobs_S, self.algorithm.kl)
             penalties[sequence.rollout.rollout_id] += kl_S.sum().item()
             kl = kl + mean_parts(kl_S).to(self.device)
         return penalties, {"kl": kl}
@@ -269,7 +271,8 @@ class Policy:
             for part in split(groups, self.algorithm.minibatches):
                 minibatch = self.minibatch(list(chain(*part)))
                 if minibatch is not None:
-                    minibatch.first, minibatch.epoch, first = first, epoch, False
+                    minibatch.first, minibatch.epoch = first, epoch
+                    first = False
                     yield minibatch
 
     def minibatch(self, sequences: Sequence[TrainingSequence]) -> Minibatch | None:
@@ -284,25 +287,23 @@ class Policy:
             torch.tensor([sequence.rollout.sampled_length for sequence in sequences]),
             algorithm.aggregation,
             tokens=tokens,
-            rollouts=self._sum_of_ranks(len({one.rollout.rollout_id for one in sequences})),
+            rollouts=self._sum_of_ranks(len({s.rollout.rollout_id for s in sequences})),
             fixed_length=self._max_completion_tokens,
         )
         # Masked truncated rollouts have weight 0 but count in both numbers, so that the weight of
         # the others does not depend on how many were truncated.
-        weighed = [
-            replace(
-                one, weight=0.0 if algorithm.mask_truncated and one.rollout.truncated else weight
-            )
-            for one, weight in zip(sequences, weights_B.tolist(), strict=True)
-        ]
-        minibatch = Minibatch(sequences=weighed, tokens=tokens)
+        weighted = []
+        for sequence, weight in zip(sequences, weights_B.tolist(), strict=True):
+            masked = algorithm.mask_truncated and sequence.rollout.truncated
+            weighted.append(replace(sequence, weight=0.0 if masked else weight))
+        minibatch = Minibatch(sequences=weighted, tokens=tokens)
         if self._sum_of_ranks(len(minibatch.trained(algorithm))) == 0:
             return None
-        count = sum(sequence.sampled_length for sequence in weighed if sequence.weight > 0)
+        trained_tokens = sum(s.sampled_length for s in weighted if s.weight > 0)
         if algorithm.top_entropy < 1:
-            minibatch.kept = top_entropy(weighed, algorithm.top_entropy, self.world)
-            count = sum(int(kept_S.sum()) for kept_S in minibatch.kept.values())
-        minibatch.bonus_tokens = self._sum_of_ranks(count)
+            minibatch.kept = top_entropy(weighted, algorithm.top_entropy, self.world)
+            trained_tokens = sum(int(kept_S.sum()) for kept_S in minibatch.kept.values())
+        minibatch.bonus_tokens = self._sum_of_ranks(trained_tokens)
         minibatch.bonus = self._bonus.weight(algorithm) / max(minibatch.bonus_tokens, 1)
         return minibatch
 
@@ -330,7 +331,7 @@ class Policy:
         if self._masters is not None:
             self._masters.fold()
 
-    def optimizer_step(self, minibatch: Minibatch) -> Metrics:
+    def optimizer_step(self, minibatch: Minibatch) -> MetricParts:
         """Update the weights with the clipped gradient of a minibatch; return its metrics.
 
         If a loss or the gradient is not finite, raises BrokenUpdate in all processes before any
@@ -351,7 +352,7 @@ class Policy:
             "train/tokens": self._from_main(minibatch.tokens),
         }
         if self.algorithm.mask_truncated:
-            masked = {one.rollout.rollout_id: one.weight == 0 for one in minibatch.sequences}
+            masked = {s.rollout.rollout_id: s.weight == 0 for s in minibatch.sequences}
             metrics["mask/truncated"] = mean_parts(torch.tensor([*masked.values()])).to(self.device)
         if self.algorithm.has_bonus and minibatch.bonus_tokens:
             entropy = torch.stack(minibatch.entropy).sum()
@@ -360,7 +361,7 @@ class Policy:
             metrics["entropy_coef"] = self._from_main(self._bonus.coefficient)
         if minibatch.first:
             # Compare with the engine that sampled, before the step's first update.
-            sequences = [one for batch, _, _ in minibatch.scores for one in batch.sequences]
+            sequences = [s for batch, _, _ in minibatch.scores for s in batch.sequences]
             engine_S = torch.cat([batch.behaviour_S for batch, _, _ in minibatch.scores])
             trainer_S = torch.cat([logprobs_S for _, logprobs_S, _ in minibatch.scores])
             # The engine's policy_version equals the number of finished steps.
@@ -427,7 +428,7 @@ class Policy:
                 copied[name].copy_(weight)
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def optimizer_on_device(self) -> Iterator[None]:
         """Keep the optimizer's state on the device for the block, if it is elsewhere otherwise."""
         if self._offload is None:
             yield
@@ -453,7 +454,7 @@ class Policy:
         """Continue from `state_dict()`, written by any number of processes."""
         self.step = state["step"]
         optimizer = self.optimizer.optimizer  # inside accelerate's wrapper
-        with self.updating():
+        with self.optimizer_on_device():
             self.optimizer.load_state_dict(shard_optimizer_state(optimizer, state["optimizer"]))
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
@@ -473,8 +474,8 @@ class Policy:
                         parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
         norm = full_tensor(self.accelerator.clip_grad_norm_(parameters, self._config.max_grad_norm))
         # The loss scaler of fp16 provokes overflows on purpose and skips such updates by itself.
-        probing = self.accelerator.scaler is not None
-        finite = bool(losses.isfinite().all()) and (bool(norm.isfinite()) or probing)
+        has_scaler = self.accelerator.scaler is not None
+        finite = bool(losses.isfinite().all()) and (bool(norm.isfinite()) or has_scaler)
         # The norm is the same in all processes, the losses are not.
         return None if self._sum_of_ranks(int(not finite)) else float(norm)
 
@@ -483,7 +484,7 @@ class Policy:
         self.optimizer.zero_grad()
         trained = minibatch.trained(self.algorithm)
 
-        def alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
+        def score_alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
             (microbatch,) = self._scorer.pack([sequence], 1, self.device)
             with self.accelerator.no_sync(self._wrapped):
                 inputs = loss_inputs(
@@ -495,13 +496,14 @@ class Policy:
 
         world = self.world
         broken = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
-        broken_rollouts = world.gather(culprits(trained, alone, self.model, world), "the culprits")
+        suspects = culprits(trained, score_alone, self.model, world)
+        broken_rollouts = world.gather(suspects, "the culprits")
         places = [place_of(sequence.rollout, sequence.trajectory) for sequence in trained]
         packed = world.gather(places, "the culprits")
         first = next(iter(broken.items()), None)
         cause = f"weight {first[0]} ({first[1]}); " if first else ""
         if broken_rollouts:
-            cause += listed([f"rollout {one.place}: {one.what}" for one in broken_rollouts])
+            cause += listed([f"rollout {c.place}: {c.what}" for c in broken_rollouts])
         elif packed:
             # No sequence is broken by itself: name the rollouts that were packed together.
             cause += f"no rollout is by itself; they were {listed(packed)}"

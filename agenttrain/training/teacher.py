@@ -7,7 +7,7 @@ tool)::
     policy     p p     s s t s
     teacher    p q q p s s t s
 
-`agenttrain.trainer.update` shows when its functions are called. S: sampled tokens of a sequence.
+`agenttrain.trainer.train_policy` calls its functions. S: sampled tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.credit import set_advantages
-from agenttrain.algorithms.loss import Metrics, mean_parts
+from agenttrain.algorithms.loss import MetricParts, mean_parts
 from agenttrain.algorithms.teacher import is_gated_in, mixed_advantages
 from agenttrain.engines.base import EngineError
 from agenttrain.training.batch import SequenceKey, TrainingSequence
@@ -214,7 +214,7 @@ def add_teacher(
     groups: Sequence[Sequence[Rollout]],
     sequences: Sequence[Sequence[TrainingSequence]],
     config: AlgorithmConfig,
-) -> Metrics:
+) -> MetricParts:
     """Mix the teacher's part into the advantages of the scored rollouts; return its metrics.
 
     A rollout that has a reward but was not scored gets no advantage: the rewards' part alone would

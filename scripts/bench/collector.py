@@ -46,6 +46,7 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector, collect
 from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
@@ -108,10 +109,10 @@ async def ours(count: int) -> dict[str, float]:
         for i in range(count // GROUP)
     ]
 
+    request = BatchRequest(tasks=tasks, samples=GROUP, sampling=Sampling(), seed_path=(0, "bench"))
+
     async def work() -> dict[str, float]:
-        collected = await collect(
-            collector, tasks, samples=GROUP, sampling=Sampling(), seed_path=(0, "bench")
-        )
+        collected = await collect(collector, request)
         assert all(rollout.turns == TURNS for rollout in collected.rollouts)
         assert len(collected.rollouts) == count
         tokens = sum(rollout.length for rollout in collected.rollouts)

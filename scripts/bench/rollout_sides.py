@@ -25,6 +25,7 @@ from agenttrain.engines.vllm.engine import VllmEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collected, Collector, collect
 from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
@@ -182,11 +183,11 @@ def ours(engine: VllmEngine, chat: Chat, plan: Plan, runner: asyncio.Runner) -> 
     cached, steps = engine.stats.cached_tokens, engine.stats.steps
     times: list[Time] = []
 
+    request = BatchRequest(tasks=tasks, samples=GROUP, sampling=Sampling(), seed_path=(0, "bench"))
+
     async def run() -> Collected:
         with timed(times):
-            done = await collect(
-                collector, tasks, samples=GROUP, sampling=Sampling(), seed_path=(0, "bench")
-            )
+            done = await collect(collector, request)
         await collector.toolbox.aclose()
         return done
 

@@ -65,6 +65,7 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector, collect
 from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.runs.loading import make_engine, make_policy
 from agenttrain.runs.setup import prepare
 from agenttrain.settings.compose import Source, compose_run, hydra_session
@@ -228,11 +229,11 @@ class Timed:
 
 async def run(collector: Collector, tasks: Sequence[Task], samples: int) -> Timed:
     """All rollouts of the tasks."""
-    seeds = (0, "bench")
-    started, cpu = time.perf_counter(), time.process_time()
-    collected = await collect(
-        collector, tasks, samples=samples, sampling=Sampling(), seed_path=seeds
+    request = BatchRequest(
+        tasks=tasks, samples=samples, sampling=Sampling(), seed_path=(0, "bench")
     )
+    started, cpu = time.perf_counter(), time.process_time()
+    collected = await collect(collector, request)
     wall, cpu = time.perf_counter() - started, time.process_time() - cpu
     await collector.toolbox.aclose()
     # asyncio.run would spend seconds on the repr of what a large result returned here.

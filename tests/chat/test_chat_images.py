@@ -17,8 +17,8 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.fixes import families
 from agenttrain.chat.loading import load_chat, load_spec
 from agenttrain.commands.templates import original, small_tokenizer
-from agenttrain.images import Image, content_of
-from agenttrain.types import Finish, Message, Origin
+from agenttrain.types import Finish, Image, Message, Origin
+from agenttrain.utils.content import content_of
 
 SMALL, WIDE = vision_kit.picture(16, 8), vision_kit.picture(24, 8, seed=1)  # 2 and 3 placeholders
 PAD = vision_kit.pad()

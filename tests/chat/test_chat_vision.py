@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from agenttrain.chat.vision import load_placeholders
-from agenttrain.images import Image, Placeholders
+from agenttrain.types import Image
+from agenttrain.utils.placeholders import Placeholders
 
 QWEN3_VL = {
     "model_type": "qwen3_vl",

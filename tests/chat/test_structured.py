@@ -27,7 +27,7 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
-from agenttrain.runs.setup import check_rows
+from agenttrain.runs.row_checks import check_rows
 from agenttrain.settings.checks import check_structured
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.types import ConfigError, RowTool

@@ -22,7 +22,8 @@ from agenttrain.data.build import build_tasks
 from agenttrain.data.config import DataConfig
 from agenttrain.data.images import ImageLimits
 from agenttrain.data.tasks import to_task
-from agenttrain.images import BadImage, Image, picture_of, read_image
+from agenttrain.types import Image
+from agenttrain.utils.image_files import BadImage, picture_of, read_image
 
 FILE = "agenttrain.data.files.FileRows"
 PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)

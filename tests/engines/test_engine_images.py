@@ -17,8 +17,8 @@ from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.vision import Layout
-from agenttrain.images import PlacedImage, picture_of
-from agenttrain.types import Completion
+from agenttrain.types import Completion, PlacedImage
+from agenttrain.utils.image_files import picture_of
 
 PAD = vision_kit.pad()
 SIZES = ((16, 8), (24, 8), (16, 16), (40, 24), (8, 8))

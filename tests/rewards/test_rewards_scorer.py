@@ -17,6 +17,7 @@ from agenttrain.rewards.function import FunctionScorer, RewardError, RewardUnava
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.rollout.collector import Collector, NoRollouts, collect
 from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.types import Rollout, Task
 
 DROP = {"it": OnUnavailable.drop}
@@ -228,9 +229,10 @@ def test_rollouts_without_a_score_are_counted_as_dropped():
 
     async def run(rubric: Rubric):
         task = Task(task_id="t", messages=({"role": "user", "content": "3 + 4?"},))
-        return await collect(
-            collector(rubric), [task], samples=3, sampling=Sampling(), seed_path=(0, "test", 1)
+        request = BatchRequest(
+            tasks=[task], samples=3, sampling=Sampling(), seed_path=(0, "test", 1)
         )
+        return await collect(collector(rubric), request)
 
     collected = asyncio.run(run(Rubric({"it": second_is_lost}, on_unavailable=DROP)))
     assert [rollout.reward for rollout in collected.rollouts] == [1.0, None, 1.0]

@@ -19,7 +19,9 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collected, Collector, NoRollouts
 from agenttrain.rollout.config import tasks_of_round
-from agenttrain.rollout.sampling import StepGroups, informative, sample_groups, select
+from agenttrain.rollout.request import BatchRequest
+from agenttrain.rollout.sampling import is_informative, sample_groups, select
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.types import Rollout, Task
 
 BYE = "7<|im_end|>"
@@ -63,15 +65,22 @@ def drawn(
     tasks: Callable[[int, int], list[Task]] | None = None,
     measured: dict[str, Callable] | None = None,
     **settings: object,
-) -> StepGroups:
+) -> StepBatch:
+    config = AlgorithmConfig(name="test", group_size=2, **settings)
+    draw = tasks or (lambda start, n: [task(i) for i in range(start, start + n)])
+    request = BatchRequest(
+        tasks=draw(0, tasks_of_round(count, config.oversample)),
+        samples=config.group_size,
+        sampling=Sampling(),
+        seed_path=(0, "train", 5),
+    )
     return asyncio.run(
         sample_groups(
             collector(informative_tasks, engine, measured),
-            tasks or (lambda start, n: [task(i) for i in range(start, start + n)]),
+            request,
+            draw,
             count=count,
-            config=AlgorithmConfig(name="test", group_size=2, **settings),
-            sampling=Sampling(),
-            seed_path=(0, "train", 5),
+            config=config,
         )
     )
 
@@ -82,16 +91,16 @@ def numbers(groups: list[list[Rollout]]) -> list[int]:
 
 def test_off_by_default() -> None:
     result = drawn({1})
-    assert numbers(result.trained) == [0, 1, 2]
-    assert (result.tasks, result.rounds) == (3, 0)
+    assert numbers(result.groups) == [0, 1, 2]
+    assert (result.tasks, result.metrics["resample/rounds"]) == (3, 0)
 
 
 def test_missing_groups_are_drawn_further_from_the_cursor() -> None:
     # 0 and 2 of the first round, then one more for the missing one: 3 is not, 4 is
     result = drawn({0, 2, 4}, dynamic_sampling=5)
-    assert numbers(result.trained) == [0, 2, 4]
+    assert numbers(result.groups) == [0, 2, 4]
     assert numbers(result.collected.groups) == [0, 1, 2, 3, 4]
-    assert result.metrics() == {
+    assert result.metrics == {
         "data/tasks": 5.0,
         "resample/rounds": 2.0,
         "resample/uninformative": 2.0,
@@ -102,9 +111,9 @@ def test_missing_groups_are_drawn_further_from_the_cursor() -> None:
 def test_rounds_are_bounded_and_what_is_missing_is_filled_in_task_order() -> None:
     result = drawn({4}, dynamic_sampling=1)
     # 3 tasks, then 3 more: only 4 is informative; 0 and 1 fill up
-    assert numbers(result.trained) == [0, 1, 4]
-    assert (result.tasks, result.rounds) == (6, 1)
-    assert result.metrics()["resample/uninformative"] == 3.0
+    assert numbers(result.groups) == [0, 1, 4]
+    assert (result.tasks, result.metrics["resample/rounds"]) == (6, 1)
+    assert result.metrics["resample/uninformative"] == 3.0
 
 
 def test_the_lag_of_a_step_is_the_longest_of_its_rounds() -> None:
@@ -125,8 +134,8 @@ def test_extra_rounds_have_names_and_seeds_of_their_own() -> None:
 
 def test_the_surplus_is_the_last_in_task_order() -> None:
     result = drawn({1, 2, 3, 4}, oversample=2.0)
-    assert numbers(result.trained) == [1, 2, 3]
-    assert result.metrics() == {
+    assert numbers(result.groups) == [1, 2, 3]
+    assert result.metrics == {
         "data/tasks": 6.0,
         "resample/rounds": 0.0,
         "resample/uninformative": 2.0,
@@ -143,7 +152,7 @@ def test_the_surplus_does_not_depend_on_who_arrives_first() -> None:
             return await super().generate(token_ids, sampling, session=session, **others)
 
     engine = LateFirst(parts.script(BYE), max_context=4096)
-    assert numbers(drawn({1, 2, 3, 4}, oversample=2.0, engine=engine).trained) == [1, 2, 3]
+    assert numbers(drawn({1, 2, 3, 4}, oversample=2.0, engine=engine).groups) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +173,7 @@ def test_a_later_round_may_come_to_nothing_and_the_first_may_not() -> None:
 
     result = drawn({0, 2}, dynamic_sampling=2, engine=Failing(parts.script(BYE), max_context=4096))
     # the failed groups have no reward; they rank with those of equal ones
-    assert numbers(result.trained) == [0, 1, 2]
+    assert numbers(result.groups) == [0, 1, 2]
     assert result.collected.dropped == 4
     with pytest.raises(NoRollouts):
         drawn(set(), engine=ScriptedEngine(lambda *_: (), max_context=4096))
@@ -182,26 +191,26 @@ EACH = AlgorithmConfig(name="test", rewards=Rewards.normalize_each, scale=Scale.
 
 
 def test_informative_is_exact_equality_of_what_was_rewarded() -> None:
-    assert informative(group(1.0, 0.0, 0.0, 0.0), SUM)
-    assert not informative(group(0.1, 0.1, 0.1), SUM)
-    assert not informative(group(1.0, None, 1.0), SUM)
-    assert not informative(group(1.0, None), SUM)
-    assert not informative(group(None, None), SUM)
-    assert informative(group(1.0, 1.0 + 2**-52), SUM)  # no tolerance
+    assert is_informative(group(1.0, 0.0, 0.0, 0.0), SUM)
+    assert not is_informative(group(0.1, 0.1, 0.1), SUM)
+    assert not is_informative(group(1.0, None, 1.0), SUM)
+    assert not is_informative(group(1.0, None), SUM)
+    assert not is_informative(group(None, None), SUM)
+    assert is_informative(group(1.0, 1.0 + 2**-52), SUM)  # no tolerance
 
 
 def test_functions_that_cancel_are_informative_where_each_counts_alone() -> None:
     both = group(1.0, 1.0)
     both[0].rewards, both[1].rewards = {"f": 1.0, "g": 0.0}, {"f": 0.0, "g": 1.0}
-    assert not informative(both, SUM)
-    assert informative(both, EACH)
+    assert not is_informative(both, SUM)
+    assert is_informative(both, EACH)
 
 
 def test_a_function_that_is_only_measured_teaches_nothing() -> None:
     both = group(1.0, 1.0)
     both[0].rewards, both[1].rewards = {"f": 1.0, "g": 0.0}, {"f": 1.0, "g": 1.0}
-    assert informative(both, EACH, {"f": 1.0})
-    assert not informative(both, EACH, {"f": 1.0, "g": 0.0})
+    assert is_informative(both, EACH, {"f": 1.0})
+    assert not is_informative(both, EACH, {"f": 1.0, "g": 0.0})
 
 
 def test_groups_in_which_only_a_measured_function_differs_are_drawn_again() -> None:
@@ -210,7 +219,7 @@ def test_groups_in_which_only_a_measured_function_differs_are_drawn_again() -> N
 
     settings = {"rewards": Rewards.normalize_each, "scale": Scale.batch, "dynamic_sampling": 2}
     result = drawn({1, 3}, count=2, measured={"differs": differs}, **settings)
-    assert numbers(result.trained) == [1, 3]
+    assert numbers(result.groups) == [1, 3]
 
 
 @given(
@@ -218,7 +227,7 @@ def test_groups_in_which_only_a_measured_function_differs_are_drawn_again() -> N
     count=st.integers(1, 5),
 )
 def test_selection_keeps_whole_groups_in_order(rewards: list[list[float]], count: int) -> None:
-    flags = [informative(group(*values), SUM) for values in rewards]
+    flags = [is_informative(group(*values), SUM) for values in rewards]
     positions = select(flags, count)
     assert positions == sorted(set(positions))
     assert len(positions) == min(count, len(rewards))

@@ -15,14 +15,14 @@ from parts import LIMITS, call
 
 from agenttrain.chat.chat import Chat
 from agenttrain.engines.scripted import ScriptedEngine
-from agenttrain.images import Image, PlacedImage, content_of, images_in
 from agenttrain.rollout.demonstration import Demonstrator
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.tracking.pictures import with_pictures
 from agenttrain.tracking.rollouts import read_rollout, read_step, write_step
-from agenttrain.types import LedgerError, Origin, Rollout, Task, ToolError
+from agenttrain.types import Image, LedgerError, Origin, PlacedImage, Rollout, Task, ToolError
+from agenttrain.utils.content import content_of, images_in
 
 PAD = vision_kit.pad()
 SMALL, WIDE = vision_kit.picture(16, 8), vision_kit.picture(24, 8, seed=1)  # 2 and 3 placeholders

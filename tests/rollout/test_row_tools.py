@@ -30,7 +30,7 @@ from agenttrain.rollout.row_tools import (
     row_tool_sets,
     tool_sets,
 )
-from agenttrain.runs.setup import check_rows
+from agenttrain.runs.row_checks import check_rows
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.metrics import rollout_metrics
@@ -218,7 +218,7 @@ def test_collected_groups_have_their_own_prompts_and_count_executors():
         collected.groups[0][0].trajectories[0].spans[0]
         != collected.groups[1][0].trajectories[0].spans[0]
     )
-    metrics = rollout_metrics(collected.groups, tools=collector.tool_names)
+    metrics = rollout_metrics(collected.groups, tools=collector.metric_names.tools)
     assert (metrics["tools/add/calls"], metrics["tools/lookup/calls"]) == (2.0, 2.0)
     assert "tools/lookup_city/calls" not in metrics
 

@@ -17,7 +17,7 @@ from children import Moment, agenttrain, arm, in_child
 from same_run import assert_same, metrics
 from training_cases import policy, random_groups
 
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import newest_first, verify
 from agenttrain.utils.exit_codes import DONE
@@ -159,7 +159,7 @@ def kill_at_operations(folder: Path, stride: int, beside: bool) -> None:
     trained = policy()
     checkpoints(folder).save(trained, step=1)
     before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
-    update(trained, random_groups(0))
+    train_policy(trained, random_groups(0))
     after = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
     steps, loaded = [], policy()
     for nth in itertools.count(1, stride):

@@ -19,7 +19,7 @@ from agenttrain.cli import main
 from agenttrain.runs.provenance import write_config
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.tracking.run_folder import read_summary
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import UNWRITABLE, Checkpoints
 from agenttrain.training.checkpoint_files import latest, verify
 from agenttrain.utils.exit_codes import DONE, FAILED, REFUSED
@@ -58,7 +58,7 @@ def limit_files(size: int) -> None:
 def save_with_little_room(folder: Path) -> None:
     trained, saver = policy(), Checkpoints(folder, tokenizer=tiny.tokenizer(), keep=2)
     written = saver.save(trained, step=1)
-    update(trained, random_groups(0))
+    train_policy(trained, random_groups(0))
     sizes = sorted({path.stat().st_size for path in written.iterdir()})
     assert len(sizes) > 5
     for size in (0, *(size - 1 for size in sizes)):

@@ -11,13 +11,13 @@ import torch
 
 from agenttrain.engines.base import EngineDead
 from agenttrain.engines.vllm_server.fleet import FleetLost
-from agenttrain.images import Image, PlacedImage
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, NoRewards
-from agenttrain.runs.remote import split_groups
-from agenttrain.runs.rollout_messages import CODEC, Failed, Groups, RolloutsFailed, Verify
+from agenttrain.rollout.step_batch import StepBatch
+from agenttrain.runs.remote import split_batch
+from agenttrain.runs.rollout_messages import CODEC, Failed, RolloutsFailed, Verify
 from agenttrain.training.weight_sync import Gap, ProbeCheck, SyncProbe
-from agenttrain.types import Origin, Rollout, Task
+from agenttrain.types import Image, Origin, PlacedImage, Rollout, Task
 
 
 def rollout(place: int, sample: int, tokens: int) -> Rollout:
@@ -27,17 +27,16 @@ def rollout(place: int, sample: int, tokens: int) -> Rollout:
     return made
 
 
-def step(*tokens: int, trained: tuple[int, ...]) -> Groups:
+def step(*tokens: int, trained: tuple[int, ...]) -> StepBatch:
     """Groups of two rollouts, of which each has so many tokens."""
     groups = [[rollout(place, n, size) for n in (0, 1)] for place, size in enumerate(tokens)]
-    return Groups(
+    return StepBatch(
         collected=Collected(groups=groups, places=[*range(len(tokens))], overlong=1, dropped=2),
         trained=trained,
         tasks=len(tokens) + 1,
         stuck=3,
         metrics={"data/tasks": 5.0},
         ahead=True,
-        curriculum={},
         state={"cursor": 5},
     )
 
@@ -54,7 +53,7 @@ def test_images_come_back_with_their_files_and_places() -> None:
 
 def test_groups_are_shared_by_their_real_tokens() -> None:
     message = step(30, 10, 10, 99, 15, trained=(0, 1, 2, 4))
-    first, second = split_groups(CODEC.decode(CODEC.encode(message)), 2, minibatches=1)
+    first, second = split_batch(CODEC.decode(CODEC.encode(message)), 2, minibatches=1)
     # Costs 60, 20, 20, 30: 60 to the first; 30, 20, 20 to the second until it has more.
     assert [[len(group) for group in one.groups] for one in (first, second)] == [
         [2, 0, 0, 0],
@@ -70,14 +69,14 @@ def test_groups_are_shared_by_their_real_tokens() -> None:
 
 
 def test_each_minibatch_is_shared_by_itself() -> None:
-    shares = split_groups(step(50, 40, 3, 2, trained=(0, 1, 2, 3)), 2, minibatches=2)
+    shares = split_batch(step(50, 40, 3, 2, trained=(0, 1, 2, 3)), 2, minibatches=2)
     owners = [[rank for rank in (0, 1) if shares[rank].groups[i]] for i in range(4)]
     # 50 to the first, 40 to the second; then loads of 100 and 80: 3 and 2 to the second.
     assert owners == [[0], [1], [1], [1]]
 
 
 def test_one_process_gets_everything() -> None:
-    (share,) = split_groups(step(5, 6, 7, trained=(2, 0)), 1, minibatches=1)
+    (share,) = split_batch(step(5, 6, 7, trained=(2, 0)), 1, minibatches=1)
     assert [group[0].rollout_id for group in share.groups] == ["train-1-2-0", "train-1-0-0"]
     assert len(share.rollouts) == 6
 

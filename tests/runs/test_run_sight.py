@@ -12,8 +12,9 @@ import pytest
 
 from agenttrain.chat.vision import load_placeholders
 from agenttrain.cli import main
-from agenttrain.images import Placeholders, read_image
 from agenttrain.tracking.pictures import blocks
+from agenttrain.utils.image_files import read_image
+from agenttrain.utils.placeholders import Placeholders
 
 TINY = ("experiment=sight", "debug=tiny", "tracker=none")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import vision_kit
 
-from agenttrain.images import PlacedImage
 from agenttrain.tracking.backends.trackio import trace
 from agenttrain.tracking.pictures import decoded, decoded_span
+from agenttrain.types import PlacedImage
 
 IMAGE = vision_kit.picture(16, 8)
 PART = {

@@ -26,7 +26,7 @@ from agenttrain.algorithms.config import (
 from agenttrain.algorithms.losses import EntropyBonus
 from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.settings.compose import Source, compose_run, hydra_session
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.policy import Policy
 from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason
@@ -54,7 +54,7 @@ def captured(algorithm: dict, groups: list, **settings: object) -> tuple[list, d
             gradients.extend(p.grad.clone() for p in trained.model.parameters())
 
     trained.optimizer.optimizer.register_step_pre_hook(keep_first)
-    metrics = update(trained, groups)
+    metrics = train_policy(trained, groups)
     return gradients, metrics
 
 
@@ -75,7 +75,7 @@ def test_every_preset_prefers_the_better_answer(name: str) -> None:
 
     before = preference()
     for _ in range(3):
-        update(trained, on_policy(trained, [pair(20, 21)]))
+        train_policy(trained, on_policy(trained, [pair(20, 21)]))
     assert preference() > before + 0.1
 
 
@@ -202,23 +202,23 @@ def test_an_entropy_bonus_raises_the_entropy() -> None:
     trained = policy(algorithm={"entropy_bonus": 1.0}, lr=1e-2)
     with torch.no_grad():  # away from the uniform distribution
         trained.model.get_output_embeddings().weight.mul_(20)
-    found = [update(trained, dead)["entropy"] for _ in range(4)]
+    found = [train_policy(trained, dead)["entropy"] for _ in range(4)]
     assert found[-1] > found[0] + 0.1
-    assert update(trained, dead)["entropy_coef"] == 1.0
+    assert train_policy(trained, dead)["entropy_coef"] == 1.0
     # without a bonus, groups of equal rewards change nothing
     without = policy(lr=1e-2)
     before = weights(without)
-    update(without, dead)
+    train_policy(without, dead)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(without).items())
 
 
 def test_an_adaptive_bonus_follows_its_target() -> None:
     algorithm = {"entropy_bonus": 0.05, "entropy_target": 1e9, "entropy_bonus_step": 0.02}
     below = policy(algorithm=algorithm, lr=0.0)
-    coefficients = [update(below, random_groups(0))["entropy_coef"] for _ in range(2)]
+    coefficients = [train_policy(below, random_groups(0))["entropy_coef"] for _ in range(2)]
     assert coefficients == pytest.approx([0.07, 0.09])
     above = policy(algorithm={**algorithm, "entropy_target": 0.0}, lr=0.0)
-    first, second, third, fourth = (update(above, random_groups(0)) for _ in range(4))
+    first, second, third, fourth = (train_policy(above, random_groups(0)) for _ in range(4))
     coefficients = [m["entropy_coef"] for m in (first, second, third, fourth)]
     assert coefficients == pytest.approx([0.03, 0.01, 0.0, 0.0])
     # the coefficient of the first update acted, and later ones were held back
@@ -296,9 +296,9 @@ def test_a_synced_reference_is_mixed_every_n_steps() -> None:
     def reference() -> dict:
         return {k: v.clone() for k, v in trained._reference.state_dict().items()}
 
-    update(trained, random_groups(0))
+    train_policy(trained, random_groups(0))
     assert all(torch.equal(v, initial[k]) for k, v in reference().items())
-    update(trained, random_groups(1))
+    train_policy(trained, random_groups(1))
     now = weights(trained)
     for name, tensor in reference().items():
         assert torch.allclose(tensor, (initial[name] + now[name]) / 2, atol=1e-7), name
@@ -312,13 +312,15 @@ def test_a_synced_reference_is_mixed_every_n_steps() -> None:
 def test_a_resumed_policy_goes_on_to_the_same_bits(algorithm: dict, tmp_path: Path) -> None:
     whole = policy(algorithm=algorithm, lr=1e-2)
     for seed in range(3):
-        update(whole, random_groups(seed))
+        train_policy(whole, random_groups(seed))
     torch.save(whole.state_dict(), tmp_path / "policy.pt")
     resumed: Policy = policy(algorithm=algorithm, lr=1e-2)
     resumed.model.load_state_dict(whole.model.state_dict())
     resumed.load_state_dict(torch.load(tmp_path / "policy.pt", weights_only=True))
-    metrics = update(resumed, random_groups(3))
-    assert update(whole, random_groups(3)) == pytest.approx(metrics, rel=0, abs=0, nan_ok=True)
+    metrics = train_policy(resumed, random_groups(3))
+    assert train_policy(whole, random_groups(3)) == pytest.approx(
+        metrics, rel=0, abs=0, nan_ok=True
+    )
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
 
@@ -326,7 +328,9 @@ def test_a_resumed_policy_goes_on_to_the_same_bits(algorithm: dict, tmp_path: Pa
 def test_kl_in_the_reward_uses_the_recomputed_probabilities() -> None:
     """The engine says -5.5 for every token; the policy is its own reference, so the KL is 0."""
     algorithm = {**RECOMPUTED, "beta": 0.1, "kl": KlEstimator.k1, "kl_in": KlIn.reward}
-    assert update(policy(algorithm=algorithm), random_groups(0))["kl"] == pytest.approx(0, abs=1e-6)
+    assert train_policy(policy(algorithm=algorithm), random_groups(0))["kl"] == pytest.approx(
+        0, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("other", [{}, {"top_entropy": 0.5}], ids=["alone", "top_entropy"])
@@ -344,7 +348,7 @@ def test_a_kl_in_the_reward_is_of_the_probabilities_that_behaviour_names(other: 
                 else span
                 for span in one.trajectories[0].spans
             ]
-        assert update(trained, [group])["kl"] == pytest.approx(kl, abs=1e-5)
+        assert train_policy(trained, [group])["kl"] == pytest.approx(kl, abs=1e-5)
         # 9 to 24 sampled tokens, 3 more each: a penalty of kl x tokens, less the group's mean
         expected = [-0.1 * kl * (9 + 3 * sample - 16.5) for sample in range(6)]
         assert [advantage(one) for one in group] == pytest.approx(expected, abs=1e-5)
@@ -359,7 +363,7 @@ def test_reward_functions_are_normalised_each() -> None:
         algorithm={"rewards": algorithm.rewards, "scale": algorithm.scale},
         reward_weights={"f": 1.0, "g": 0.5},
     )
-    update(trained, groups)
+    train_policy(trained, groups)
     # each is [1, -1] / sqrt 2, whatever g's factor of ten
     half = (1 - 0.5) / math.sqrt(2)
     assert [advantage(one) for one in groups[0]] == pytest.approx([half, -half], abs=1e-4)
@@ -381,8 +385,8 @@ def test_reward_functions_are_normalised_each() -> None:
 )
 def test_every_step_has_the_same_columns(algorithm: dict) -> None:
     trained = policy(algorithm=algorithm)
-    nothing = update(trained, [[with_tool(sample=i, reward=None) for i in range(2)]])
-    something = update(trained, random_groups(0))
+    nothing = train_policy(trained, [[with_tool(sample=i, reward=None) for i in range(2)]])
+    something = train_policy(trained, random_groups(0))
     assert nothing.keys() == something.keys()
     # It is the second update, and all tokens are of version 0.
     missing = {name for name, value in something.items() if math.isnan(value)}
@@ -395,7 +399,7 @@ def test_a_reward_of_no_function_gives_no_advantage() -> None:
     groups[0][0].rewards = {"f": None}
     groups[0][1].rewards = {"f": 1.0}
     trained = policy(algorithm={"rewards": Rewards.normalize_each, "scale": Scale.none})
-    assert update(trained, groups)["loss"] == 0.0
+    assert train_policy(trained, groups)["loss"] == 0.0
     assert [advantage(one) for one in groups[0]] == [None, 0.0]
 
 
@@ -410,14 +414,14 @@ def test_the_metrics_of_credit_per_turn_by_hand() -> None:
         one.reward = sum(scores)
         one.trajectories[0].states = ["start", f"{one.sample}"]
     per_turn = {"advantage": "leave_one_out", "scale": "none"}
-    found = update(policy(algorithm={"credit": "turn_baseline", **per_turn}), [group])
+    found = train_policy(policy(algorithm={"credit": "turn_baseline", **per_turn}), [group])
     assert found["credit/turn_reward"] == 0.25
     variances = [found[f"credit/variance/turn_{turn}"] for turn in range(1, 9)]
     assert variances[:2] == [1.0, 0.0]
     assert all(math.isnan(variance) for variance in variances[2:])
     assert "credit/step_groups" not in found
     # Both began in one state, and their second turns in two.
-    found = update(policy(algorithm={"credit": "gigpo", **per_turn}), [group])
+    found = train_policy(policy(algorithm={"credit": "gigpo", **per_turn}), [group])
     assert found["credit/step_groups"] == 0.5
     # The rollout's +-1, and as much again among the first turns.
     variances = [found[f"credit/variance/turn_{turn}"] for turn in (1, 2)]

@@ -17,7 +17,7 @@ from training_cases import policy, random_groups, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agenttrain.commands.export import export
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training import checkpoint as module
 from agenttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from agenttrain.training.checkpoint_files import CheckpointError, NotRead, latest, seal, verify
@@ -30,7 +30,7 @@ def checkpoints(folder: Path, keep: int = 2) -> Checkpoints:
 
 
 def steps(trained, first: int, last: int) -> list[dict]:
-    return [update(trained, random_groups(seed)) for seed in range(first, last)]
+    return [train_policy(trained, random_groups(seed)) for seed in range(first, last)]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from agenttrain.runs.loading import check_model
 from agenttrain.runs.sampling import engine_inputs
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training import weight_sync
 from agenttrain.training.config import LoraSettings, WeightSyncConfig
 from agenttrain.training.lora import (
@@ -268,7 +268,7 @@ def test_sharded_adapters_of_packed_experts_are_merged(tmp_path: Path, alone: No
         rollout([(Origin.prompt, [7, 8, 9]), (Origin.sampled, [20 + n, 2])], sample=n, reward=n)
         for n in range(2)
     ]
-    update(trained, [pair])
+    train_policy(trained, [pair])
     learned = dict(checkpoint_weights(trained.model))
     changed = {name for name, tensor in learned.items() if not torch.equal(tensor, sent[name])}
     assert any(".experts.0.down_proj." in name for name in changed)

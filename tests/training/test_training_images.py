@@ -16,12 +16,12 @@ import vision_kit
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.vision import Vision
-from agenttrain.images import PlacedImage, picture_of
 from agenttrain.training.batch import TrainingSequence, make_sequences
 from agenttrain.training.config import LoraSettings, SharePrefix
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.lora import add_lora
-from agenttrain.types import Completion, Finish, Origin, Rollout
+from agenttrain.types import Completion, Finish, Origin, PlacedImage, Rollout
+from agenttrain.utils.image_files import picture_of
 
 PAD = vision_kit.pad()
 CPU = torch.device("cpu")

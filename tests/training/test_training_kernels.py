@@ -16,7 +16,7 @@ from training_cases import policy, random_groups
 
 from agenttrain.runs.sampling import load_model
 from agenttrain.settings.compose import Source, compose_run, hydra_session
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training import attention, kernels, logprobs, wrapping
 from agenttrain.training import attention as attend_module
 from agenttrain.training import attention as varlen
@@ -236,7 +236,7 @@ def test_a_sharded_model_is_first_computed_sharded_and_gathered_in_its_format(
     # The reference, and then the policy; only then a forward pass.
     assert events[:3] == ["sharded", "sharded", "forward"]
     assert trained.kernel == "flash"
-    update(trained, random_groups(0))
+    train_policy(trained, random_groups(0))
     own = trained.model.model.layers[0].mlp.up_proj
     dtypes: list[torch.dtype] = []
     own.register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))

@@ -15,7 +15,7 @@ from training_cases import policy, random_groups, rollout, weights
 from transformers import AutoModelForCausalLM
 
 from agenttrain.commands.export import export
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.lora import adapter_weights, add_lora, merged, save_adapter_config
@@ -55,7 +55,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_only_the_adapters_are_trained(tmp_path: Path) -> None:
     trained = policy(adapted(base(tmp_path)), lr=1e-2)
     before = weights(trained)
-    update(trained, random_groups(0))
+    train_policy(trained, random_groups(0))
     changed = {n for n, t in weights(trained).items() if not torch.equal(t, before[n])}
     # B is zero at first, so that A has no gradient in the first update.
     assert changed and all("lora_B" in name for name in changed)
@@ -66,12 +66,14 @@ def test_the_reference_is_the_model_without_adapters(tmp_path: Path) -> None:
     algorithm = {"beta": 0.1}
     trained = policy(adapted(base(tmp_path / "m")), algorithm=algorithm, lr=1e-2)
     full = policy(tiny.model(), algorithm=algorithm, lr=1e-9)
-    first = update(trained, random_groups(0))
+    first = train_policy(trained, random_groups(0))
     assert first["kl"] == pytest.approx(0, abs=1e-7), "an adapter starts as nothing"
-    moved = update(trained, random_groups(1))
+    moved = train_policy(trained, random_groups(1))
     assert moved["kl"] > 1e-6
-    assert update(trained, random_groups(2))["grad_norm"] > 0, "training goes on with adapters"
-    assert update(full, random_groups(0))["kl"] == pytest.approx(0, abs=1e-7)
+    assert train_policy(trained, random_groups(2))["grad_norm"] > 0, (
+        "training goes on with adapters"
+    )
+    assert train_policy(full, random_groups(0))["kl"] == pytest.approx(0, abs=1e-7)
 
 
 def continued(folder: Path, **settings: object):
@@ -91,15 +93,15 @@ def test_the_reference_of_continued_adapters_is_the_policy_at_the_start_of_the_r
     tmp_path: Path,
 ) -> None:
     warm = policy(adapted(base(tmp_path / "m")), lr=1e-1)
-    update(warm, random_groups(0))
+    train_policy(warm, random_groups(0))
     write_adapter(warm.model, tmp_path / "warm")
     trained, loaded = continued(tmp_path / "warm")
     before = weights(trained)
     assert reference_logprobs(trained) == pytest.approx(loaded, abs=1e-5)
-    assert update(trained, random_groups(0))["kl"] == pytest.approx(0, abs=1e-7)
+    assert train_policy(trained, random_groups(0))["kl"] == pytest.approx(0, abs=1e-7)
     moved = weights(trained)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in moved.items())
-    assert update(trained, random_groups(1))["kl"] > 1e-6
+    assert train_policy(trained, random_groups(1))["kl"] > 1e-6
     assert reference_logprobs(trained) == pytest.approx(loaded, abs=1e-5)
     # Scoring put the trained adapters back to the bit.
     after = weights(trained)
@@ -112,18 +114,18 @@ def test_the_reference_of_continued_adapters_is_the_policy_at_the_start_of_the_r
     resumed, _ = continued(tmp_path / "warm")
     checkpoints.load_latest(resumed)
     assert reference_logprobs(resumed) == reference_logprobs(trained)
-    kl = update(trained, random_groups(2))["kl"]
-    assert update(resumed, random_groups(2))["kl"] == kl > 1e-6
+    kl = train_policy(trained, random_groups(2))["kl"]
+    assert train_policy(resumed, random_groups(2))["kl"] == kl > 1e-6
 
 
 def test_sharded_continued_adapters_have_the_same_reference(tmp_path: Path, alone: None) -> None:
     warm = policy(adapted(base(tmp_path / "m")), lr=1e-1)
-    update(warm, random_groups(0))
+    train_policy(warm, random_groups(0))
     write_adapter(warm.model, tmp_path / "warm")
     trained, loaded = continued(tmp_path / "warm", processes={"sharding": Sharding()})
-    update(trained, random_groups(0))
+    train_policy(trained, random_groups(0))
     assert reference_logprobs(trained) == pytest.approx(loaded, abs=1e-5)
-    assert update(trained, random_groups(1))["kl"] > 1e-6
+    assert train_policy(trained, random_groups(1))["kl"] > 1e-6
 
 
 @pytest.fixture
@@ -143,9 +145,9 @@ def test_a_checkpoint_holds_the_adapters_alone_and_resumes_to_the_bit(tmp_path: 
 
     whole = policy(adapted(folder), lr=1e-2)
     for seed in range(3):
-        update(whole, random_groups(seed))
+        train_policy(whole, random_groups(seed))
     first = policy(adapted(folder), lr=1e-2)
-    update(first, random_groups(0))
+    train_policy(first, random_groups(0))
     path = saver().save(first, step=1)
     assert not (path / "model.safetensors").exists()
     sizes = [
@@ -156,14 +158,14 @@ def test_a_checkpoint_holds_the_adapters_alone_and_resumes_to_the_bit(tmp_path: 
     resumed = policy(adapted(folder), lr=1e-2)
     saver().load_latest(resumed)
     for seed in (1, 2):
-        update(resumed, random_groups(seed))
+        train_policy(resumed, random_groups(seed))
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
 def test_a_checkpoint_of_adapters_loads_in_plain_transformers(tmp_path: Path) -> None:
     trained = policy(adapted(base(tmp_path / "m")), lr=1e-1)
-    update(trained, random_groups(0))
+    train_policy(trained, random_groups(0))
     path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
     loaded = AutoModelForCausalLM.from_pretrained(path).eval()
     assert torch.equal(logits(loaded), logits(trained.model))
@@ -175,7 +177,7 @@ def test_a_checkpoint_of_adapters_loads_in_plain_transformers(tmp_path: Path) ->
 
 def test_export_merges_adapters_into_a_plain_model(tmp_path: Path) -> None:
     trained = policy(adapted(base(tmp_path / "m")), lr=1e-1)
-    update(trained, random_groups(0))
+    train_policy(trained, random_groups(0))
     path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
     export(path, tmp_path / "out")
     names = {file.name for file in (tmp_path / "out").iterdir()}
@@ -192,7 +194,7 @@ def test_adapters_are_merged_in_float32_and_cast_once(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     add_lora(model, LoraSettings(rank=4))
     trained = policy(model, lr=1e-3)
-    update(trained, random_groups(0))
+    train_policy(trained, random_groups(0))
     path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
     exact = dict(named_weights(trained.model))
     for dtype, format in {"auto": torch.float32, "bfloat16": torch.bfloat16}.items():
@@ -249,7 +251,7 @@ def test_adapters_of_embedding_and_head_are_saved_resumed_and_exported(tmp_path:
     checkpoints = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1)
     trained = policy(adapted(folder, targets=targets), lr=1e-2)
     for seed in range(2):
-        update(trained, random_groups(seed))
+        train_policy(trained, random_groups(seed))
     path = checkpoints.save(trained, step=1)
     resumed = policy(adapted(folder, targets=targets), lr=1e-2)
     checkpoints.load_latest(resumed)

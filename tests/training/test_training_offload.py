@@ -9,7 +9,7 @@ import tiny
 import torch
 from training_cases import policy, random_groups, weights
 
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
 
 OFFLOAD = {"token_budget": 100, "offload_during_rollouts": True}
@@ -29,27 +29,27 @@ def test_state_that_moves_gives_the_same_bits(tmp_path: Path, name: str) -> None
 
     plain, moved = made({"token_budget": 100}), made(OFFLOAD)
     for step in range(3):
-        expected = update(plain, random_groups(step))
-        with moved.updating():
-            assert repr(update(moved, random_groups(step))) == repr(expected)
+        expected = train_policy(plain, random_groups(step))
+        with moved.optimizer_on_device():
+            assert repr(train_policy(moved, random_groups(step))) == repr(expected)
     saver = Checkpoints(tmp_path, tokenizer=tiny.tokenizer(), keep=1)
     saver.save(moved, step=3)
     resumed = made(OFFLOAD)
     saver.load_latest(resumed)
-    expected = update(plain, random_groups(3))
+    expected = train_policy(plain, random_groups(3))
     for one in (moved, resumed):
-        with one.updating():
-            assert repr(update(one, random_groups(3))) == repr(expected)
+        with one.optimizer_on_device():
+            assert repr(train_policy(one, random_groups(3))) == repr(expected)
         assert all(torch.equal(t, weights(plain)[n]) for n, t in weights(one).items())
 
 
 def test_it_is_elsewhere_between_updates_and_the_same_objects_come_back() -> None:
     trained = policy(tiny.model().bfloat16(), training=OFFLOAD, lr=1e-3)
-    with trained.updating():
-        update(trained, random_groups(0))
+    with trained.optimizer_on_device():
+        train_policy(trained, random_groups(0))
         on_device = places(trained)
     host = places(trained)
-    with trained.updating():
+    with trained.optimizer_on_device():
         assert places(trained).keys() == on_device.keys() == host.keys()
         assert set(places(trained).values()).isdisjoint(host.values())
     assert places(trained) == host  # the host's memory is used again

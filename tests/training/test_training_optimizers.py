@@ -11,7 +11,7 @@ import tiny
 import torch
 from training_cases import policy, random_groups, weights
 
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.config import OptimizerConfig, Schedule, optimizer_settings
 from agenttrain.training.optimizers import MasterWeights, Together, build_optimizer, learning_rate
@@ -121,7 +121,7 @@ def test_an_update_of_bfloat16_weights_takes_the_exact_sum_of_its_microbatches()
     optimizer = trained.optimizer.optimizer
     (copy,) = [copy for mine, copy in optimizer.pairs if mine is weight]
     before = copy.detach().clone()
-    update(trained, random_groups(3))
+    train_policy(trained, random_groups(3))
     assert len(seen) > 4, "each rollout with an advantage is a microbatch"
     total = sum(seen[1:], seen[0])
     assert torch.equal(copy.detach(), before - 0.5 * total)
@@ -135,15 +135,15 @@ def test_a_resumed_bfloat16_run_goes_on_from_the_copies(tmp_path: Path) -> None:
 
     whole = fresh()
     for seed in range(4):
-        update(whole, random_groups(seed))
+        train_policy(whole, random_groups(seed))
     first = fresh()
     for seed in range(2):
-        update(first, random_groups(seed))
+        train_policy(first, random_groups(seed))
     Checkpoints(tmp_path, tokenizer=tiny.tokenizer(), keep=1).save(first, step=2)
     resumed = fresh()
     Checkpoints(tmp_path, tokenizer=tiny.tokenizer(), keep=1).load_latest(resumed)
     for seed in range(2, 4):
-        update(resumed, random_groups(seed))
+        train_policy(resumed, random_groups(seed))
     copies = resumed.optimizer.state_dict()["masters"]
     for expected, copy in zip(whole.optimizer.state_dict()["masters"], copies, strict=True):
         assert torch.equal(expected, copy)
@@ -157,8 +157,8 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
     kept = [saved_bytes(trained) for trained in (plain, recomputing)]
     assert kept[1] < kept[0] / 2
     for seed in range(2):
-        expected = update(plain, random_groups(seed))
-        assert update(recomputing, random_groups(seed)) == pytest.approx(
+        expected = train_policy(plain, random_groups(seed))
+        assert train_policy(recomputing, random_groups(seed)) == pytest.approx(
             expected, rel=1e-6, nan_ok=True
         )
 
@@ -173,7 +173,7 @@ def saved_bytes(trained) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        update(trained, random_groups(9))
+        train_policy(trained, random_groups(9))
     return total
 
 

@@ -22,7 +22,7 @@ from agenttrain.algorithms.config import (
 )
 from agenttrain.algorithms.credit import set_advantages
 from agenttrain.algorithms.objectives.config import Ratio, build_objective
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.config import Schedule, WeightSyncConfig, optimizer_settings
 from agenttrain.training.nonfinite import BrokenUpdate
 from agenttrain.training.optimizers import learning_rate
@@ -123,7 +123,7 @@ def test_the_better_answer_becomes_likelier(algorithm: dict) -> None:
 
     before = preference()
     for _ in range(3):
-        update(trained, on_policy(trained, [pair(20, 21)]))
+        train_policy(trained, on_policy(trained, [pair(20, 21)]))
     assert preference() > before + 0.1
     assert trained.step == 3
 
@@ -144,7 +144,7 @@ def test_microbatches_do_not_change_the_update(aggregation: Aggregation, ratio: 
         trained.optimizer.optimizer.register_step_pre_hook(
             lambda *_, t=trained, c=captured: c.extend(p.grad.clone() for p in t.model.parameters())
         )
-        losses.append(update(trained, on_policy(trained, groups))["loss"])
+        losses.append(train_policy(trained, on_policy(trained, groups))["loss"])
         gradients.append(captured)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-6)
     scale = max(g.abs().max().item() for g in gradients[0])
@@ -157,22 +157,22 @@ def test_same_rollouts_same_bits_in_any_order_of_arrival() -> None:
     first, second = policy(), policy()
     for seed in range(2):
         groups = random_groups(seed)
-        metrics = update(first, groups)
-        again = update(second, [list(reversed(group)) for group in random_groups(seed)])
+        metrics = train_policy(first, groups)
+        again = train_policy(second, [list(reversed(group)) for group in random_groups(seed)])
         assert metrics == pytest.approx(again, rel=0, abs=0, nan_ok=True)
     for name, tensor in weights(first).items():
         assert torch.equal(tensor, weights(second)[name]), name
 
 
 def test_what_the_environment_tells_accelerate_changes_no_update(monkeypatch) -> None:
-    expected = update(policy(), random_groups(0))["grad_norm"]
+    expected = train_policy(policy(), random_groups(0))["grad_norm"]
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    assert update(policy(), random_groups(0))["grad_norm"] == expected
+    assert train_policy(policy(), random_groups(0))["grad_norm"] == expected
 
 
 def test_metrics_of_an_update() -> None:
     trained = policy()
-    metrics = update(trained, on_policy(trained, [pair(20, 21)]))
+    metrics = train_policy(trained, on_policy(trained, [pair(20, 21)]))
     assert metrics["train/tokens"] == 4
     assert metrics["lr"] == 1e-3
     assert metrics["sampling/logprob_gap"] <= metrics["sampling/logprob_gap_max"] < 1e-5
@@ -191,7 +191,7 @@ def test_the_gap_tells_the_engines_logprobs_from_the_trainers() -> None:
     span = trajectory.spans[1]
     shifted = (span.logprobs[0] - 0.5, span.logprobs[1])
     trajectory.spans[1] = type(span)(span.origin, span.token_ids, shifted, 0, 0, span.finish)
-    metrics = update(trained, groups)
+    metrics = train_policy(trained, groups)
     # one of four tokens is off by 0.5
     assert metrics["sampling/logprob_gap"] == pytest.approx(0.125, abs=1e-5)
     assert metrics["sampling/logprob_gap_max"] == pytest.approx(0.5, abs=1e-5)
@@ -215,7 +215,7 @@ def test_rollouts_keep_what_the_trainer_computed(algorithm: dict) -> None:
     for one in groups[1]:
         one.reward, one.group_id = 0.5, "equal"
         one.rollout_id = f"equal-{one.sample}"
-    update(trained, groups)
+    train_policy(trained, groups)
     for one in groups[0]:
         ids = torch.tensor(one.trajectories[0].token_ids)
         full = trained.model(ids[None]).logits[0].log_softmax(-1)
@@ -231,7 +231,7 @@ def test_rollouts_keep_what_the_trainer_computed(algorithm: dict) -> None:
 
 def test_advantages_are_set_and_none_without_a_reward() -> None:
     group = [with_tool(sample=i, reward=r) for i, r in enumerate([1.0, 0.0, None, 0.0])]
-    update(policy(algorithm={"scale": Scale.none}), [group])
+    train_policy(policy(algorithm={"scale": Scale.none}), [group])
     # the mean of 1, 0, 0 is 1/3
     assert [advantage(one) for one in group] == [
         pytest.approx(2 / 3),
@@ -243,7 +243,7 @@ def test_advantages_are_set_and_none_without_a_reward() -> None:
 
 def gradient_norm(groups: list, **settings: object) -> float:
     trained = policy(lr=0.0, **settings)
-    return update(trained, on_policy(trained, groups))["grad_norm"]
+    return train_policy(trained, on_policy(trained, groups))["grad_norm"]
 
 
 def test_groups_without_variance_count_in_the_normaliser() -> None:
@@ -251,14 +251,14 @@ def test_groups_without_variance_count_in_the_normaliser() -> None:
     dead = [with_tool(group="g1", sample=i, reward=0.0) for i in range(2)]
     # 4 sampled tokens alone, 4 of 14 beside two rollouts of 5 tokens
     assert gradient_norm([live, dead]) == pytest.approx(gradient_norm([live]) * 4 / 14, rel=1e-4)
-    assert update(policy(), [live, dead])["train/tokens"] == 14
+    assert train_policy(policy(), [live, dead])["train/tokens"] == 14
 
 
 def test_a_step_without_variance_changes_nothing() -> None:
     trained = policy()
-    update(trained, [pair(20, 21)])  # so that the optimizer has momentum
+    train_policy(trained, [pair(20, 21)])  # so that the optimizer has momentum
     before = weights(trained)
-    metrics = update(trained, [[with_tool(sample=i, reward=0.0) for i in range(2)]])
+    metrics = train_policy(trained, [[with_tool(sample=i, reward=0.0) for i in range(2)]])
     assert {name: value for name, value in metrics.items() if not math.isnan(value)} == {
         "loss": 0.0,
         "grad_norm": 0.0,
@@ -266,14 +266,14 @@ def test_a_step_without_variance_changes_nothing() -> None:
         "lr": 1e-3,
     }
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trained).items())
-    assert update(trained, []).keys() == metrics.keys()
+    assert train_policy(trained, []).keys() == metrics.keys()
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"beta": 0.1}, {"beta": 0.1, "kl_in": KlIn.reward}])
 def test_a_step_without_a_reward_has_the_columns_of_any_other(algorithm: dict) -> None:
     trained = policy(algorithm=algorithm)
-    nothing = update(trained, [[with_tool(sample=i, reward=None) for i in range(2)]])
-    assert nothing.keys() == update(trained, [pair(20, 21)]).keys()
+    nothing = train_policy(trained, [[with_tool(sample=i, reward=None) for i in range(2)]])
+    assert nothing.keys() == train_policy(trained, [pair(20, 21)]).keys()
 
 
 def test_a_minibatch_without_a_reward_is_left_out() -> None:
@@ -281,7 +281,7 @@ def test_a_minibatch_without_a_reward_is_left_out() -> None:
     updates: list = []
     trained.optimizer.optimizer.register_step_post_hook(lambda *_: updates.append(1))
     unscored = [with_tool(group="g1", sample=i, reward=None) for i in range(2)]
-    metrics = update(trained, [unscored, pair(20, 21)])
+    metrics = train_policy(trained, [unscored, pair(20, 21)])
     assert len(updates) == 1
     assert metrics["train/tokens"] == 4
 
@@ -296,7 +296,7 @@ def test_masked_truncated_rollouts_count_but_do_not_train() -> None:
     trained = policy(algorithm={"mask_truncated": True}, lr=0.0)
     (group,) = on_policy(trained, [pair(20, 21)])
     group[1].stop_reason = StopReason.max_tokens
-    metrics = update(trained, [group])
+    metrics = train_policy(trained, [group])
     assert metrics["train/tokens"] == 4
     assert advantage(group[0]) == -advantage(group[1])  # it is in the baseline
     # only the first has a loss: -A at each of its 2 tokens, over 4 tokens
@@ -307,7 +307,7 @@ def test_minibatches_and_epochs_are_optimizer_updates() -> None:
     trained = policy(algorithm={"minibatches": 2, "num_epochs": 3})
     updates: list = []
     trained.optimizer.optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    metrics = update(trained, random_groups(0, groups=4))
+    metrics = train_policy(trained, random_groups(0, groups=4))
     assert len(updates) == 6
     # sampled tokens of an update, on average: those of the step over 2
     tokens = sum(one.sampled_length for group in random_groups(0, groups=4) for one in group)
@@ -317,7 +317,7 @@ def test_minibatches_and_epochs_are_optimizer_updates() -> None:
 
 def test_later_epochs_are_off_policy_and_clipped() -> None:
     trained = policy(algorithm={"num_epochs": 4}, lr=3e-2)
-    metrics = update(trained, on_policy(trained, random_groups(0)))
+    metrics = train_policy(trained, on_policy(trained, random_groups(0)))
     assert metrics["clip_ratio/region_mean"] > 0
     assert metrics["sampling/logprob_gap_max"] < 1e-4  # measured before the first update
 
@@ -326,13 +326,13 @@ def test_kl_in_the_loss_pulls_to_the_frozen_reference() -> None:
     algorithm = {"beta": 0.5, "kl": KlEstimator.k3}
     trained = policy(algorithm=algorithm, lr=1e-2)
     groups = random_groups(0)
-    first = update(trained, on_policy(trained, groups))
+    first = train_policy(trained, on_policy(trained, groups))
     assert first["kl"] == pytest.approx(0.0, abs=1e-9)
-    second = update(trained, on_policy(trained, groups))
+    second = train_policy(trained, on_policy(trained, groups))
     assert second["kl"] > 1e-6
     # without variance there is still a pull
     dead = [[with_tool(sample=i, reward=0.0) for i in range(2)]]
-    assert update(trained, on_policy(trained, dead))["grad_norm"] > 0
+    assert train_policy(trained, on_policy(trained, dead))["grad_norm"] > 0
 
 
 def test_kl_in_the_reward_is_taken_off_before_the_baseline() -> None:
@@ -347,7 +347,7 @@ def test_kl_in_the_reward_is_taken_off_before_the_baseline() -> None:
         ids = torch.tensor(one.trajectories[0].token_ids)
         full = trained.model(ids[None]).logits[0].log_softmax(-1)
         penalties.append(-10 - sum(full[p - 1, ids[p]].item() for p in (3, 4)))
-    metrics = update(trained, [group])
+    metrics = train_policy(trained, [group])
     assert metrics["kl"] == pytest.approx(sum(penalties) / 4, rel=1e-4)
     # leave-one-out of two: the difference of the penalised rewards
     assert advantage(group[0]) == pytest.approx(0.1 * (penalties[1] - penalties[0]), rel=1e-3)
@@ -367,7 +367,7 @@ def test_what_is_not_finite_stops_before_the_update(where: str) -> None:
     if where == "logprob":
         culprit = "rollout g0-0: the engine's logprob of token 3"
     with pytest.raises(BrokenUpdate, match=re.escape(f"(loss nan): {culprit}")):
-        update(trained, groups)
+        train_policy(trained, groups)
     for name, tensor in weights(trained).items():
         assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), name
 
@@ -378,7 +378,7 @@ def test_a_broken_gradient_is_named() -> None:
     trained.model.model.norm.weight.register_hook(lambda gradient: gradient / 0)
     before = weights(trained)
     with pytest.raises(BrokenUpdate, match=r"rollout g0-0: its gradient of model\.norm\.weight"):
-        update(trained, [pair(20, 21)])
+        train_policy(trained, [pair(20, 21)])
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trained).items())
 
 
@@ -388,13 +388,13 @@ def test_a_broken_reference_is_named() -> None:
     next(iter(state["reference"].values())).fill_(math.nan)
     trained.load_state_dict(state)
     with pytest.raises(BrokenUpdate, match="rollout g0-0: the reference's logprob of token 3"):
-        update(trained, [pair(20, 21)])
+        train_policy(trained, [pair(20, 21)])
 
 
 def test_gradients_are_clipped() -> None:
     """With momentum off, AdamW's second moment shows the gradient that it was given."""
     trained = policy(max_grad_norm=1e-3)
-    assert update(trained, on_policy(trained, [pair(20, 21)]))["grad_norm"] > 1e-2
+    assert train_policy(trained, on_policy(trained, [pair(20, 21)]))["grad_norm"] > 1e-2
     squares = sum(s["exp_avg_sq"].sum().item() for s in trained.optimizer.state.values())
     # exp_avg_sq = (1 - .99) g^2 after the first update
     assert math.sqrt(squares / 0.01) == pytest.approx(1e-3, rel=1e-3)
@@ -406,7 +406,7 @@ def test_mixed_precision_trains() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         trained = policy(training={"mixed_precision": "bf16"})
-        metrics = update(trained, on_policy(trained, [pair(20, 21)]))
+        metrics = train_policy(trained, on_policy(trained, [pair(20, 21)]))
         assert 0 < metrics["sampling/logprob_gap"] < 0.1
         assert metrics["grad_norm"] > 0
     finally:

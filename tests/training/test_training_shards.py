@@ -21,7 +21,7 @@ from torchrun import torchrun
 from training_cases import policy, random_groups
 from transformers import AutoModelForCausalLM
 
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import CheckpointError, seal
 from agenttrain.training.sharding import RowRange, TensorParts, rows_of_part
@@ -261,7 +261,7 @@ def test_what_is_no_safetensors_file(tmp_path: Path, content: bytes) -> None:
 def test_a_checkpoint_whose_parts_do_not_hold_all_rows(tmp_path: Path) -> None:
     """Two of the three parts that three processes wrote, under a manifest that is right."""
     trained = policy()
-    update(trained, random_groups(0))
+    train_policy(trained, random_groups(0))
     saver = Checkpoints(tmp_path, tokenizer=tiny.tokenizer(), keep=1)
     path = saver.save(trained, step=1)
     state = torch.load(path / "policy.pt")

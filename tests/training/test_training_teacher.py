@@ -14,7 +14,7 @@ from training_cases import policy, random_groups, rollout, weights, with_tool
 
 from agenttrain.algorithms.config import Behaviour, Gate, TeacherConfig
 from agenttrain.algorithms.objectives.config import build_objective
-from agenttrain.trainer import update
+from agenttrain.trainer import train_policy
 from agenttrain.training.batch import TrainingSequence, make_sequences
 from agenttrain.training.config import SharePrefix, TrainingConfig
 from agenttrain.training.logprobs import UnsupportedModel
@@ -172,7 +172,7 @@ def learned(settings: TeacherConfig, **algorithm: object) -> tuple[list[Rollout]
     group = pair()
     by = Recorded({"g0-0": [-1.5, -0.5], "g0-1": [-1.0, -3.0]})
     trained = policy(algorithm={"teacher": settings, "scale": "none", **algorithm})
-    return group, update(trained, [group], by)
+    return group, train_policy(trained, [group], by)
 
 
 def advantages(group: list[Rollout]) -> list[list[float] | None]:
@@ -212,7 +212,7 @@ def test_a_group_of_equal_rewards_learns_from_the_teacher() -> None:
     by = Recorded({"g0-0": [-1.5, -0.5], "g0-1": [-1.0, -1.0]})
     trained = policy(algorithm={"teacher": TEACHER}, name="sgd", lr=0.1)
     before = weights(trained)
-    metrics = update(trained, [group], by)
+    metrics = train_policy(trained, [group], by)
     assert metrics["grad_norm"] > 0
     after = weights(trained)
     assert any(not torch.equal(before[name], after[name]) for name in before)
@@ -222,14 +222,14 @@ def test_a_rollout_without_a_reward_is_not_scored_and_not_trained() -> None:
     group = pair()
     group[0].reward = None
     by = Recorded({"g0-1": [-1.0, -3.0]})  # the other one would be too long
-    metrics = update(policy(algorithm={"teacher": TEACHER}), [group], by)
+    metrics = train_policy(policy(algorithm={"teacher": TEACHER}), [group], by)
     assert advantages(group) == [None, [0.0, -2.0]]
     assert metrics["teacher/too_long"] == 0.0
 
 
 def test_a_rollout_too_long_for_the_teacher_is_no_zero() -> None:
     group = pair()
-    metrics = update(
+    metrics = train_policy(
         policy(algorithm={"teacher": TEACHER, "scale": "none"}),
         [group],
         Recorded({"g0-1": [-1.0, -3.0]}),
@@ -245,7 +245,7 @@ def test_broken_probabilities_end_the_run_and_change_no_weight(value: float) -> 
     before = weights(trained)
     by = Recorded({"g0-0": [-1.5, -0.5], "g0-1": [-1.0, value]})
     with pytest.raises(TeacherFailed, match=r"rollout g0-1 trajectory 0: .* not finite; check"):
-        update(trained, [group], by)
+        train_policy(trained, [group], by)
     after = weights(trained)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -259,7 +259,7 @@ def test_the_trainers_own_probabilities_where_the_algorithm_takes_those() -> Non
         }
     )
     own = trained.logprobs(group)
-    update(trained, [group], Recorded({"g0-0": [-1.5, -0.5], "g0-1": [-1.0, -3.0]}))
+    train_policy(trained, [group], Recorded({"g0-0": [-1.5, -0.5], "g0-1": [-1.0, -3.0]}))
     expected = [-1.5 - own["g0-0", 0][0].item(), -0.5 - own["g0-0", 0][1].item()]
     assert advantages(group)[0] == pytest.approx(expected, abs=1e-6)
 
@@ -282,7 +282,7 @@ def test_the_update_of_one_token_by_hand() -> None:
         max_grad_norm=1e9,
     )
     before = weights(trained)
-    update(trained, [[one]], Recorded({"g0-1": [-1.25, -3.0]}))
+    train_policy(trained, [[one]], Recorded({"g0-1": [-1.25, -3.0]}))
     model = tiny.model().double()
     logprobs_TV = model(input_ids=torch.tensor([[7, 8, 21, 2]])).logits[0].log_softmax(-1)
     # A = -0.25, -2; the mean over the update's 2 tokens
@@ -296,7 +296,7 @@ def test_the_update_of_one_token_by_hand() -> None:
 def test_learning_from_a_model_lowers_its_kl() -> None:
     trained = policy(algorithm={"teacher": TeacherConfig(path="t", reward_weight=0.0)}, lr=3e-3)
     by, noise = teacher(seed=9, temperature=1.0), torch.Generator().manual_seed(0)
-    kls = [update(trained, [drawn(trained, noise)], by)["teacher/kl"] for _ in range(8)]
+    kls = [train_policy(trained, [drawn(trained, noise)], by)["teacher/kl"] for _ in range(8)]
     assert sum(kls[-3:]) < 0.8 * sum(kls[:3])
 
 

@@ -35,7 +35,7 @@ class ObjectiveInputs:
     logprobs_S: Tensor
     """Logprobs under the policy being trained; they carry the gradient."""
     behaviour_S: Tensor
-    """Denominator of the ratio: logprobs under the policy that sampled."""
+    """Denominator of the ratio: the engine's logprobs, or the policy's before the first update."""
     advantages_S: Tensor
     sequence_S: Tensor
     """Index of the token's sequence, 0 … B-1."""

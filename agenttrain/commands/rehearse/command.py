@@ -28,6 +28,7 @@ from agenttrain.data.build import check_needed_columns
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.collector import Collected, Collector, collect
+from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
@@ -196,14 +197,14 @@ async def _rehearse(components: Components, options: RehearseOptions) -> Report:
     started = perf_counter()
     with _Memory() as memory:
         try:
-            collected = await collect(
-                collector,
-                tasks,
+            request = BatchRequest(
+                tasks=tasks,
                 samples=samples,
                 sampling=Sampling(temperature=config.rollout.temperature),
                 seed_path=(config.seed, "rehearse"),
                 may_be_empty=True,
             )
+            collected = await collect(collector, request)
         except AgenttrainError as error:
             problems.append(f"the run would stop: {error}")
             collected.groups = [list(getattr(error, "rollouts", ()))]

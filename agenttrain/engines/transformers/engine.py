@@ -25,8 +25,7 @@ from agenttrain.engines.transformers.decoder import AUTOCAST, Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler
 from agenttrain.engines.transformers.worker import EngineStats, EngineWorker
 from agenttrain.engines.vision import Layout, Vision
-from agenttrain.images import PlacedImage
-from agenttrain.types import Completion
+from agenttrain.types import Completion, PlacedImage
 from agenttrain.utils.threads import current_gpu, settle
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import regex
 
-from agenttrain.images import parts, text_of
 from agenttrain.rewards.builtin.answers import as_text
 from agenttrain.rewards.builtin.format import rollout_view
 from agenttrain.rewards.function import RewardUnavailable
 from agenttrain.types import Rollout
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
+from agenttrain.utils.content import parts, text_of
 from agenttrain.utils.data_fields import Data, DataWhere, is_role
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate

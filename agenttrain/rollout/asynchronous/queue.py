@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from agenttrain.engines.config import Sampling
 from agenttrain.rollout.asynchronous.journal import Journal
 from agenttrain.rollout.collector import (
     Collected,
@@ -30,7 +29,8 @@ from agenttrain.rollout.collector import (
 )
 from agenttrain.rollout.monitoring import LoopMonitor, Throttle
 from agenttrain.rollout.sharing import mean_tokens
-from agenttrain.rollout.source import RolloutSource, SampledBatch, nothing_to_learn
+from agenttrain.rollout.source import RolloutSource, nothing_to_learn
+from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.tracking.rollouts import staleness
 from agenttrain.types import Rollout, Task
 
@@ -128,22 +128,15 @@ class GroupQueue:
         await self._open.wait()
         begun = time.time()
         try:
-            collected = await collect(
-                self._collector,
-                [task],
-                samples=source.algorithm.group_size,
-                sampling=Sampling(temperature=self._collector.limits.temperature),
-                seed_path=(source.seed, "train", step),
-                places=[place],
-                may_be_empty=True,
-            )
+            request = replace(source.request(step, [task]), places=[place], may_be_empty=True)
+            collected = await collect(self._collector, request)
         except NoRewards as error:  # other groups of the step may have some
             collected = error.collected
         ended = time.time()
         await asyncio.to_thread(self._journal.add, serial, step, task, collected, begun, ended)
         return collected
 
-    async def take(self, step: int) -> SampledBatch:
+    async def take(self, step: int) -> StepBatch:
         """Return the groups of a step, once all of them are ready.
 
         Raises as `RolloutSource.batch` does, the error of the first group that has one.
@@ -170,10 +163,9 @@ class GroupQueue:
         costs = source.costs.copy()
         costs.learn([(costs.kind(group[0].task), mean_tokens(group)) for group in collected.groups])
         dropped, self._dropped = self._dropped, 0
-        return SampledBatch(
-            groups=list(collected.groups),
-            rollouts=collected.rollouts,
+        return StepBatch(
             collected=collected,
+            trained=tuple(collected.places),
             tasks=count,
             costs=costs,
             stuck=len(self._collector.stuck),
@@ -190,9 +182,9 @@ class GroupQueue:
     def _check(self, step: int, collected: Collected) -> None:
         """Raise NoRollouts or NoRewards if the step has nothing to learn from."""
         source = self._source
-        made = (source.tasks_per_step - collected.overlong) * source.algorithm.group_size
-        context = self._collector.engine.max_context
-        check_usable(collected, source.tasks_per_step, made, context)
+        attempts = (source.tasks_per_step - collected.overlong) * source.algorithm.group_size
+        max_context = self._collector.engine.max_context
+        check_usable(collected, source.tasks_per_step, attempts, max_context)
         reason = why_unrewarded(collected.rollouts)
         if reason is not None:
             raise nothing_to_learn(step, reason, collected)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agenttrain.images import Image, read_image
 from agenttrain.tools.config import check_mcp_server, expanded
 from agenttrain.tools.mcp.connection import (
     CannotConnect,
@@ -18,8 +17,9 @@ from agenttrain.tools.mcp.connection import (
     process_transport,
 )
 from agenttrain.tools.tool import Tool
-from agenttrain.types import ToolContext, ToolFailure
+from agenttrain.types import Image, ToolContext, ToolFailure
 from agenttrain.utils.data_fields import Data
+from agenttrain.utils.image_files import read_image
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import hide_secrets
 

@@ -1,0 +1,110 @@
+"""Checks of dataset rows against the chat template, before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agenttrain.chat.certificate import Certificate, certify
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.features import system_problem
+from agenttrain.data.tasks import TaskSource
+from agenttrain.environments.environments import Environments
+from agenttrain.rollout.row_tools import check_grammars, row_tool_sets, tool_sets
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.types import AssistantTurn, Finish, Message, Task
+
+RENDERED_TASKS = 8
+"""First tasks of each split whose prompts are rendered before a run starts."""
+ANSWER = AssistantTurn(content="ok", reasoning=None, calls=())
+ROW_TOOL_SETS = 4
+"""Distinct sets of tools that the rows of a split list, with which the template is certified."""
+
+
+def check_rows(
+    chat: Chat,
+    toolbox: Toolbox,
+    environments: Environments,
+    sources: Mapping[str, TaskSource],
+    *,
+    structured_calls: bool = False,
+    executed: bool = True,
+) -> set[str]:
+    """Check the rows of each source, and the template with their tools; return these tools' names.
+
+    `executed` is that of `RowTools`. Raises RowError with the name of the row, CertificateError as
+    `Certificate.raise_if_refused`, and ChatError as `check_grammars`.
+    """
+    names: set[str] = set()
+    if structured_calls:
+        check_grammars(chat, tool_sets(toolbox, environments))
+    for key, source in sources.items():
+        sets = list(row_tool_sets(key, source, toolbox, environments, executed=executed))
+        names |= {schema["function"]["name"] for schemas in sets for schema in schemas}
+        if sets:
+            certify_tool_sets(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
+        _check_messages(chat, key, source)
+        if structured_calls:
+            check_grammars(chat, sets)
+    return names
+
+
+def _check_messages(chat: Chat, key: str, source: TaskSource) -> None:
+    """Raise ChatError, naming the row, if the template leaves out the text of a message.
+
+    A conversation is rendered only if a message stands in a place that no row before it had. Of a
+    source without end only the first rows are checked here, the others as they are drawn.
+    """
+    for index in range(RENDERED_TASKS if source.endless else len(source)):
+        messages = source.row(index).messages
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        # A row that ends with an answer is a demonstration: its prompt ends before the first one.
+        is_demonstration = bool(answers) and answers[-1] == len(messages) - 1
+        prompt = messages[: answers[0]] if is_demonstration else messages
+        try:
+            chat.check_places(prompt, ())
+        except ChatError as error:
+            raise ChatError(
+                f"{key}: {source.where(index)}: {error}; or leave out such rows"
+            ) from error
+
+
+def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]], key: str) -> int:
+    """Return the tokens of a prompt, after rendering each later user turn behind an answer.
+
+    Raises ChatError with `key`, task and remedy if the template cannot render them.
+    """
+    try:
+        if any(message["role"] == "system" for message in task.messages):
+            problem = system_problem(chat, schemas)
+            if problem is not None:
+                raise ChatError(
+                    f"{problem}, and this task has one; put its text into the first user "
+                    "message, or set chat_template=file with chat_template.path=<file.jinja>"
+                )
+        length = len(chat.prompt_ids(task.messages, schemas))
+        messages: list[Message] = list(task.messages)
+        for text in task.user_turns:
+            question: Message = {"role": "user", "content": text}
+            messages += [ANSWER.message(), question]
+            chat.prompt_ids(messages, schemas)
+            chat.suffix(
+                ANSWER,
+                [question],
+                completion_ids=[0],
+                finish=Finish.length,
+                generation_prompt=True,
+            )
+        return length
+    except ChatError as error:
+        raise ChatError(
+            f"{key}: task {task.task_id}: {error}; or remove the messages from the rows"
+        ) from error
+
+
+def certify_tool_sets(chat: Chat, sets: Sequence[list[dict[str, Any]]]) -> Certificate:
+    """Return the certificate of the first set of tools that fails, else that of the first set."""
+    certificates = [certify(chat, schemas) for schemas in sets]
+    failed = (certificate for certificate in certificates if not certificate.passed)
+    return next(failed, certificates[0])

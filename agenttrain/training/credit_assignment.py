@@ -1,0 +1,140 @@
+"""The advantages of a step's rollouts, from their rewards in all processes.
+
+Shapes: F reward functions, P groups, G rollouts of the largest group, K turns of a rollout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from agenttrain.algorithms.advantages import advantages, normalized_advantages
+from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Credit, Rewards, Scale
+from agenttrain.algorithms.credit import (
+    VARIANCES,
+    TurnRewards,
+    rewards_of_turns,
+    set_advantages,
+    turn_advantages,
+)
+from agenttrain.algorithms.loss import MetricParts, mean_parts
+from agenttrain.training.world import World
+from agenttrain.types import Rollout
+
+Item = TypeVar("Item")
+
+
+def assign_advantages(
+    groups: Sequence[Sequence[Rollout]],
+    config: AlgorithmConfig,
+    world: World,
+    *,
+    penalties: Mapping[str, float],
+    reward_weights: Mapping[str, float],
+) -> MetricParts:
+    """Set the advantages of every rollout; None for one without a reward. Return their metrics.
+
+    `penalties` (rollout id -> KL over its sampled tokens) are subtracted from the rewards, times
+    beta, before the baseline. `reward_weights` are the rubric's; a missing function has weight 1.
+    Statistics of the batch are taken over all processes.
+    """
+
+    def penalty_of(rollout: Rollout) -> float:
+        return config.beta * penalties.get(rollout.rollout_id, 0.0)
+
+    if config.credit is not Credit.rollout:
+        turn_rewards = [
+            [rewards_of_turns(rollout, reward_weights, penalty_of(rollout)) for rollout in group]
+            for group in groups
+        ]
+        return _assign_by_turn(groups, turn_rewards, config, world)
+
+    # Rewards of each rollout by function; under the name "" if the algorithm uses their sum.
+    rewards: list[list[dict[str, float | None]]] = []
+    for group in groups:
+        if config.rewards is Rewards.normalize_each:
+            rewards.append([dict(rollout.rewards) for rollout in group])
+        else:
+            rewards.append(
+                [
+                    {"": None if rollout.reward is None else rollout.reward - penalty_of(rollout)}
+                    for rollout in group
+                ]
+            )
+    first, rewards = gather_if_batchwise(rewards, config, world)
+    names, rewards_FPG = _tabulate(rewards)
+    if config.rewards is Rewards.normalize_each:
+        weights = [reward_weights.get(name, 1.0) for name in names]
+        advantages_PG = normalized_advantages(rewards_FPG, weights, scale=config.scale)
+    else:
+        advantages_PG = advantages(rewards_FPG[0], baseline=config.advantage, scale=config.scale)
+    local_PG = advantages_PG[first : first + len(groups)].tolist()
+    for group, advantages_G in zip(groups, local_PG, strict=True):
+        for rollout, advantage in zip(group, advantages_G, strict=False):  # short groups are padded
+            # NaN although there is a reward: no function of non-zero weight gave one.
+            set_advantages(rollout, None if math.isnan(advantage) else advantage)
+    return {}
+
+
+def gather_if_batchwise(
+    groups: list[list[Item]], config: AlgorithmConfig, world: World
+) -> tuple[int, list[list[Item]]]:
+    """Return the groups over which statistics are taken, and the index of this rank's first one.
+
+    They are all ranks' groups if `scale` or `advantage` is `batch`, else this rank's.
+    """
+    batchwise = config.scale is Scale.batch or config.advantage is Advantage.batch
+    if world.size == 1 or not batchwise:
+        return 0, groups
+    shares = world.gather([groups], "the rewards of a batch")
+    first = sum(len(share) for share in shares[: world.rank])
+    return first, [group for share in shares for group in share]
+
+
+def _tabulate(rewards: Sequence[Sequence[Mapping[str, float | None]]]) -> tuple[list[str], Tensor]:
+    """Return the names of the reward functions and their rewards, [F, P, G] in float64.
+
+    NaN where there is none: a function gave none, or the group has fewer than G rollouts.
+    """
+    names = sorted({name for group in rewards for values in group for name in values}) or [""]
+    width = max((len(group) for group in rewards), default=0) or 1
+    rewards_FPG = torch.full((len(names), len(rewards), width), torch.nan, dtype=torch.float64)
+    for f, name in enumerate(names):
+        for p, group in enumerate(rewards):
+            for g, values in enumerate(group):
+                reward = values.get(name)
+                rewards_FPG[f, p, g] = torch.nan if reward is None else reward
+    return names, rewards_FPG
+
+
+def _assign_by_turn(
+    groups: Sequence[Sequence[Rollout]],
+    rewards: list[list[TurnRewards]],
+    config: AlgorithmConfig,
+    world: World,
+) -> MetricParts:
+    """Set advantages by turn from `rewards`, those of the rollouts; return their metrics."""
+    first, all_rewards = gather_if_batchwise(rewards, config, world)
+    result = turn_advantages(all_rewards, config)
+    local = slice(first, first + len(groups))
+    by_turn: list[list[float]] = [[] for _ in range(VARIANCES)]
+    for group, advantages_G in zip(groups, result.advantages[local], strict=True):
+        for rollout, advantages_K in zip(group, advantages_G, strict=True):
+            set_advantages(rollout, advantages_K)
+            for values, advantage in zip(by_turn, advantages_K or (), strict=False):
+                values.append(advantage)
+    turn_rewards = [
+        reward for group in rewards for rollout in group for reward in rollout.rewards or ()
+    ]
+    metrics = {"credit/turn_reward": mean_parts(torch.tensor(turn_rewards))}
+    if config.credit is Credit.gigpo:
+        compared = [flag for group in result.compared[local] for turns in group for flag in turns]
+        metrics["credit/step_groups"] = mean_parts(torch.tensor(compared))
+    for turn, values in enumerate(by_turn, start=1):
+        # Their mean is near 0: the mean square is the variance, also over processes.
+        metrics[f"credit/variance/turn_{turn}"] = mean_parts(torch.tensor(values).square())
+    return metrics

@@ -1,0 +1,157 @@
+"""One optimizer update: its sequences, the inputs of its loss, and the scores that it leaves.
+
+Shapes: S sampled tokens of a microbatch, N tokens of all processes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
+from agenttrain.algorithms.loss import LossInputs
+from agenttrain.algorithms.losses import top_entropy_mask
+from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence
+from agenttrain.training.world import World
+
+
+@dataclass(slots=True, kw_only=True)
+class Minibatch:
+    """The sequences of one optimizer update, and the results of its microbatches.
+
+    Counts of tokens are over all processes: losses are divided by them.
+    """
+
+    sequences: list[TrainingSequence]
+    """Sequences of this process, with the weight of their tokens in the loss."""
+    tokens: int
+    """Sampled tokens of all processes."""
+    epoch: int = 0
+    first: bool = False
+    """True for the first minibatch of a step: the policy is still the one that sampled."""
+    kept: Mapping[SequenceKey, Tensor] | None = None
+    """Mask of the sampled tokens of top entropy, by sequence key; None: all tokens are trained."""
+    bonus_tokens: int = 0
+    """Tokens of all processes that the entropy bonus acts on."""
+    bonus: float = 0.0
+    """Weight of the entropy of each of these tokens."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Loss of each microbatch."""
+    scores: list[tuple[Microbatch, Tensor, Tensor]] = field(default_factory=list)
+    """Each microbatch with its logprobs and entropies from before the update, [S] each."""
+    entropy: list[Tensor] = field(default_factory=list)
+    """Sum of each microbatch's entropies over the tokens that the bonus acts on."""
+
+    def trained(self, config: AlgorithmConfig) -> list[TrainingSequence]:
+        """Return the sequences that have a gradient; the others need no forward pass."""
+        return [
+            sequence
+            for sequence in self.sequences
+            if sequence.weight > 0
+            and (config.kl_in_loss or config.has_bonus or any(sequence.trajectory.advantages or ()))
+        ]
+
+    def record(self, microbatch: Microbatch, inputs: LossInputs, loss: Tensor) -> None:
+        """Store the result of a microbatch, detached from its graph."""
+        assert inputs.entropy_S is not None
+        entropy_S = inputs.entropy_S.detach()
+        self.losses.append(loss.detach())
+        self.scores.append((microbatch, inputs.logprobs_S.detach(), entropy_S))
+        acting_S = entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S
+        self.entropy.append(acting_S.sum())
+
+
+def top_entropy(
+    sequences: Sequence[TrainingSequence], share: float, world: World
+) -> dict[SequenceKey, Tensor]:
+    """Return `Minibatch.kept`: the tokens of highest entropy among those of all processes.
+
+    Ties go to the earlier position, then to the rollout with the lower id. Neither depends on which
+    process holds a rollout or on what is packed with it.
+    """
+    entropies: list[tuple[tuple[Any, ...], Tensor]] = [
+        ((sequence.rollout.group_id, sequence.rollout.sample, sequence.key), sequence.old_entropy_S)
+        for sequence in sequences
+        if sequence.weight > 0 and sequence.old_entropy_S is not None
+    ]
+    shares = world.gather([entropies], "the entropies of an update")
+    all_entropies = [pair for pairs in shares for pair in pairs]
+    order_of = {name: i for i, name in enumerate(sorted(name for name, _ in all_entropies))}
+    entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in all_entropies)])
+    # Unique numbers that sort by position in the sequence first, then by sequence.
+    place_N = torch.cat(
+        [
+            torch.zeros(0, dtype=torch.long),
+            *(torch.arange(len(e)) * len(order_of) + order_of[name] for name, e in all_entropies),
+        ]
+    )
+    kept_N = top_entropy_mask(entropy_N, place_N, share)
+    kept = kept_N.split([len(entropy_S) for _, entropy_S in all_entropies])
+    first = sum(len(pairs) for pairs in shares[: world.rank])
+    return {name[-1]: mask for (name, _), mask in zip(entropies, kept[first:], strict=False)}
+
+
+def loss_inputs(
+    microbatch: Microbatch,
+    logprobs_S: Tensor,
+    entropy_S: Tensor,
+    minibatch: Minibatch,
+    config: AlgorithmConfig,
+) -> LossInputs:
+    """Return the inputs of a microbatch's loss."""
+    kept_S = None
+    if minibatch.kept is not None:
+        # A stand-in has no token and no mask.
+        masks = [minibatch.kept[s.key] for s in microbatch.sequences if s.sampled_length]
+        kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(logprobs_S.device)
+    behaviour_S = microbatch.behaviour_S
+    if config.behaviour is Behaviour.recomputed:
+        old = [s.old_logprobs_S for s in microbatch.sequences if s.old_logprobs_S is not None]
+        # With one update per step the old policy was not scored: it is the current one.
+        scored = len(old) == len(microbatch.sequences)
+        behaviour_S = torch.cat(old).to(logprobs_S) if scored else logprobs_S.detach()
+    sequence_tokens = [sequence.sampled_length for sequence in microbatch.sequences]
+    rollout_tokens = [sequence.rollout.sampled_length for sequence in microbatch.sequences]
+    rollout_tokens_B = None
+    if rollout_tokens != sequence_tokens:  # a rollout has several trajectories
+        rollout_tokens_B = torch.tensor(rollout_tokens, device=logprobs_S.device)
+    return LossInputs(
+        logprobs_S=logprobs_S,
+        behaviour_S=behaviour_S,
+        engine_S=microbatch.behaviour_S,
+        ref_logprobs_S=microbatch.ref_logprobs_S,
+        entropy_S=entropy_S,
+        kept_S=kept_S,
+        sequence_S=microbatch.sequence_S,
+        advantages_S=microbatch.advantages_S,
+        weights_B=microbatch.weights_B,
+        rollout_tokens_B=rollout_tokens_B,
+        bonus=minibatch.bonus,
+    )
+
+
+def store_scores(
+    sequences: Sequence[TrainingSequence], logprobs_S: Tensor, entropy_S: Tensor
+) -> None:
+    """Set `trainer_logprobs` and `entropies` of the trajectories; scores are in their order."""
+    lengths = [sequence.sampled_length for sequence in sequences]
+    logprobs = logprobs_S.float().cpu().split(lengths)
+    entropies = entropy_S.float().cpu().split(lengths)
+    for index, sequence in enumerate(sequences):
+        sequence.trajectory.trainer_logprobs = array("f", logprobs[index].numpy())
+        sequence.trajectory.entropies = array("f", entropies[index].numpy())
+
+
+def needs_old_logprobs(config: AlgorithmConfig) -> bool:
+    """Return True if the policy has to score the rollouts before the step's first update.
+
+    With one update per step, its forward pass computes these probabilities anyway.
+    """
+    recomputed = config.behaviour is Behaviour.recomputed
+    before = config.updates > 1 or config.kl_in_reward or config.has_teacher
+    return config.top_entropy < 1 or (recomputed and before)
