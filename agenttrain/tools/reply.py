@@ -105,12 +105,17 @@ def error_reply(
 ) -> Reply:
     """Make an error reply: ``Error: KeyError: 'Oslo'``, or only the message of a ToolFailure.
 
+    Words for the model, those of a ToolFailure or of refused arguments, are sent as they are. The
+    text of another exception was written for people: its secrets are hidden here, before the model
+    reads it, so that its ids, the messages and every record of them agree.
+
     The text of `error` must be made already, as `agenttrain.utils.threads.attempt` does. `faults`
     are types of infrastructure errors, which no model should read.
     """
     for_model = isinstance(error, ToolFailure | InvalidArguments)
     name = "" if for_model else type(error).__name__
-    text = ": ".join(part for part in ("Error", name, hide_secrets(str(error))) if part)
+    words = str(error) if for_model else hide_secrets(str(error))
+    text = ": ".join(part for part in ("Error", name, words) if part)
     kind = ToolError.unavailable if isinstance(error, faults) else ToolError.exception
     if isinstance(error, InvalidArguments):
         kind = ToolError.invalid_arguments
