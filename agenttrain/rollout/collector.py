@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
+from agenttrain.chat.encoding import ChatError
+from agenttrain.data.config import OnBadRow
 from agenttrain.engines.base import Lockstep
 from agenttrain.engines.config import Sampling
 from agenttrain.rewards.function import RewardError
@@ -62,6 +64,10 @@ class Collector(RolloutContext):
     """Bounds the rollouts in flight of several calls together; None: each call has its own."""
     monitor: LoopMonitor | None = None
     """Watches the event loop for several calls; None: each call has its own."""
+    on_bad_row: OnBadRow = OnBadRow.error
+    """Consequence of a prompt that the chat template refuses, or whose text it leaves out."""
+    place_of: Callable[[Task], str] = "task {0.task_id}".format
+    """Returns where a task's row stands, for error messages."""
 
     def waiting(self) -> list[Waiting]:
         """Return the rollouts in flight and what each waits for; callable from any thread."""
@@ -105,6 +111,8 @@ class Collected:
     """Position of each group's task among those of the step."""
     overlong: int = 0
     """Tasks whose prompt leaves no room to sample."""
+    bad_rows: int = 0
+    """Tasks whose prompt the chat template refuses, left out by `data.on_bad_row=skip`."""
     dropped: int = 0
     """Rollouts that are not trained on: they failed, their group has a broken ledger, or a reward
     function could not score them."""
@@ -128,6 +136,7 @@ class Collected:
         self.groups += later.groups
         self.places += later.places
         self.overlong += later.overlong
+        self.bad_rows += later.bad_rows
         self.dropped += later.dropped
         self.broken += later.broken
         self.uneven_prompts += later.uneven_prompts
@@ -226,7 +235,10 @@ def _make_attempts(
     seed_path: tuple[int | str, ...],
     collected: Collected,
 ) -> list[_Attempt]:
-    """Return the rollouts to make, with ids and seeds; count tasks whose prompt is overlong."""
+    """Return the rollouts to make, with ids and seeds; count overlong prompts and bad rows.
+
+    Raises ChatError with the row's place, unless bad rows are skipped.
+    """
     attempts = []
     name = "-".join(str(part) for part in seed_path[1:])
     for place, task in placed:
@@ -236,12 +248,18 @@ def _make_attempts(
             # All rollouts of the group begin with this prompt. A reset adds to it, so that each
             # rollout has to render its own. An outside agent sends a prompt of its own.
             tools = RowTools(task, collector.toolbox, collector.environments)
-            prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)
             try:
+                prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)
                 check_room(task, len(prompt_ids), collector.engine.max_context)
             except PromptTooLong:
                 collected.overlong += 1
                 continue
+            except ChatError as error:
+                if collector.on_bad_row is OnBadRow.skip:
+                    collected.bad_rows += 1
+                    continue
+                where = collector.place_of(task)
+                raise ChatError(f"{where}: {error}; or data.on_bad_row=skip") from error
         group_id = f"{name}-{place}"
         attempts += [
             _Attempt(
@@ -337,8 +355,15 @@ def _group_results(
 def check_usable(collected: Collected, tasks: int, made: int, max_context: int) -> None:
     """Raise NoRollouts if no rollout of these tasks can be scored.
 
-    `made` are the attempts of tasks whose prompt is not overlong.
+    `made` are the attempts of tasks whose prompt is neither overlong nor refused.
     """
+    if not made and collected.bad_rows:
+        raise NoRollouts(
+            f"the chat template refuses the prompts of {collected.bad_rows} of all {tasks} tasks "
+            "(data.on_bad_row=skip), and the others leave no room. `agenttrain data` shows rows; "
+            "data.on_bad_row=error names the first such row.",
+            collected,
+        )
     if not made:
         raise NoRollouts(
             f"the prompts of all {tasks} tasks fill the engine's context of {max_context} tokens. "
@@ -419,6 +444,7 @@ def step_metrics(
         "rollout/ledger_breaks": collected.broken,
         "time/loop_lag_max_s": collected.loop_lag_s,
         "data/overlong": collected.overlong,
+        **({"data/bad_rows": collected.bad_rows} if collected.bad_rows else {}),
         "data/uneven_prompts": collected.uneven_prompts,
         "time/reward_s": collected.reward_s,
         **{f"time/{phase}_s": value for phase, value in seconds.items()},

@@ -24,6 +24,7 @@ from agenttrain.chat.parsers.export import response_template
 from agenttrain.data.build import Splits, build_tasks, check_needed_columns
 from agenttrain.data.config import OnBadRow
 from agenttrain.data.tasks import TaskSource, check_columns
+from agenttrain.data.transform import MAX_LISTED
 from agenttrain.engines.base import Engine, Lockstep
 from agenttrain.engines.vllm_server.roles import RoleServers, with_servers
 from agenttrain.environments.environments import Environments, build_kinds
@@ -171,6 +172,12 @@ class Components:
         return build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on rows that were left out."""
+        left_out = (source.note for source in self.tasks.by_key.values())
+        return (*self.tasks.notes, *filter(None, left_out))
+
+    @property
     def train_tasks(self) -> TaskSource:
         """Tasks of data.train."""
         return self.tasks.train
@@ -190,6 +197,7 @@ class Components:
             self.tasks.by_key,
             structured_calls=self.config.rollout.structured_calls,
             executed=self.verb != "sft",
+            on_bad_row=self.config.data.on_bad_row,
         )
 
     @cached_property
@@ -214,9 +222,24 @@ class Components:
         lengths = {}
         for key, source in self.tasks.by_key.items():
             first = source.tasks(0, min(RENDERED_TASKS, len(source)))
+            lengths[key], refusals = [], []
             # A row without messages: an environment's reset may give the whole prompt.
-            lengths[key] = [self._prompt_length(task, key) for task in first if task.messages]
+            for task in (task for task in first if task.messages):
+                try:
+                    lengths[key].append(self._prompt_length(task))
+                except ChatError as error:
+                    where = source.place_of(task) or f"task {task.task_id}"
+                    message = f"{key}: {where}: {error}; or remove the messages from the rows"
+                    refusals.append(ChatError(message))
+            if refusals and (self.config.data.on_bad_row is OnBadRow.error or not lengths[key]):
+                raise refusals[0]
         return lengths
+
+    def place_of(self, task: Task) -> str:
+        """Return where a task's row stands, for error messages."""
+        places = ((key, source.place_of(task)) for key, source in self.tasks.by_key.items())
+        known = (f"{key}: {place}" for key, place in places if place is not None)
+        return next(known, f"task {task.task_id}")
 
     @cached_property
     def user(self) -> SimulatedUser | None:
@@ -282,6 +305,8 @@ class Components:
             limits=self.config.rollout,
             environments=self.environments,
             simulated_user=self.user,
+            on_bad_row=self.config.data.on_bad_row,
+            place_of=self.place_of,
         )
 
     def _outside(
@@ -330,7 +355,7 @@ class Components:
         sources = (source for source in (self.train_tasks, self.test_tasks) if len(source))
         for task in (task for source in sources for task in source.tasks(0, 1)):
             if task.messages:
-                return self.prompt_ids(task)
+                return self.chat.rendered_ids(task.messages, self.schemas(task))
         return list(self.chat.stop_token_ids[:1])
 
     async def aclose(self) -> None:
@@ -345,35 +370,33 @@ class Components:
             finally:
                 await self.toolbox.aclose()
 
-    def _prompt_length(self, task: Task, key: str) -> int:
-        """Return the tokens of a prompt, after rendering each later user turn behind an answer."""
+    def _prompt_length(self, task: Task) -> int:
+        """Return the tokens of a prompt, after rendering each later user turn behind an answer.
+
+        Raises ChatError.
+        """
         chat, schemas = self.chat, self.schemas(task)
-        try:
-            if any(message["role"] == "system" for message in task.messages):
-                problem = system_problem(chat, schemas)
-                if problem is not None:
-                    raise ChatError(
-                        f"{problem}, and this task has one; put its text into the first user "
-                        "message, or set chat_template=file with chat_template.path=<file.jinja>"
-                    )
-            length = len(chat.prompt_ids(task.messages, schemas))
-            messages: list[Message] = list(task.messages)
-            for text in task.user_turns:
-                question: Message = {"role": "user", "content": text}
-                messages += [ANSWER.message(), question]
-                chat.prompt_ids(messages, schemas)
-                chat.suffix(
-                    ANSWER,
-                    [question],
-                    completion_ids=[0],
-                    finish=Finish.length,
-                    generation_prompt=True,
+        if any(message["role"] == "system" for message in task.messages):
+            problem = system_problem(chat, schemas)
+            if problem is not None:
+                raise ChatError(
+                    f"{problem}, and this task has one; put its text into the first user "
+                    "message, or set chat_template=file with chat_template.path=<file.jinja>"
                 )
-            return length
-        except ChatError as error:
-            raise ChatError(
-                f"{key}: task {task.task_id}: {error}; or remove the messages from the rows"
-            ) from error
+        length = len(chat.prompt_ids(task.messages, schemas))
+        messages: list[Message] = list(task.messages)
+        for text in task.user_turns:
+            question: Message = {"role": "user", "content": text}
+            messages += [ANSWER.message(), question]
+            chat.prompt_ids(messages, schemas)
+            chat.suffix(
+                ANSWER,
+                [question],
+                completion_ids=[0],
+                finish=Finish.length,
+                generation_prompt=True,
+            )
+        return length
 
 
 def prepare(
@@ -514,6 +537,7 @@ def check_rows(
     *,
     structured_calls: bool = False,
     executed: bool = True,
+    on_bad_row: OnBadRow = OnBadRow.error,
 ) -> set[str]:
     """Check the rows of each source, and the template with their tools; return these tools' names.
 
@@ -528,18 +552,20 @@ def check_rows(
         names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
         if sets:
             _certificate(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
-        _check_messages(chat, key, source)
+        _check_messages(chat, key, source, on_bad_row)
         if structured_calls:
             check_grammars(chat, sets)
     return names
 
 
-def _check_messages(chat: Chat, key: str, source: TaskSource) -> None:
-    """Raise ChatError, naming the row, if the template leaves out the text of a message.
+def _check_messages(chat: Chat, key: str, source: TaskSource, on_bad_row: OnBadRow) -> None:
+    """Find rows of which the template leaves out a message: leave them out, or raise ChatError.
 
-    A conversation is rendered only if a message stands in a place that no row before it had. Rows
-    without end are looked at while the run goes on, but for the first.
+    A conversation is rendered only if a message stands in a place that no row before it had. A text
+    that the template changes, and rows without end behind the first, are found while the run goes
+    on (`Collector.on_bad_row`).
     """
+    bad = dict[int, str]()
     for index in range(RENDERED_TASKS if source.endless else len(source)):
         messages = source.row(index).messages
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -547,9 +573,17 @@ def _check_messages(chat: Chat, key: str, source: TaskSource) -> None:
         try:
             chat.check_places(prompt, ())
         except ChatError as error:
-            raise ChatError(
-                f"{key}: {source.where(index)}: {error}; or leave out such rows"
-            ) from error
+            line = f"{source.where(index)}: {error}"
+            if on_bad_row is OnBadRow.error:
+                raise ChatError(f"{key}: {line}; or data.on_bad_row=skip") from error
+            bad[index] = line
+            if len(bad) == len(source):
+                raise ChatError(f"{key}: not one row is left; the last, {line}") from error
+    if bad and not source.endless:
+        count = f"{len(bad)} of {len(source)} rows"
+        listed = "\n".join(f"  {line}" for line in list(bad.values())[:MAX_LISTED])
+        note = f"{key}: {count} are left out (data.on_bad_row=skip)\n{listed}"
+        source.leave_out(bad, note)
 
 
 def overlong_notes(components: Components) -> list[str]:
@@ -593,13 +627,23 @@ def _check_room(components: Components, *, training: bool) -> None:
         if not known or min(known) < context:
             continue
         later = tasks.by_key[key].tasks(RENDERED_TASKS, max(count - RENDERED_TASKS, 0))
-        if all(components._prompt_length(task, key) >= context for task in later):
+        if all(_fills(components, task, context) for task in later):
             setting = "" if config.engine.max_context is None else "engine.max_context="
             raise ChatError(
                 f"{key}: the prompts of all {count} tasks that are drawn first leave no room: they "
                 f"have {min(known)} tokens or more, and the context is {setting}{context}; raise "
                 "it, or give shorter prompts"
             )
+
+
+def _fills(components: Components, task: Task, context: int) -> bool:
+    """Return True if a task's prompt fills the context, or is refused and will be left out."""
+    try:
+        return components._prompt_length(task) >= context
+    except ChatError:
+        if components.config.data.on_bad_row is OnBadRow.error:
+            raise
+        return True
 
 
 def _check_demonstrations(components: Components) -> None:
