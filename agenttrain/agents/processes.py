@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agenttrain.agents.output import BoundedLog, copy_output
+from agenttrain.agents.output import TAIL_BYTES, BoundedLog, copy_output
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.utils.files import PACKAGE
 from agenttrain.utils.signals import signal_name
@@ -148,6 +148,11 @@ class CommandAgent:
         if code != 0:
             words = err.last_words(LAST_WORDS) or out.last_words(LAST_WORDS)
             raise AgentFailed(f"{ending(code)}" + (f"; it printed: {words}" if words else ""))
+        if out.cut_line and out.last_line().endswith("}"):
+            raise AgentFailed(
+                f"printed a last line of over {TAIL_BYTES >> 10} KiB, which is not read: print the "
+                'reward in a line of its own, {"reward": 1.0}'
+            )
         return result_reward(out.last_line())
 
     async def aclose(self) -> None:
