@@ -57,6 +57,11 @@ class Open:
     """Called when a client went away for good; None: its process says how it ended."""
     _leaving: asyncio.TimerHandle | None = None
 
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """`chat_template.roles`."""
+        return self.rollout.policy.chat.roles
+
     def seen(self) -> None:
         """Note a request."""
         if self._leaving is not None:
@@ -76,13 +81,15 @@ class Api:
     def __init__(self, kind: str) -> None:
         self.anthropic = kind == "anthropic"
 
-    def question(self, body: bytes) -> Question:
-        """Read a request; raises RequestError."""
-        return replace(self.question_of(read_object(body)), size=len(body))
+    def question(self, body: bytes, roles: Mapping[str, str]) -> Question:
+        """Read a request; `roles` are those of `chat_template.roles`. Raises RequestError."""
+        return replace(self.question_of(read_object(body), roles), size=len(body))
 
-    def question_of(self, data: Mapping[str, Any]) -> Question:
+    def question_of(self, data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
         """Read a request that is parsed; raises RequestError."""
-        return anthropic.read_question(data) if self.anthropic else openai.read_question(data)
+        if self.anthropic:
+            return anthropic.read_question(data)
+        return openai.read_question(data, roles)
 
     def body(self, answer: Answer) -> dict[str, Any]:
         """Return an answer in one piece."""
@@ -186,7 +193,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         opened = _authorised(request, find)
         try:
             body = await read_body(request, opened.rollout.max_context)
-            question = await read(len(body), api.question, body)
+            question = await read(len(body), api.question, body, opened.roles)
         except (RequestError, RecursionError) as error:
             opened.rollout.refuse(request_error(error))
             raise
@@ -203,7 +210,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
     async def count_tokens(request: Request) -> Response:
         opened = _authorised(request, find)
         body = await read_body(request, opened.rollout.max_context)
-        question = await read(len(body), APIS["messages"].question, body)
+        question = await read(len(body), APIS["messages"].question, body, opened.roles)
         count = await asyncio.to_thread(opened.rollout.count_tokens, question)
         return JSONResponse({"input_tokens": count})
 
@@ -227,7 +234,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         body = await read_body(request, opened.rollout.max_context)
         data = await read(len(body), read_object, body) if body.strip() else {}
         reward = None if data.get("reward") is None else read_reward(data["reward"])
-        messages = await read(len(body), _read_ending, data)
+        messages = await read(len(body), _read_ending, data, opened.roles)
         await opened.rollout.finish(messages, size=len(body))
         if reward is not None:
             opened.rollout.reward = reward
@@ -253,7 +260,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
     )
 
 
-def _read_ending(data: Mapping[str, Any]) -> list[Message]:
+def _read_ending(data: Mapping[str, Any], roles: Mapping[str, str]) -> list[Message]:
     """Return the conversation with which a rollout is finished. Raises RequestError."""
     messages = data.get("messages")
     if not messages:
@@ -263,7 +270,7 @@ def _read_ending(data: Mapping[str, Any]) -> list[Message]:
     api = APIS["messages" if data.get("api") == "anthropic" else "chat/completions"]
     # A request must end with a message of the user, and this conversation may end with an answer.
     asked = [*messages, {"role": "user", "content": ""}]
-    return api.question_of({"messages": asked}).messages[:-1]
+    return api.question_of({"messages": asked}, roles).messages[:-1]
 
 
 def read_reward(value: object) -> float:

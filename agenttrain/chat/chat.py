@@ -465,9 +465,13 @@ class Chat:
     ) -> tuple[AssistantTurn, Sequence[Message]]:
         """Return the turn and replies to render: one call if the template renders only one.
 
+        Replies get the roles of `chat_template.roles`, as the messages of a prompt do.
+
         Example: replies ``7`` and ``Error: only one call per turn`` to two calls become one reply
         of both texts on two lines.
         """
+        if self.roles:
+            replies = [{**m, "role": self.roles.get(m["role"], m["role"])} for m in replies]
         if not self.one_call_per_turn or len(turn.calls) < 2:
             return turn, replies
         tools = [reply for reply in replies if reply["role"] == "tool"]

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from agenttrain.chat.grammar import AnswerForm
+from agenttrain.chat.omissions import ALIASES, ROLES, role_of
 from agenttrain.chat.wire.fields import OPENAI, SHAPE, field_problem, shown, unfollowed
 from agenttrain.chat.wire.normal import Answer, Question, call_message
 from agenttrain.engines.config import LEAST_TEMPERATURE
@@ -20,15 +21,6 @@ from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
 from agenttrain.utils.messages import REASONING_KEYS, call_arguments
 from agenttrain.utils.strict_json import read_json
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-"""OpenAI's roles, mapped to those of chat templates. `developer` is `system` for every template;
-in rows only for those without that role. Messages behind a turn are not mapped again."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Fields that change the distribution sampled from, and that `ChatRequest` reads."""
 GREATEST_TOP_K = 2**31 - 1
@@ -143,9 +135,10 @@ def parse_request(body: bytes) -> ChatRequest:
     return validated(ChatRequest, data)
 
 
-def read_question(data: Mapping[str, Any]) -> Question:
+def read_question(data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
     """Return a request in the form of all APIs; raises RequestError as `parse_request` does.
 
+    `roles` are those of `chat_template.roles`.
     Sampling parameters and fields that nobody follows are in its `sampling`.
     """
     form = _form(data)
@@ -164,7 +157,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
     if request.stops:
         sampling["stop"] = request.stops
     return Question(
-        messages=read_messages(request, text_arguments=True),
+        messages=read_messages(request, roles, text_arguments=True),
         schemas=schemas,
         form=form,
         model=request.model,
@@ -242,9 +235,13 @@ def validated(kind: type[M], data: Mapping[str, Any]) -> M:
         raise RequestError(f"{param}: {first['msg']}", param=param) from error
 
 
-def read_messages(request: ChatRequest, *, text_arguments: bool = False) -> list[Message]:
+def read_messages(
+    request: ChatRequest, roles: Mapping[str, str], *, text_arguments: bool = False
+) -> list[Message]:
     """Return the messages as chat templates take them.
 
+    `roles` are those of `chat_template.roles`; other names of roles stand for the usual ones, and
+    `developer` for `system` whatever the template has, for clients send either.
     Text parts are joined, arguments are decoded, and a tool's message gets the name of its call.
     Arguments that are no JSON object are an error, unless `text_arguments` keeps their text.
     Raises RequestError.
@@ -253,10 +250,11 @@ def read_messages(request: ChatRequest, *, text_arguments: bool = False) -> list
     names: dict[str, str] = {}
     for index, given in enumerate(request.messages):
         where = f"messages[{index}]"
-        role = ROLES.get(str(given.get("role")))
+        role = _role(str(given.get("role")), roles)
         if role is None:
+            names = ", ".join(dict.fromkeys((*ROLES, *roles, *ALIASES)))
             raise RequestError(
-                f"{where}.role={given.get('role')}: expected one of {', '.join(ROLES)}",
+                f"{where}.role={given.get('role')}: expected one of {names}",
                 param=f"{where}.role",
             )
         for key in ("function_call", "audio"):
@@ -299,6 +297,16 @@ def read_messages(request: ChatRequest, *, text_arguments: bool = False) -> list
             param="messages",
         )
     return messages
+
+
+def _role(name: str, roles: Mapping[str, str]) -> str | None:
+    """Return the role of a message: one of the usual, or one that `roles` maps when it is rendered.
+
+    None for an unknown name.
+    """
+    if roles.get(name) in ROLES:
+        return roles[name]
+    return name if name in ROLES or name in roles else role_of(name)
 
 
 def _text(content: Any, where: str) -> str:
