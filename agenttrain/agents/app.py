@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from agenttrain.agents.attempt import EndpointRollout
 from agenttrain.agents.replays import Delivery, Replays
 from agenttrain.chat.wire import anthropic, openai
-from agenttrain.chat.wire.fields import shown
+from agenttrain.chat.wire.fields import quote
 from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
     KEPT_ALIVE_S,
@@ -276,19 +276,19 @@ def _read_ending(data: Mapping[str, Any], roles: Mapping[str, str]) -> list[Mess
 def read_reward(value: object) -> float:
     """Return an agent's reward; raises RequestError for anything but a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"reward={shown(value)}: needs a number", param="reward")
+        raise RequestError(f"reward={quote(value)}: needs a number", param="reward")
     if not abs(value) <= LARGEST:
-        raise RequestError(f"reward={shown(value)}: must be at most {LARGEST:g}", param="reward")
+        raise RequestError(f"reward={quote(value)}: must be at most {LARGEST:g}", param="reward")
     return float(value)
 
 
 def _authorised(request: Request, find: Callable[[str], Open | None]) -> Open:
     """Return the rollout of the address and the key; raises RequestError."""
-    given = request.headers.get("x-api-key")
-    if given is None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    key = request.headers.get("x-api-key")
+    if key is None:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
     opened = find(request.path_params["rollout"])
-    if opened is None or not hmac.compare_digest(given.encode(), opened.key.encode()):
+    if opened is None or not hmac.compare_digest(key.encode(), opened.key.encode()):
         raise RequestError(
             "no rollout in flight has this address and key; send the key that came with the base "
             "URL, as `Authorization: Bearer …` or `x-api-key`",

@@ -28,7 +28,7 @@ from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
 from agenttrain.agents.conversations import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
-from agenttrain.agents.sandbox import check_sandbox, confined
+from agenttrain.agents.sandbox import check_sandbox, sandbox_command
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.agents.transport import EndpointTransport
 from agenttrain.agents.workers import WorkerAgent
@@ -244,7 +244,7 @@ class Agents:
             return command
         port = int(self.address.rpartition(":")[2])
         socket = self._folder.path / "endpoint"
-        return [*confined(self.settings, socket=socket, port=port), *command]
+        return [*sandbox_command(self.settings, socket=socket, port=port), *command]
 
     async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
         """Run the agent of a rollout to its end; return its failure and its reward."""
