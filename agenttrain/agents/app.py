@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from agenttrain.agents.attempt import EndpointRollout
 from agenttrain.agents.replays import Delivery, Replays
 from agenttrain.chat.wire import anthropic, openai
-from agenttrain.chat.wire.fields import shown
+from agenttrain.chat.wire.fields import quote
 from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
     KEPT_ALIVE_S,
@@ -57,6 +57,11 @@ class Open:
     """Called when a client went away for good; None: its process says how it ended."""
     _leaving: asyncio.TimerHandle | None = None
 
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """`chat_template.roles`."""
+        return self.rollout.policy.chat.roles
+
     def seen(self) -> None:
         """Note a request."""
         if self._leaving is not None:
@@ -76,13 +81,15 @@ class Api:
     def __init__(self, kind: str) -> None:
         self.anthropic = kind == "anthropic"
 
-    def question(self, body: bytes) -> Question:
-        """Read a request; raises RequestError."""
-        return replace(self.question_of(read_object(body)), size=len(body))
+    def question(self, body: bytes, roles: Mapping[str, str]) -> Question:
+        """Read a request; `roles` are those of `chat_template.roles`. Raises RequestError."""
+        return replace(self.question_of(read_object(body), roles), size=len(body))
 
-    def question_of(self, data: Mapping[str, Any]) -> Question:
+    def question_of(self, data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
         """Read a request that is parsed; raises RequestError."""
-        return anthropic.read_question(data) if self.anthropic else openai.read_question(data)
+        if self.anthropic:
+            return anthropic.read_question(data)
+        return openai.read_question(data, roles)
 
     def body(self, answer: Answer) -> dict[str, Any]:
         """Return an answer in one piece."""
@@ -186,7 +193,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         opened = _authorised(request, find)
         try:
             body = await read_body(request, opened.rollout.max_context)
-            question = await read(len(body), api.question, body)
+            question = await read(len(body), api.question, body, opened.roles)
         except (RequestError, RecursionError) as error:
             opened.rollout.refuse(request_error(error))
             raise
@@ -203,7 +210,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
     async def count_tokens(request: Request) -> Response:
         opened = _authorised(request, find)
         body = await read_body(request, opened.rollout.max_context)
-        question = await read(len(body), APIS["messages"].question, body)
+        question = await read(len(body), APIS["messages"].question, body, opened.roles)
         count = await asyncio.to_thread(opened.rollout.count_tokens, question)
         return JSONResponse({"input_tokens": count})
 
@@ -227,7 +234,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         body = await read_body(request, opened.rollout.max_context)
         data = await read(len(body), read_object, body) if body.strip() else {}
         reward = None if data.get("reward") is None else read_reward(data["reward"])
-        messages = await read(len(body), _read_ending, data)
+        messages = await read(len(body), _read_ending, data, opened.roles)
         await opened.rollout.finish(messages, size=len(body))
         if reward is not None:
             opened.rollout.reward = reward
@@ -253,7 +260,7 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
     )
 
 
-def _read_ending(data: Mapping[str, Any]) -> list[Message]:
+def _read_ending(data: Mapping[str, Any], roles: Mapping[str, str]) -> list[Message]:
     """Return the conversation with which a rollout is finished. Raises RequestError."""
     messages = data.get("messages")
     if not messages:
@@ -263,25 +270,25 @@ def _read_ending(data: Mapping[str, Any]) -> list[Message]:
     api = APIS["messages" if data.get("api") == "anthropic" else "chat/completions"]
     # A request must end with a message of the user, and this conversation may end with an answer.
     asked = [*messages, {"role": "user", "content": ""}]
-    return api.question_of({"messages": asked}).messages[:-1]
+    return api.question_of({"messages": asked}, roles).messages[:-1]
 
 
 def read_reward(value: object) -> float:
     """Return an agent's reward; raises RequestError for anything but a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"reward={shown(value)}: needs a number", param="reward")
+        raise RequestError(f"reward={quote(value)}: needs a number", param="reward")
     if not abs(value) <= LARGEST:
-        raise RequestError(f"reward={shown(value)}: must be at most {LARGEST:g}", param="reward")
+        raise RequestError(f"reward={quote(value)}: must be at most {LARGEST:g}", param="reward")
     return float(value)
 
 
 def _authorised(request: Request, find: Callable[[str], Open | None]) -> Open:
     """Return the rollout of the address and the key; raises RequestError."""
-    given = request.headers.get("x-api-key")
-    if given is None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    key = request.headers.get("x-api-key")
+    if key is None:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
     opened = find(request.path_params["rollout"])
-    if opened is None or not hmac.compare_digest(given.encode(), opened.key.encode()):
+    if opened is None or not hmac.compare_digest(key.encode(), opened.key.encode()):
         raise RequestError(
             "no rollout in flight has this address and key; send the key that came with the base "
             "URL, as `Authorization: Bearer …` or `x-api-key`",

@@ -24,7 +24,7 @@ from agenttrain.agents.conversations import (
 from agenttrain.agents.plans import Plan, RequestPlanner, Suffix
 from agenttrain.agents.transcript import Transcript, call_error
 from agenttrain.chat.chat import Chat
-from agenttrain.chat.wire.fields import MOST_SHOWN, shown
+from agenttrain.chat.wire.fields import MOST_SHOWN, quote
 from agenttrain.chat.wire.http import read, request_error
 from agenttrain.chat.wire.normal import Answer, Question, issued_calls, issued_message
 from agenttrain.chat.wire.openai import RequestError
@@ -288,7 +288,7 @@ class EndpointRollout:
         else:
             reason = "prompts and samples are the run's, which this could change"
         raise RequestError(
-            f"{name[:MOST_SHOWN]}={shown(value)}: {reason}; leave it out, or set "
+            f"{name[:MOST_SHOWN]}={quote(value)}: {reason}; leave it out, or set "
             "agent.on_sampling=override, which ignores and counts it",
             param=name,
             code="unsupported_value",
@@ -351,8 +351,8 @@ class EndpointRollout:
         if self.policy.parsed is not None:
             self.policy.parsed(trajectory, completion.token_ids, message, turn=index, after=after)
         trajectory.messages.append(message)
-        shown = issued_calls(turn, text_arguments=text_arguments)
-        ids = [f"call_{secrets.token_hex(12)}" for _ in shown]
+        calls = issued_calls(turn, text_arguments=text_arguments)
+        ids = [f"call_{secrets.token_hex(12)}" for _ in calls]
         issued = issued_message(turn, ids, secrets.token_hex(16), text_arguments=text_arguments)
         given = iter(ids)
         request.transcript.conversations.add(
@@ -363,7 +363,7 @@ class EndpointRollout:
                 message_count=len(trajectory.messages),
                 turn=turn,
                 completion=completion,
-                call_ids=tuple(next(given) if call in shown else "" for call in turn.calls),
+                call_ids=tuple(next(given) if call in calls else "" for call in turn.calls),
                 conversation=(*request.messages, issued),
                 tools=request.tools,
                 before=request.match.digest,

@@ -58,8 +58,13 @@ class BoundedLog:
         return self._tail.decode("utf-8", "replace").strip()[-characters:]
 
     def last_line(self) -> str:
-        """Return the last line of the output, if it is shorter than what is kept of the end."""
+        """Return the last line of the output, or what is kept of its end."""
         return self._tail.decode("utf-8", "replace").strip().rpartition("\n")[2]
+
+    @property
+    def cut_line(self) -> bool:
+        """True if the beginning of the last line is not kept."""
+        return len(self._tail) == TAIL_BYTES and b"\n" not in self._tail.strip()
 
     def close(self) -> None:
         """Write the end of the output, and close the file."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agenttrain.agents.output import BoundedLog, copy_output
+from agenttrain.agents.output import TAIL_BYTES, BoundedLog, copy_output
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.utils.files import PACKAGE
 from agenttrain.utils.signals import signal_name
@@ -147,7 +147,12 @@ class CommandAgent:
             return float(code == 0)
         if code != 0:
             words = err.last_words(LAST_WORDS) or out.last_words(LAST_WORDS)
-            raise AgentFailed(f"{ending(code)}" + (f"; it printed: {words}" if words else ""))
+            raise AgentFailed(describe_exit(code) + (f"; it printed: {words}" if words else ""))
+        if out.cut_line and out.last_line().endswith("}"):
+            raise AgentFailed(
+                f"printed a last line of over {TAIL_BYTES >> 10} KiB, which is not read: print the "
+                'reward in a line of its own, {"reward": 1.0}'
+            )
         return result_reward(out.last_line())
 
     async def aclose(self) -> None:
@@ -162,7 +167,7 @@ def make_command(command: Callable[[], Sequence[str]]) -> Sequence[str]:
         raise AgentFailed(f"cannot be started: {error}") from error
 
 
-def result_in(line: str | bytes) -> dict[str, Any] | None:
+def parse_result(line: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object that a line is; None for any other line.
 
     Raises AgentFailed for JSON that cannot be read: nested too deeply, or with an endless number.
@@ -183,9 +188,9 @@ def result_reward(line: str) -> float | None:
 
     Raises AgentFailed for a reward that is no number, NaN and Infinity among them.
     """
-    return agent_reward((result_in(line) or {}).get("reward"))
+    return agent_reward((parse_result(line) or {}).get("reward"))
 
 
-def ending(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return how a program ended, as the end of a sentence."""
     return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,7 @@ from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
 from agenttrain.agents.conversations import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
-from agenttrain.agents.sandbox import check_sandbox, confined
+from agenttrain.agents.sandbox import check_sandbox, sandbox_command
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.agents.transport import EndpointTransport
 from agenttrain.agents.workers import WorkerAgent
@@ -53,6 +54,8 @@ GRACE_S = 5.0
 KEEP_ALIVE_S = 600
 """Seconds that an idle connection stays open: clients that outlive an update of the policy may use
 it again."""
+MOST_FORMS = 256
+"""Tools and forms of requests whose check is remembered."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that stand for all of a machine, mapped to one by which it can be reached."""
 
@@ -167,7 +170,7 @@ class Agents:
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, Open] = {}
         self._app = build_app(self._open.get)
-        self._problems: dict[str, tuple[str, str] | None] = {}
+        self._problems: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
         """Tools and form of a request, as JSON -> the parameter at fault, and why."""
         self._restarted: set[Restart] = set()
         self._folder: TemporaryFolder | None = None
@@ -241,7 +244,7 @@ class Agents:
             return command
         port = int(self.address.rpartition(":")[2])
         socket = self._folder.path / "endpoint"
-        return [*confined(self.settings, socket=socket, port=port), *command]
+        return [*sandbox_command(self.settings, socket=socket, port=port), *command]
 
     async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
         """Run the agent of a rollout to its end; return its failure and its reward."""
@@ -358,9 +361,12 @@ class Agents:
         if key not in self._problems:
             async with self._certifying:
                 if key not in self._problems:
-                    self._problems[key] = await asyncio.to_thread(
-                        form_problem, self.chat, question, structured
-                    )
+                    problem = await asyncio.to_thread(form_problem, self.chat, question, structured)
+                    self._problems[key] = problem
+        # Those asked for lately stay: an agent may invent tools for each request.
+        self._problems.move_to_end(key)
+        while len(self._problems) > MOST_FORMS:
+            self._problems.popitem(last=False)
         problem = self._problems[key]
         if problem is None:
             return None

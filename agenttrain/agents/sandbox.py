@@ -61,7 +61,9 @@ def check_sandbox(settings: AgentConfig) -> None:
         )
 
 
-def confined(settings: AgentConfig, *, socket: Path | None = None, port: int = 0) -> list[str]:
+def sandbox_command(
+    settings: AgentConfig, *, socket: Path | None = None, port: int = 0
+) -> list[str]:
     """Return the beginning of a command that runs another, such as `agent.command`, in a sandbox.
 
     `socket` is the one on which the endpoint listens; in the sandbox it has its usual address, that
@@ -96,7 +98,7 @@ def confined(settings: AgentConfig, *, socket: Path | None = None, port: int = 0
 
 def _probe(settings: AgentConfig) -> str:
     """Return why no program can run in a sandbox; "" if it can."""
-    command = [*confined(settings), "true"]
+    command = [*sandbox_command(settings), "true"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S

@@ -163,9 +163,9 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
 
 def follow(path: str, links: dict[str, str]) -> str:
     """Return a path without links, and add each link on the way to `links`."""
-    rest, real, hops = os.path.abspath(path).split("/"), "", 0
-    while rest:
-        part, *rest = rest
+    names, real, hops = os.path.abspath(path).split("/"), "", 0
+    while names:
+        part, *names = names
         if part == "..":
             real = os.path.dirname(real)
         elif part not in ("", "."):
@@ -175,7 +175,7 @@ def follow(path: str, links: dict[str, str]) -> str:
                 continue
             hops += 1
             links[step] = os.readlink(step)
-            rest = [*links[step].split("/"), *rest]
+            names = [*links[step].split("/"), *names]
             real = "" if links[step].startswith("/") else real
     return real or "/"
 

@@ -18,9 +18,9 @@ from agenttrain.agents.processes import (
     LAST_WORDS,
     LAST_WORDS_S,
     AgentProcess,
-    ending,
+    describe_exit,
     make_command,
-    result_in,
+    parse_result,
 )
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 
@@ -81,7 +81,7 @@ class Worker:
                 self._take(line)
                 if self.log is not None and self.log.full:
                     await asyncio.sleep(0)
-            how = ending(await process.wait())
+            how = describe_exit(await process.wait())
             await asyncio.wait((errors,), timeout=LAST_WORDS_S)
         except AgentFailed as error:
             how = str(error)
@@ -101,7 +101,7 @@ class Worker:
 
         Raises AgentFailed for a line that cannot be read: the result of a rollout may be lost.
         """
-        printed = result_in(line)
+        printed = parse_result(line)
         if printed is not None:
             only = next(iter(self.pending), None) if len(self.pending) == 1 else None
             result = self.pending.get(str(printed.get("rollout_id", only)))

@@ -27,7 +27,7 @@ from agenttrain.chat.omissions import (
     ROLES,
     Place,
     advice,
-    left_out,
+    find_omitted,
     places,
     role_of,
     texts_stand_in,
@@ -213,8 +213,8 @@ class Chat:
         if name in ROLES or (usual := role_of(name)) is None:
             return name
         if name not in self._usual_roles:
-            lacking, shown = (self._omits_role(role, usual) for role in (name, usual))
-            self._usual_roles[name] = usual if lacking and not shown else name
+            omits_name, omits_usual = (self._omits_role(role, usual) for role in (name, usual))
+            self._usual_roles[name] = usual if omits_name and not omits_usual else name
         return self._usual_roles[name]
 
     def _omits_role(self, name: str, usual: str) -> bool:
@@ -257,7 +257,7 @@ class Chat:
             marked, rendering, close
         ):
             return
-        omitted = left_out(messages, lambda changed: self._prompt(changed, schemas))
+        omitted = find_omitted(messages, lambda changed: self._prompt(changed, schemas))
         if len(self._shown_places) >= CACHED_SHAPES:
             self._shown_places.clear()
         self._shown_places.update(place for i, place in seen.items() if i not in omitted)
@@ -459,9 +459,13 @@ class Chat:
     ) -> tuple[AssistantTurn, Sequence[Message]]:
         """Return the turn and replies to render: one call if the template renders only one.
 
+        Replies get the roles of `chat_template.roles`, as the messages of a prompt do.
+
         Example: replies ``7`` and ``Error: only one call per turn`` to two calls become one reply
         of both texts on two lines.
         """
+        if self.roles:
+            replies = [{**m, "role": self.roles.get(m["role"], m["role"])} for m in replies]
         if not self.one_call_per_turn or len(turn.calls) < 2:
             return turn, replies
         tools = [reply for reply in replies if reply["role"] == "tool"]

@@ -71,7 +71,7 @@ def places(messages: Sequence[Message]) -> dict[int, Place]:
     }
 
 
-def left_out(messages: Sequence[Message], render: Render) -> list[int]:
+def find_omitted(messages: Sequence[Message], render: Render) -> list[int]:
     """Return the numbers of the messages whose texts a rendering of the conversation lacks.
 
     Empty too if the template refuses the conversation with words of ours in it.
@@ -112,16 +112,16 @@ def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close:
     return True
 
 
-def advice(messages: Sequence[Message], index: int, shown: Sequence[str]) -> str:
+def advice(messages: Sequence[Message], index: int, roles: Sequence[str]) -> str:
     """Return what to write in place of a message that is left out.
 
-    `shown` are the roles of which the template renders messages.
+    `roles` are the roles of which the template renders messages.
     """
     message = messages[index]
     role, before = str(message.get("role")), [str(m.get("role")) for m in messages[:index]]
-    known = role_of(role)
-    if known is not None:
-        return f"write the role {known}, or set chat_template.roles={{{role}: {known}}}"
+    usual = role_of(role)
+    if usual is not None:
+        return f"write the role {usual}, or set chat_template.roles={{{role}: {usual}}}"
     if role == "assistant" and message.get("tool_calls"):
         return "remove the text beside its calls, or set chat_template to one that renders it"
     if role == "tool":
@@ -135,4 +135,4 @@ def advice(messages: Sequence[Message], index: int, shown: Sequence[str]) -> str
         return "put its text into the first message of the user, or set chat_template"
     if role in ROLES:
         return "write it in another place, or set chat_template"
-    return f"write one of the roles {', '.join(shown)}"
+    return f"write one of the roles {', '.join(roles)}"

@@ -116,7 +116,7 @@ def certify(runs: Sequence[Composed]) -> bool:
                     if sizes
                 )
                 print(f"prompts        {prompts or 'given by the environment'}")
-                notes = [*components.tasks.notes, *overlong_notes(components)]
+                notes = [*components.notes, *overlong_notes(components)]
                 notes += components.rubric.alarms()
                 for note in (*notes, sampling_note(config)):
                     if note is not None:

@@ -7,7 +7,6 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -31,12 +30,10 @@ from agenttrain.types import (
     ToolContext,
     ToolResult,
 )
-from agenttrain.utils.json_schema import MAX_DEPTH, SchemaResolver, schema_types
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import shell_command
+from agenttrain.utils.schema_examples import example
 
-EXAMPLES: Mapping[str, Any] = {"string": "…", "integer": 1, "number": 1.5, "boolean": True}
-"""A value of each JSON type."""
 SEARCHED = 10_000
 """Rows that are searched for a task's id: rows without end are computed one by one."""
 
@@ -262,35 +259,11 @@ def _print_tool(console: Console, tool: Mapping[str, Any], words: Sequence[str])
     limited = ", ".join(f"{name} {value}" for name, value in limits.items())
     console.print(_inset(Text(limited, "dim")))
     # A value for each required argument, by its type.
-    resolver = SchemaResolver(tool["schema"]["function"].get("parameters", {}))
-    values = _example({"type": "object", **resolver.root}, resolver)
-    example = json.dumps(values, ensure_ascii=False)
-    command = shell_command(["tools", *words, "--call", tool["name"], example])
+    parameters = {"type": "object", **tool["schema"]["function"].get("parameters", {})}
+    values = json.dumps(example(parameters, ["…"], None), ensure_ascii=False)
+    command = shell_command(["tools", *words, "--call", tool["name"], values])
     # soft_wrap: a command broken over lines cannot be copied.
     console.print(Text(f"  try it: {command}\n", "dim"), soft_wrap=True)
-
-
-def _example(schema: Any, resolver: SchemaResolver, depth: int = 0) -> Any:
-    """Return a value that fits a part of the resolver's schema, `depth` parts deep.
-
-    From MAX_DEPTH on the last option is taken, which is null for optional parts, so that a schema
-    that contains itself ends.
-    """
-    if depth > 2 * MAX_DEPTH:
-        return None
-    expanded, value = resolver.expand(schema), partial(_example, resolver=resolver, depth=depth + 1)
-    if expanded.get("enum"):
-        return expanded["enum"][0]
-    if options := resolver.options(expanded):
-        return value(options[0 if depth < MAX_DEPTH else -1])
-    kind = next(iter(schema_types(expanded)), None)
-    if kind == "array":
-        return [value(expanded.get("items", {}))]
-    if kind == "object":
-        properties = expanded.get("properties", {})
-        names = expanded.get("required", ())
-        return {name: value(properties.get(name, {})) for name in names}
-    return EXAMPLES.get(str(kind), "…")
 
 
 def _inset(content: Text | JSON, below: int = 0) -> Padding:

@@ -33,12 +33,14 @@ from agenttrain.utils.sections import (
 
 
 class OnBadRow(StrEnum):
-    """Consequence of a row that cannot become a task."""
+    """Consequence of a row that cannot become a task, or that the chat template refuses."""
 
     error = "error"
-    """Stop the run before it begins, naming the first such rows."""
+    """Stop the run before it begins, naming the first such rows; rows without end, and texts that
+    the template changes, stop it where they are drawn."""
     skip = "skip"
-    """Leave it out, and print how many rows were left out."""
+    """Leave it out, and print how many rows were left out; those that are drawn count in
+    `data/bad_rows`."""
 
 
 @dataclass(config=SETTINGS)
@@ -136,7 +138,7 @@ class DataConfig:
     """Download the images that rows name by an address (https://…), once per machine; false: such
     a row is a bad row."""
     on_bad_row: Data[OnBadRow] = OnBadRow.error
-    """Consequence of a row that cannot become a task."""
+    """Consequence of a row that cannot become a task, or that the chat template refuses."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from agenttrain.data.images import COLUMN, ImageLimits, with_images
@@ -73,9 +73,11 @@ class TaskSource:
         self._rows, self._shuffle, self._seed = rows, shuffle, seed
         self._needs_prompt, self._images = needs_prompt, images
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
+        self._kept: Sequence[int] | None = None
+        self.note: str | None = None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) if self._kept is None else len(self._kept)
 
     @property
     def endless(self) -> bool:
@@ -88,24 +90,48 @@ class TaskSource:
 
     def index(self, occurrence: int) -> int:
         """Return the row of an occurrence."""
-        epoch, position = divmod(occurrence, len(self._rows))
+        epoch, position = divmod(occurrence, len(self))
         if not self._shuffle:
             return position
         if self._epoch[0] != epoch:
-            order = list(range(len(self._rows)))
+            order = list(range(len(self)))
             random.Random(f"{self._seed}-{epoch}").shuffle(order)
             self._epoch = (epoch, order)
         return self._epoch[1][position]
 
     def row(self, index: int) -> Task:
         """Return the task of a row, by its number in the dataset."""
-        row, needs_prompt = self._rows[index], self._needs_prompt
-        return to_task(row, index, needs_prompt=needs_prompt, images=self._images)
+        number = self._number(index)
+        row, needs_prompt = self._rows[number], self._needs_prompt
+        return to_task(row, number, needs_prompt=needs_prompt, images=self._images)
 
     def where(self, index: int) -> str:
         """Return the row's place for error messages."""
-        where = getattr(self._rows, "where", None)
-        return f"data row {index}" if where is None else where(index)
+        where, number = getattr(self._rows, "where", None), self._number(index)
+        return f"data row {number}" if where is None else where(number)
+
+    def place_of(self, task: Task) -> str | None:
+        """Return the place of a task's row; None if the task is not of this source.
+
+        All rows are looked at, and of rows without end the one that the task's id names.
+        """
+        rows: Iterable[int] = range(0 if self.endless else len(self))
+        if self.endless and task.task_id.isdecimal():
+            rows = (int(task.task_id),)
+        return next((self.where(index) for index in rows if self.row(index) == task), None)
+
+    def leave_out(self, indices: Collection[int], note: str) -> None:
+        """Remove rows; the others keep their ids. The source must have an end.
+
+        `note` says which rows, and why.
+        """
+        self.note = note
+        self._kept = [self._number(i) for i in range(len(self)) if i not in indices]
+        self._epoch = (-1, ())
+
+    def _number(self, index: int) -> int:
+        """Return a row's number in the dataset, where those left out count."""
+        return index if self._kept is None else self._kept[index]
 
 
 def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:

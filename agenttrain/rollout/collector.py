@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from agenttrain.chat.encoding import ChatError
+from agenttrain.data.config import OnBadRow
 from agenttrain.engines.base import Lockstep
 from agenttrain.rewards.function import RewardError
 from agenttrain.rewards.rubric import Rubric
@@ -77,6 +79,10 @@ class Collector(RolloutContext):
     """Bounds the rollouts in flight of several calls together; None: each call has its own."""
     monitor: LoopMonitor | None = None
     """Watches the event loop for several calls; None: each call has its own."""
+    on_bad_row: OnBadRow = OnBadRow.error
+    """Consequence of a prompt that the chat template refuses, or whose text it leaves out."""
+    place_of: Callable[[Task], str] = "task {0.task_id}".format
+    """Returns where a task's row stands, for error messages."""
 
     def waiting(self) -> list[Waiting]:
         """Return the rollouts in flight and what each waits for; callable from any thread."""
@@ -127,6 +133,8 @@ class Collected:
     """Position of each group's task among those of the step."""
     overlong: int = 0
     """Tasks whose prompt leaves no room to sample."""
+    bad_rows: int = 0
+    """Tasks whose prompt the chat template refuses, left out by `data.on_bad_row=skip`."""
     dropped: int = 0
     """Rollouts that are not trained on: they failed, their group has a broken ledger, or a reward
     function could not score them."""
@@ -150,6 +158,7 @@ class Collected:
         self.groups += later.groups
         self.places += later.places
         self.overlong += later.overlong
+        self.bad_rows += later.bad_rows
         self.dropped += later.dropped
         self.broken += later.broken
         self.uneven_prompts += later.uneven_prompts
@@ -230,7 +239,10 @@ async def _score(rubric: Rubric, rollouts: Sequence[Rollout]) -> Sequence[str]:
 def _rollout_requests(
     collector: Collector, request: BatchRequest, collected: Collected
 ) -> list[RolloutRequest]:
-    """Return the requests for single rollouts; count tasks whose prompt is overlong."""
+    """Return the requests for single rollouts; count overlong prompts and bad rows.
+
+    Raises ChatError with the row's place, unless bad rows are skipped.
+    """
     requests: list[RolloutRequest] = []
     for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
@@ -239,12 +251,18 @@ def _rollout_requests(
             # All rollouts of the group begin with this prompt. A reset adds to it, so that each
             # rollout has to render its own. An outside agent sends a prompt of its own.
             tools = RowTools(task, collector.toolbox, collector.environments)
-            prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)
             try:
+                prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)
                 check_room(task, len(prompt_ids), collector.engine.max_context)
             except PromptTooLong:
                 collected.overlong += 1
                 continue
+            except ChatError as error:
+                if collector.on_bad_row is OnBadRow.skip:
+                    collected.bad_rows += 1
+                    continue
+                where = collector.place_of(task)
+                raise ChatError(f"{where}: {error}; or data.on_bad_row=skip") from error
         requests += request.rollouts(place, task, prompt_ids)
     return requests
 
@@ -328,8 +346,15 @@ def _group_results(
 def check_usable(collected: Collected, tasks: int, attempts: int, max_context: int) -> None:
     """Raise NoRollouts if no rollout of these tasks can be scored.
 
-    `attempts` counts the rollouts of tasks whose prompt is not overlong.
+    `attempts` counts the rollouts of tasks whose prompt is neither overlong nor refused.
     """
+    if not attempts and collected.bad_rows:
+        raise NoRollouts(
+            f"the chat template refuses the prompts of {collected.bad_rows} of all {tasks} tasks "
+            "(data.on_bad_row=skip), and the others leave no room. `agenttrain data` shows rows; "
+            "data.on_bad_row=error names the first such row.",
+            collected,
+        )
     if not attempts:
         raise NoRollouts(
             f"the prompts of all {tasks} tasks fill the engine's context of {max_context} tokens. "
@@ -392,6 +417,7 @@ def step_metrics(
         "rollout/ledger_breaks": collected.broken,
         "time/loop_lag_max_s": collected.loop_lag_s,
         "data/overlong": collected.overlong,
+        **({"data/bad_rows": collected.bad_rows} if collected.bad_rows else {}),
         "data/uneven_prompts": collected.uneven_prompts,
         "time/reward_s": collected.reward_s,
         **{f"time/{phase}_s": value for phase, value in seconds.items()},

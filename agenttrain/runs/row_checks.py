@@ -9,7 +9,9 @@ from agenttrain.chat.certificate import Certificate, certify
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import system_problem
+from agenttrain.data.config import OnBadRow
 from agenttrain.data.tasks import TaskSource
+from agenttrain.data.transform import MAX_LISTED
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.row_tools import check_grammars, row_tool_sets, tool_sets
 from agenttrain.tools.toolbox import Toolbox
@@ -30,6 +32,7 @@ def check_rows(
     *,
     structured_calls: bool = False,
     executed: bool = True,
+    on_bad_row: OnBadRow = OnBadRow.error,
 ) -> set[str]:
     """Check the rows of each source, and the template with their tools; return these tools' names.
 
@@ -44,18 +47,20 @@ def check_rows(
         names |= {schema["function"]["name"] for schemas in sets for schema in schemas}
         if sets:
             certify_tool_sets(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
-        _check_messages(chat, key, source)
+        _check_messages(chat, key, source, on_bad_row)
         if structured_calls:
             check_grammars(chat, sets)
     return names
 
 
-def _check_messages(chat: Chat, key: str, source: TaskSource) -> None:
-    """Raise ChatError, naming the row, if the template leaves out the text of a message.
+def _check_messages(chat: Chat, key: str, source: TaskSource, on_bad_row: OnBadRow) -> None:
+    """Leave out the rows of which the template drops a message, or raise ChatError.
 
-    A conversation is rendered only if a message stands in a place that no row before it had. Of a
-    source without end only the first rows are checked here, the others as they are drawn.
+    A conversation is rendered only if a message stands in a place that no row before it had. A text
+    that the template changes, and later rows of a source without end, are found while the run goes
+    on (`Collector.on_bad_row`).
     """
+    bad = dict[int, str]()
     for index in range(RENDERED_TASKS if source.endless else len(source)):
         messages = source.row(index).messages
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -65,42 +70,45 @@ def _check_messages(chat: Chat, key: str, source: TaskSource) -> None:
         try:
             chat.check_places(prompt, ())
         except ChatError as error:
-            raise ChatError(
-                f"{key}: {source.where(index)}: {error}; or leave out such rows"
-            ) from error
+            line = f"{source.where(index)}: {error}"
+            if on_bad_row is OnBadRow.error:
+                raise ChatError(f"{key}: {line}; or data.on_bad_row=skip") from error
+            bad[index] = line
+            if len(bad) == len(source):
+                raise ChatError(f"{key}: not one row is left; the last, {line}") from error
+    if bad and not source.endless:
+        count = f"{len(bad)} of {len(source)} rows"
+        listed = "\n".join(f"  {line}" for line in list(bad.values())[:MAX_LISTED])
+        note = f"{key}: {count} are left out (data.on_bad_row=skip)\n{listed}"
+        source.leave_out(bad, note)
 
 
-def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]], key: str) -> int:
+def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> int:
     """Return the tokens of a prompt, after rendering each later user turn behind an answer.
 
-    Raises ChatError with `key`, task and remedy if the template cannot render them.
+    Raises ChatError if the template cannot render them.
     """
-    try:
-        if any(message["role"] == "system" for message in task.messages):
-            problem = system_problem(chat, schemas)
-            if problem is not None:
-                raise ChatError(
-                    f"{problem}, and this task has one; put its text into the first user "
-                    "message, or set chat_template=file with chat_template.path=<file.jinja>"
-                )
-        length = len(chat.prompt_ids(task.messages, schemas))
-        messages: list[Message] = list(task.messages)
-        for text in task.user_turns:
-            question: Message = {"role": "user", "content": text}
-            messages += [ANSWER.message(), question]
-            chat.prompt_ids(messages, schemas)
-            chat.suffix(
-                ANSWER,
-                [question],
-                completion_ids=[0],
-                finish=Finish.length,
-                generation_prompt=True,
+    if any(message["role"] == "system" for message in task.messages):
+        problem = system_problem(chat, schemas)
+        if problem is not None:
+            raise ChatError(
+                f"{problem}, and this task has one; put its text into the first user "
+                "message, or set chat_template=file with chat_template.path=<file.jinja>"
             )
-        return length
-    except ChatError as error:
-        raise ChatError(
-            f"{key}: task {task.task_id}: {error}; or remove the messages from the rows"
-        ) from error
+    length = len(chat.prompt_ids(task.messages, schemas))
+    messages: list[Message] = list(task.messages)
+    for text in task.user_turns:
+        question: Message = {"role": "user", "content": text}
+        messages += [ANSWER.message(), question]
+        chat.prompt_ids(messages, schemas)
+        chat.suffix(
+            ANSWER,
+            [question],
+            completion_ids=[0],
+            finish=Finish.length,
+            generation_prompt=True,
+        )
+    return length
 
 
 def certify_tool_sets(chat: Chat, sets: Sequence[list[dict[str, Any]]]) -> Certificate:

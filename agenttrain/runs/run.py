@@ -69,7 +69,7 @@ from agenttrain.training.world import PeerFailed, World
 from agenttrain.types import AgenttrainError, ConfigError, Rollout
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, TERMINATED
 from agenttrain.utils.garbage import no_collections
-from agenttrain.utils.redaction import hide_secrets
+from agenttrain.utils.redaction import hide_in_words, hide_secrets
 from agenttrain.utils.signals import Preempted, StopRequest, listening
 
 CROSS_ENTROPY = AlgorithmConfig(
@@ -177,7 +177,7 @@ class Run:
             processes=self.world.size if self.world.size > 1 else None,
             stalled_phase=None,
             project=self.project,
-            **({"arguments": list(self.words)} if self.words else {}),
+            **({"arguments": hide_in_words(self.words)} if self.words else {}),
         )
 
     def _agree(self, signalled: bool) -> bool:
@@ -246,7 +246,7 @@ class Run:
             print(f"{changes.splitlines()[0]} ({file})")
         for warning in components.certificate.warnings:
             print(f"  {warning}")
-        for note in components.tasks.notes:
+        for note in components.notes:
             print(note, flush=True)
         if self.verb == "train":
             for note_of in (sampling_note, async_note, broadcast_note):

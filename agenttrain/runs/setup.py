@@ -220,6 +220,12 @@ class Components:
         return build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on rows that were left out."""
+        left_out = (source.note for source in self.tasks.by_key.values())
+        return (*self.tasks.notes, *filter(None, left_out))
+
+    @property
     def train_tasks(self) -> TaskSource:
         """Tasks of data.train."""
         return self.tasks.train
@@ -239,6 +245,7 @@ class Components:
             self.tasks.by_key,
             structured_calls=self.config.rollout.structured_calls,
             executed=self.verb != "sft",
+            on_bad_row=self.config.data.on_bad_row,
         )
 
     @cached_property
@@ -263,13 +270,28 @@ class Components:
         lengths = {}
         for key, source in self.tasks.by_key.items():
             first = source.tasks(0, min(RENDERED_TASKS, len(source)))
+            lengths[key], refusals = [], []
             # A row without messages: an environment's reset may give the whole prompt.
-            lengths[key] = [self.prompt_length(task, key) for task in first if task.messages]
+            for task in (task for task in first if task.messages):
+                try:
+                    lengths[key].append(self.prompt_length(task))
+                except ChatError as error:
+                    where = source.place_of(task) or f"task {task.task_id}"
+                    message = f"{key}: {where}: {error}; or remove the messages from the rows"
+                    refusals.append(ChatError(message))
+            if refusals and (self.config.data.on_bad_row is OnBadRow.error or not lengths[key]):
+                raise refusals[0]
         return lengths
 
-    def prompt_length(self, task: Task, key: str) -> int:
-        """Return the tokens of a task's prompt; `key` names its split in a ChatError."""
-        return prompt_length(self.chat, task, self.schemas(task), key)
+    def prompt_length(self, task: Task) -> int:
+        """Return the tokens of a task's prompt. Raises ChatError if the template refuses it."""
+        return prompt_length(self.chat, task, self.schemas(task))
+
+    def place_of(self, task: Task) -> str:
+        """Return where a task's row stands, for error messages."""
+        places = ((key, source.place_of(task)) for key, source in self.tasks.by_key.items())
+        named = (f"{key}: {place}" for key, place in places if place is not None)
+        return next(named, f"task {task.task_id}")
 
     @cached_property
     def user(self) -> SimulatedUser | None:
@@ -337,6 +359,8 @@ class Components:
             limits=self.config.rollout,
             environments=self.environments,
             simulated_user=self.user,
+            on_bad_row=self.config.data.on_bad_row,
+            place_of=self.place_of,
         )
 
     def _make_agents(
@@ -385,7 +409,7 @@ class Components:
         sources = (source for source in (self.train_tasks, self.test_tasks) if len(source))
         for task in (task for source in sources for task in source.tasks(0, 1)):
             if task.messages:
-                return self.prompt_ids(task)
+                return self.chat.rendered_ids(task.messages, self.schemas(task))
         return list(self.chat.stop_token_ids[:1])
 
     async def aclose(self) -> None:
@@ -520,13 +544,23 @@ def _check_room(components: Components, *, training: bool) -> None:
             continue
         # All rendered prompts are too long: only now is it worth rendering the rest of the step.
         later = tasks.by_key[key].tasks(RENDERED_TASKS, max(count - RENDERED_TASKS, 0))
-        if all(components.prompt_length(task, key) >= context for task in later):
+        if all(_fills(components, task, context) for task in later):
             setting = "" if config.engine.max_context is None else "engine.max_context="
             raise ChatError(
                 f"{key}: the prompts of all {count} tasks that are drawn first leave no room: they "
                 f"have {min(rendered)} tokens or more, and the context is {setting}{context}; "
                 "raise it, or give shorter prompts"
             )
+
+
+def _fills(components: Components, task: Task, context: int) -> bool:
+    """Return True if a task's prompt fills the context, or is refused and will be left out."""
+    try:
+        return components.prompt_length(task) >= context
+    except ChatError:
+        if components.config.data.on_bad_row is OnBadRow.error:
+            raise
+        return True
 
 
 def _check_demonstrations(components: Components) -> None:

@@ -167,7 +167,7 @@ class ChatServer:
                 code="model_not_found",
                 status=404,
             )
-        messages, schemas = read_messages(request), request.schemas
+        messages, schemas = read_messages(request, self.chat.roles), request.schemas
         try:
             prompt = self.conversations.prompt(messages, schemas)
         except ChatError as error:

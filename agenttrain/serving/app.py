@@ -69,19 +69,19 @@ class HostCheck:
         """Pass a request on, or answer it with an error."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        given = Headers(scope=scope).get("host", "")
-        if self._is_ours(given):
+        host = Headers(scope=scope).get("host", "")
+        if self._is_ours(host):
             return await self.app(scope, receive, send)
         error = RequestError(
-            f"Host: {given[:MOST_SHOWN]} is no name of this server; ask for one of "
+            f"Host: {host[:MOST_SHOWN]} is no name of this server; ask for one of "
             f"{', '.join(sorted(self.hosts))}, or start it with hosts=[name]",
             code="unknown_host",
         )
         await JSONResponse(error.body(), status_code=error.status)(scope, receive, send)
 
-    def _is_ours(self, given: str) -> bool:
+    def _is_ours(self, host: str) -> bool:
         try:
-            name = urlsplit(f"//{given}").hostname or ""
+            name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
         if "*" in self.hosts or name in self.hosts:
@@ -107,8 +107,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise Disconnected
         return task.result()
     finally:
-        for other in (task, leaving):
-            other.cancel()
+        for waiting in (task, leaving):
+            waiting.cancel()
         await asyncio.wait((task, leaving))
 
 

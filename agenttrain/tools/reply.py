@@ -106,12 +106,17 @@ def error_reply(
 ) -> Reply:
     """Make an error reply: ``Error: KeyError: 'Oslo'``, or only the message of a ToolFailure.
 
+    Words for the model, those of a ToolFailure or of refused arguments, are sent as they are. The
+    text of another exception was written for people: its secrets are hidden here, before the model
+    reads it, so that its ids, the messages and every record of them agree.
+
     The text of `error` must be made already, as `agenttrain.utils.threads.attempt` does. `faults`
     are types of infrastructure errors, which no model should read.
     """
     for_model = isinstance(error, ToolFailure | InvalidArguments)
     name = "" if for_model else type(error).__name__
-    text = ": ".join(part for part in ("Error", name, hide_secrets(str(error))) if part)
+    words = str(error) if for_model else hide_secrets(str(error))
+    text = ": ".join(part for part in ("Error", name, words) if part)
     kind = ToolError.unavailable if isinstance(error, faults) else ToolError.exception
     if isinstance(error, InvalidArguments):
         kind = ToolError.invalid_arguments
@@ -143,7 +148,11 @@ def _json_text(value: Any, max_chars: int) -> str:
     size = 0
     try:
         # Piece by piece, so that a text that is far too long is never built.
-        for chunk in json.JSONEncoder(ensure_ascii=False, default=plain_form).iterencode(value):
+        _check_keys(value, max_chars)
+        encoder = json.JSONEncoder(
+            ensure_ascii=False, default=lambda part: _check_keys(plain_form(part), max_chars)
+        )
+        for chunk in encoder.iterencode(value):
             chunks.append(chunk)
             size += len(chunk)
             if size > max_chars:
@@ -181,7 +190,7 @@ def plain_form(value: Any) -> Any:
         if hasattr(of, "__attrs_attrs__"):
             return {field.name: getattr(value, field.name) for field in value.__attrs_attrs__}
         if hasattr(of, "tolist"):
-            return value.tolist()
+            return _column(value) if hasattr(of, "to_dict") else value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
     has_text = of.__str__ is not object.__str__ or isinstance(value, complex)
@@ -198,6 +207,23 @@ def plain_form(value: Any) -> Any:
     if isinstance(value, Iterator | AsyncIterator):
         remedy = "it may have no end: return list(…) of it"
     raise ToolFailure(f"the tool returned a {kind}, which has no plain form; {remedy}")
+
+
+def _column(value: Any) -> Any:
+    """Return a table's column: a list if its labels are the rows' numbers, else a dict by label.
+
+    Raises ToolFailure for a label that stands twice.
+    """
+    labels = value.index.tolist()
+    if labels == list(range(len(labels))):
+        return value.tolist()
+    by_label = value.to_dict()
+    if len(by_label) < len(labels):
+        raise ToolFailure(
+            f"the tool returned a {type(value).__name__} with a label that stands twice; return "
+            "its values with .tolist(), or pairs"
+        )
+    return by_label
 
 
 def _in_json_type(value: Any) -> Any:
@@ -222,8 +248,38 @@ def _with_plain_keys(value: Any) -> Any:
         return value
     plain = {_plain_key(key): _with_plain_keys(item) for key, item in value.items()}
     if len(plain) < len(value):
-        raise ToolFailure("the tool returned a mapping of which two keys have the same text")
+        raise ToolFailure(SAME_KEYS)
     return plain
+
+
+SAME_KEYS = "the tool returned a mapping of which two keys have the same text"
+
+
+def _check_keys(value: Any, limit: int) -> Any:
+    """Return `value`; raise ToolFailure if two keys of a mapping in it become the same text.
+
+    Example: ``{1: "a", "1": "b"}``. Only the first `limit` parts are looked at: each has a
+    character of its own in the text.
+    """
+    waiting, seen = [value], 0
+    while waiting and seen < limit:
+        part = waiting.pop()
+        seen += 1
+        if isinstance(part, dict):
+            if not all(isinstance(key, str) for key in part):
+                texts = {_key_text(key) for key in part}
+                if len(texts) < len(part):
+                    raise ToolFailure(SAME_KEYS)
+            waiting += islice(part.values(), limit)
+        elif isinstance(part, list | tuple):
+            waiting += islice(part, limit)
+    return value
+
+
+def _key_text(key: Any) -> Any:
+    """Return the text that JSON has for a key; a key that JSON has not stands for itself."""
+    is_plain = not isinstance(key, str) and isinstance(key, bool | int | float | None)
+    return json.dumps(key) if is_plain else key
 
 
 def _plain_key(key: Any) -> str | int | float | None:

@@ -73,7 +73,11 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("rollout/ledger_breaks", "Rollouts whose tokens, mask and messages disagree."),
         ("data/overlong", "Tasks or conversations left out because they are too long."),
         ("data/uneven_prompts", "Groups whose rollouts began with different prompts."),
-        ("data/bad_rows", "Rows left out by `data.on_bad_row=skip` (`agenttrain sft`)."),
+        (
+            "data/bad_rows",
+            "Rows left out by `data.on_bad_row=skip` while the run goes on; in `sft` always, else "
+            "where there are any.",
+        ),
     ),
     "Outside agents": (
         ("agent/requests", "Requests that agents sent."),

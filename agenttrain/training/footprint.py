@@ -32,10 +32,12 @@ from agenttrain.chat.vision import SEEING
 from agenttrain.training.attention import PackedTree, packing
 from agenttrain.training.batch import one_after_the_other
 from agenttrain.training.config import LoraSettings, OptimizerConfig
+from agenttrain.training.equal_layers import equal_layers_run_twice
 from agenttrain.training.head import CPU_TILE, GPU_TILE
 from agenttrain.training.logprobs import backbone
 from agenttrain.training.lora import add_lora, add_saved_adapters
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
+from agenttrain.training.sharding import layers
 
 FLOAT32 = 4
 """Bytes of a number in float32."""
@@ -148,21 +150,24 @@ class Saved:
             positions = torch.arange(tokens)[None]
         weights = {tensor.untyped_storage()._cdata for tensor in state.values()}
         saved: dict[int, torch.UntypedStorage] = {}
+        saved_bytes = 0
 
         def save(tensor: Tensor) -> Tensor:
+            nonlocal saved_bytes
             storage = tensor.untyped_storage()
-            if storage._cdata not in weights:
+            if storage._cdata not in weights and storage._cdata not in saved:
                 saved[storage._cdata] = storage
+                saved_bytes += storage.nbytes()
             return tensor
 
         autocast = self._autocast
         cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
         keywords = {"position_ids": positions, "blocks": tree, "use_cache": False}
-        with packing(self._model), mode, cast, saved_tensors_hooks(save, lambda tensor: tensor):
-            # Hold the output until the sum is taken, or storages would be freed and reused.
-            output = functional_call(net, state, (ids,), keywords)
-            self._traced[tokens] = sum(storage.nbytes() for storage in saved.values())
-            del output
+        hooks = saved_tensors_hooks(save, lambda tensor: tensor)
+        repeated = equal_layers_run_twice(layers(self._model), lambda: saved_bytes)
+        with packing(self._model), repeated as skipped, mode, cast, hooks:
+            functional_call(net, state, (ids,), keywords)
+        self._traced[tokens] = saved_bytes + skipped.saved_bytes
         return self._traced[tokens]
 
 
@@ -174,7 +179,7 @@ def _fake(tensor: Tensor) -> Tensor:
 def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
     """Return (numbers of a token's key, of its value) for every layer that caches them."""
     net = backbone(model)
-    with FakeTensorMode(), torch.no_grad():
+    with equal_layers_run_twice(layers(model)) as skipped, FakeTensorMode(), torch.no_grad():
         state: Mapping[str, Tensor] = {
             name: _fake(t) for name, t in (*net.named_parameters(), *net.named_buffers())
         }
@@ -182,8 +187,9 @@ def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
         ids = torch.zeros(1, 2, dtype=torch.long)
         keywords = {"past_key_values": cache, "use_cache": True}
         functional_call(net, dict(state), (ids,), keywords)
+        caches = [cache.layers[skipped.twins.get(n, n)] for n in range(len(cache.layers))]
         # Layers of convolutions have a state of one size, and no keys.
-        held = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        held = [layer for layer in caches if getattr(layer, "keys", None) is not None]
         return [
             (
                 layer.keys.shape[1] * layer.keys.shape[3],

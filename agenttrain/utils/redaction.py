@@ -27,6 +27,11 @@ _PARAMETER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 """Matched in linear time, for models and tools write the texts: hence the bounds of names."""
+TYPE_AGAIN = f"type the secrets again in place of {HIDDEN}"
+_VARIABLE = re.compile(r"(?<!\$)\$(\w|\{)")
+_SECTION = re.compile(r"\b(env|headers)\b")
+_SECTION_TEXT = re.compile(r"(\b(?:env|headers)[\"']?\s*:\s*)(\{[^{}]*\})")
+_ITEM = re.compile(r"""([{,]\s*[^:,{}]+:\s*)("[^"]*"|'[^']*'|[^,}]*)""")
 _PUNCTUATION = ":.,;!)]}"
 """May stand behind an address in the text around it."""
 
@@ -36,6 +41,7 @@ def hide_secrets(text: str) -> str:
 
     Examples: ``http://me:s3cret@host/mcp`` -> ``http://***@host/mcp``; ``https://host/mcp?token=abc``
     -> ``https://host/mcp?token=***``; ``http://me:$SECRET@host`` and ``?api_key=${KEY}`` stay.
+    A secret in the path, as in ``https://host/hooks/s3cret``, has no name and is not recognised.
     """
     if "://" in text:
         text = _USER.sub(_without_user, text)
@@ -57,9 +63,41 @@ def _without_value(match: re.Match[str]) -> str:
 def shell_command(arguments: Sequence[str]) -> str:
     """Return the arguments of agenttrain as a shell command to print, without secrets.
 
+    A command that lacks a secret ends with a comment that says so: it does not run as it is.
+
     Example: ``["eval", "model.path=a b"]`` -> ``agenttrain eval 'model.path=a b'``.
     """
-    return hide_secrets(shlex.join(["agenttrain", *arguments]))
+    shown = hide_in_words(arguments)
+    command = shlex.join(["agenttrain", *shown])
+    return command if shown == list(arguments) else f"{command}  # {TYPE_AGAIN}"
+
+
+def hide_in_words(arguments: Sequence[str]) -> list[str]:
+    """Hide secrets in arguments: in addresses, and the values of `env` and `headers`.
+
+    Examples: ``tools.mcp.headers.x-key=s3cret`` -> ``tools.mcp.headers.x-key=***``;
+    ``tools.mcp.headers={x-key: $KEY}`` stays.
+    """
+    return [_hide_in_word(hide_secrets(word)) for word in arguments]
+
+
+def _hide_in_word(word: str) -> str:
+    key, equals, value = word.partition("=")
+    path = key.split(".")[2:]  # behind section and name: an environment may be called env
+    if not equals or not _SECTION.search(word):
+        return word
+    if "headers" in path[:-1] or "env" in path[:-1]:
+        return word if _VARIABLE.search(value) else f"{key}={HIDDEN}"
+    if path and path[-1] in ("headers", "env") and value.startswith("{"):
+        return f"{key}={_hide_in_mapping(value)}"
+    return _SECTION_TEXT.sub(lambda match: match[1] + _hide_in_mapping(match[2]), word)
+
+
+def _hide_in_mapping(text: str) -> str:
+    """Hide the values of a mapping in Hydra's notation: ``{x-key: s3cret}``."""
+    return _ITEM.sub(
+        lambda match: match[0] if _VARIABLE.search(match[2]) else f"{match[1]}{HIDDEN}", text
+    )
 
 
 def names_variable(credentials: str) -> bool:

@@ -29,6 +29,7 @@ LINES = {
     "5000 digits": ("print('{\"reward\": 1' + '0' * 5000 + '}')", "cannot be read"),
     "NaN": ("print(json.dumps({'reward': float('nan')}))", "returned nan; a reward is a finite"),
     "Infinity": ("print(json.dumps({'reward': -float('inf')}))", "returned -inf; a reward is"),
+    "70 KB": ("print(json.dumps({'log': 'x' * 70_000, 'reward': 1.0}))", "line of over 64 KiB"),
     "1e101": ("print('{\"reward\": 1e101}')", "a number of at most 1e+100"),
     "text": ('print(\'{"reward": "7"}\')', "a reward is a finite number"),
     "true": ("print('{\"reward\": true}')", "gave reward=True"),

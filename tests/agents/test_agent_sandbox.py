@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agenttrain.agents.config import AgentConfig
-from agenttrain.agents.sandbox import check_sandbox, confined
+from agenttrain.agents.sandbox import check_sandbox, sandbox_command
 
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None,
@@ -48,7 +48,7 @@ def settings(*command: str, **more: Any) -> AgentConfig:
 
 def printed(config: AgentConfig) -> Any:
     """The JSON that the program of a sandbox prints."""
-    command = [*confined(config), *config.command]
+    command = [*sandbox_command(config), *config.command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
@@ -131,7 +131,14 @@ SECRETS = (
 def test_a_sandbox_starts_under_limits_that_are_lower_than_its_own(home: Path) -> None:
     program = "import json, resource as r; print(json.dumps(r.getrlimit(r.RLIMIT_CORE)))"
     config = settings(sys.executable, "-c", program)
-    lowered = ["sh", "-c", 'ulimit -c 0; exec "$@"', "sh", *confined(config), *config.command]
+    lowered = [
+        "sh",
+        "-c",
+        'ulimit -c 0; exec "$@"',
+        "sh",
+        *sandbox_command(config),
+        *config.command,
+    ]
     done = subprocess.run(lowered, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("[0, 0]\n", "")
 

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import agent_kit
@@ -19,12 +20,14 @@ import pytest
 import tiny
 from agent_kit import ADD, ASK, TOOLS, ask, client, post, reply, rollout
 
+from agenttrain.agents import runner
 from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import AgentConfig
 from agenttrain.agents.runner import Agents
 from agenttrain.agents.task import AgentTask
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.wire.http import body_limit
+from agenttrain.chat.wire.normal import Question
 from agenttrain.engines.config import Sampling
 from agenttrain.rollout.ledger import verify
 from agenttrain.tracking.rollouts import read_rollout, rollout_record
@@ -619,3 +622,27 @@ def test_a_large_request_does_not_hold_up_another_rollout(tmp_path) -> None:
 
     asyncio.run(both())
     assert ended == ["small", "large"]
+
+
+def test_checks_of_forms_are_remembered_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that invents tools for each request must not fill the memory."""
+    monkeypatch.setattr(runner, "MOST_FORMS", 2)
+    checked = []
+    monkeypatch.setattr(
+        runner, "form_problem", lambda chat, question, structured: checked.append(question)
+    )
+    agents = Agents(AgentConfig(name="endpoint"), agent_kit.shared_chat(), tmp_path)
+
+    async def check(number: int) -> None:
+        question = Question(messages=[], schemas=[{"number": number}])
+        assert await agents._check(question, structured=False) is None
+
+    async def ask_all() -> None:
+        for number in (0, 1, 0, 2, 0, 1):
+            await check(number)
+
+    asyncio.run(ask_all())
+    assert len(agents._problems) == 2
+    assert [question.schemas[0]["number"] for question in checked] == [0, 1, 2, 1]

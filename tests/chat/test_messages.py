@@ -16,7 +16,7 @@ from agenttrain.chat.loading import load_chat
 from agenttrain.commands.templates import EXAMPLE_TOOLS, original, small_tokenizer
 from agenttrain.data.tasks import to_task
 from agenttrain.runs.teacher import teacher_prompt
-from agenttrain.types import Message, Rollout, Task
+from agenttrain.types import AssistantTurn, Finish, Message, Rollout, Task
 from agenttrain.utils.messages import normal_message
 
 FAMILIES = [name for name, family in families().items() if family.originals]
@@ -225,3 +225,17 @@ def test_a_row_whose_places_are_known_is_rendered_once(monkeypatch: pytest.Monke
 def test_a_named_family_that_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(ChatError, match=f"chat_template={name}: "):
         chat_of("qwen2.5", name=name)
+
+
+def test_roles_of_the_setting_hold_behind_a_turn() -> None:
+    chat = chat_of("chatml")
+    chat = load_chat(
+        chat.tokenizer, ChatTemplateConfig(roles={"user": "human"}), ResponseSchemaConfig()
+    )
+    turn = AssistantTurn(content="hello", reasoning=None, calls=())
+    ids = [*chat.encoder.encode("hello"), *chat.stop_token_ids[:1]]
+    suffix = chat.suffix(
+        turn, [ASKED], completion_ids=ids, finish=Finish.stop, generation_prompt=True
+    )
+    text = chat.decode([token for _, part in suffix for token in part])
+    assert "human" in text and "user" not in text

@@ -315,3 +315,16 @@ def test_no_call_without_the_arguments_that_were_written(
         assert expected in (call.malformed or "")
     else:
         assert (call.malformed, call.name, call.arguments) == (None, *expected)
+
+
+@pytest.mark.parametrize("dialect", [TEMPLATES["tags"], SCHEMAS["tags"]])
+def test_flat_id_and_type_are_parameters_of_the_tool(dialect: dict[str, Any]) -> None:
+    """``{"name": "find", "id": 3}`` must not run without its only argument."""
+    spec = make_spec(dialect, source="tags")
+    parameters = {"type": "object", "properties": {"id": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+    text = '<tool_call>\n{"name": "find", "id": 3}\n</tool_call>'
+    (call,) = parse_response(text, spec, turn=0, schemas=[tool]).calls
+    assert call.malformed is not None
+    (call,) = parse_response(text, spec, turn=0, schemas=[FORECAST]).calls
+    assert call.malformed is None and call.arguments == {}

@@ -687,3 +687,49 @@ def test_keys_beside_the_arguments_and_tags_in_a_value_are_read() -> None:
     text = XML.format("get", parameter("id", value))
     turn = parse_response(text, load_spec("qwen_xml"), turn=0, schemas=[GET])
     assert [call.arguments for call in turn.calls] == [{"id": value}]
+
+
+TWICE = "<arg_value>1</arg_value><arg_value>2</arg_value>"
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("llama3", '<|python_tag|>{"name": "find"} {"q": "tea"}'),
+        ("llama3", '<|python_tag|>{"name": "find"}; {"parameters": {"q": "tea"}}'),
+        ("llama3", '{"name": "find", "parameters": {}}; {"q": "tea"}'),
+        ("mistral", '[TOOL_CALLS][{"name": "find"}, {"q": "tea"}]'),
+        ("mistral", '[TOOL_CALLS][{"name": "find"}] {"q": "tea"}'),
+        ("mistral", '[TOOL_CALLS]find[ARGS]{}{"q": "tea"}'),
+        ("lfm2", '<|tool_call_start|>[find(), {"q": "tea"}]<|tool_call_end|>'),
+        ("lfm2", '<|tool_call_start|>[find()](q="tea")<|tool_call_end|>'),
+        ("pythonic", '[find(), {"q": "tea"}]'),
+        ("glm4_moe", f"<tool_call>find\n<arg_key>q</arg_key>{TWICE}</tool_call>"),
+    ],
+)  # fmt: skip
+def test_a_call_does_not_run_without_arguments_that_stand_behind_it(family: str, text: str) -> None:
+    calls = parse(family, text).calls
+    assert calls and all(call.malformed for call in calls) and calls[0].name == "find"
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "count"),
+    [
+        ("llama3", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', 2),
+        ("llama3", '{"name": "f", "parameters": {}} as you asked', 1),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}", 2),
+        ("lfm2", "<|tool_call_start|>[f(), g()]<|tool_call_end|>", 2),
+    ],
+)
+def test_calls_without_arguments_run(family: str, text: str, count: int) -> None:
+    assert [call.malformed for call in parse(family, text).calls] == [None] * count
+
+
+def test_parameters_of_patterns_have_types() -> None:
+    root = {"patternProperties": {"^n_": {"type": "integer"}}}
+    root |= {"type": "object", "additionalProperties": {"type": "boolean"}}
+    schemas = [{"type": "function", "function": {"name": "f", "parameters": root}}]
+    pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+    text = f"<tool_call>f\n{pair.format('n_a', 3)}{pair.format('b', 'true')}</tool_call>"
+    (call,) = load_spec("glm4_moe").parse(text, in_reasoning=False, schemas=schemas).calls
+    assert call.arguments == {"n_a": 3, "b": True}

@@ -58,7 +58,7 @@ def serve(fields: Mapping[str, Any]) -> Any:
 
 def endpoint(fields: Mapping[str, Any]) -> Question:
     """Send them to the endpoint's route of OpenAI."""
-    return openai.read_question({"messages": ASK, **fields})
+    return openai.read_question({"messages": ASK, **fields}, {})
 
 
 def messages(fields: Mapping[str, Any]) -> Question:
@@ -163,3 +163,24 @@ def test_arguments_that_are_pythons_json_alone_keep_their_text() -> None:
     ]
     (read,) = endpoint({"messages": history}).messages[1]["tool_calls"]
     assert read["function"]["text"] == '{"a": NaN}'
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "role"),
+    [
+        ("developer", {}, "system"),
+        ("human", {}, "user"),
+        ("User", {}, "user"),
+        ("narrator", {"narrator": "user"}, "user"),
+        ("developer", {"developer": "user"}, "user"),
+        ("developer", {"developer": "developer"}, "developer"),  # the template has this role
+    ],
+)
+def test_names_of_roles_in_requests(name: str, roles: dict[str, str], role: str) -> None:
+    asked = {"messages": [{"role": name, "content": "hi"}]}
+    assert [m["role"] for m in openai.read_question(asked, roles).messages] == [role]
+
+
+def test_an_unknown_role_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(RequestError, match=r"narrator: expected one of system, user.*developer"):
+        openai.read_question({"messages": [{"role": "narrator", "content": "hi"}]}, {})

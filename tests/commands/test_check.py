@@ -14,6 +14,7 @@ import yaml
 
 from agenttrain.cli import main
 from agenttrain.data.bundled import shop
+from agenttrain.data.tasks import GeneratedRows, TaskSource
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.machine import Machine, machine_problems
 from agenttrain.settings.run_config import RunConfig
@@ -27,7 +28,7 @@ LEAVES_OUT = tiny.TEMPLATE.replace("messages[0].role == 'system'", "false").repl
 SYSTEM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 
 
-def check(folder: Path, template: str, rows: list[dict[str, Any]]) -> int:
+def check(folder: Path, template: str, rows: list[dict[str, Any]], *more: str) -> int:
     """`agenttrain check` of a run without tools on these rows."""
     model = folder / "model"
     tokenizer = copy.copy(tiny.tokenizer())
@@ -39,7 +40,35 @@ def check(folder: Path, template: str, rows: list[dict[str, Any]]) -> int:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = [f"data.{split}.path={path}" for split in ("train", "test")]
     run = ["experiment=none", "model=folder", f"model.path={model}", "data=file", "tools=[]"]
-    return main(["check", *run, *data, "stop_tools=[]", "reward.exact_match.tool=null"])
+    return main(["check", *run, *data, "stop_tools=[]", "reward.exact_match.tool=null", *more])
+
+
+def test_rows_whose_message_is_left_out_can_be_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    rows = [
+        {"prompt": "1 + 1?", "answer": "2"},
+        {"messages": SYSTEM, "answer": "4"},
+        {"prompt": "2 + 2?", "answer": "4"},
+    ]
+    assert check(tmp_path, LEAVES_OUT, rows, "data.on_bad_row=skip") == 0
+    shown = capsys.readouterr().out
+    where = f"{tmp_path / 'rows.jsonl'}, line 2: "
+    assert "1 of 3 rows are left out" in shown and where in shown
+    assert "the first 2 of data.train" in shown
+    assert check(tmp_path, LEAVES_OUT, rows[1:2], "data.on_bad_row=skip") == 2
+    assert "not one row is left" in capsys.readouterr().err
+
+
+def test_a_source_without_some_rows_keeps_their_ids_and_places() -> None:
+    source = TaskSource([{"prompt": text} for text in "abcd"], shuffle=True)
+    source.leave_out({1}, "one")
+    assert [source.row(n).task_id for n in range(len(source))] == ["0", "2", "3"]
+    assert source.where(1) == "data row 2" == source.place_of(source.row(1))
+    assert sorted(source.index(n) for n in range(3)) == [0, 1, 2]
+    endless = TaskSource(GeneratedRows(lambda index: {"prompt": f"{index}?"}))
+    assert endless.place_of(endless.row(900)) == "data row 900"
+    assert endless.place_of(source.row(0)) is None
 
 
 def test_prompts_that_render_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -88,7 +117,7 @@ def test_a_later_user_turn_that_the_template_refuses(
     )
     rows = [{"task_id": "talk", "prompt": "1 + 1?", "user_turns": ["and?"] * 3}]
     assert check(tmp_path, template, rows) == 2
-    assert "data.train: task talk: the chat template refuses" in capsys.readouterr().err
+    assert "rows.jsonl, line 1: the chat template refuses" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

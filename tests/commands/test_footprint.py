@@ -8,14 +8,15 @@ import pytest
 import tiny
 import torch
 from allocated import Allocated
+from packing_families import tiny_family
 from training_cases import random_groups
-from transformers import Lfm2Config
+from transformers import Lfm2Config, Qwen3_5TextConfig
 
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.cache import final_capacity
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
-from agenttrain.training import sharding
+from agenttrain.training import equal_layers, sharding
 from agenttrain.training.batch import make_sequences
 from agenttrain.training.config import OPTIMIZERS, LoraSettings
 from agenttrain.training.footprint import (
@@ -211,3 +212,59 @@ def test_the_head_takes_what_was_told(dtype, budget_mb, tokens):
         logprobs_S.sum().backward()
     told = head_bytes(empty(model), tokens, budget_mb=budget_mb, autocast=False, device="cpu")
     assert 0.95 < told / seen.peak < 1.35
+
+
+HYBRID = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+}
+
+
+def test_equal_layers_are_traced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recurrent layer takes a second to trace, and a large model has 36 of one kind."""
+    layers = [*["linear_attention"] * 3, "full_attention"] * 3
+    config = Qwen3_5TextConfig(
+        **HYBRID, head_dim=16, num_hidden_layers=12, layer_types=layers, linear_num_key_heads=1,
+        linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    model = empty_model(config, torch.bfloat16, LoraSettings(rank=4))
+    mixer = type(sharding.layers(model)[0].linear_attn)
+    runs, forward = [0], mixer.forward
+
+    def counted(*args, **kwargs):
+        runs[0] += 1
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(mixer, "forward", counted)
+
+    def sizes(limit: int) -> tuple[int, list[tuple[int, int]], int]:
+        monkeypatch.setattr(equal_layers, "RUNS", limit)
+        runs[0] = 0
+        return Saved(model, torch.bfloat16)(100), cached_shapes(model), runs[0]
+
+    # Two of nine recurrent layers, in each of two traces; keys in every fourth layer.
+    assert sizes(equal_layers.RUNS)[2] == 2 * 2
+    short, full = sizes(2), sizes(12)
+    assert short[:2] == full[:2] and full[1:] == ([(16, 16)] * 3, 2 * 9)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "DeepseekV3", "Lfm2"])
+def test_a_trace_of_some_layers_gives_the_bytes_of_all(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Windows, a dense layer before those of experts, convolutions."""
+    if name == "Lfm2":
+        kinds = {**HYBRID, "layer_types": ["conv", "full_attention"] * 4, "num_hidden_layers": 8}
+        config = Lfm2Config(**kinds)
+    else:
+        config = tiny_family(name).config
+        config.num_hidden_layers = 8
+        if getattr(config, "layer_types", None):
+            config.layer_types = list(config.layer_types) * 4
+    model = empty_model(config, torch.bfloat16, LoraSettings())
+    few = Saved(model, torch.bfloat16)(60), cached_shapes(model)
+    monkeypatch.setattr(equal_layers, "RUNS", 8)
+    assert few == (Saved(model, torch.bfloat16)(60), cached_shapes(model))

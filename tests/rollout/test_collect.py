@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import LIMITS, acollect, call, ids, toolbox
 
+from agenttrain.chat.encoding import ChatError
+from agenttrain.data.config import OnBadRow
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
@@ -161,6 +163,21 @@ def test_a_step_of_overlong_prompts_only_stops_the_run():
     engine = ScriptedEngine(parts.script(BYE), max_context=200)
     with pytest.raises(NoRollouts, match=r"all 2 tasks .*200 tokens.*engine\.max_context.*data"):
         asyncio.run(acollect(collector(engine), [long, long]))
+
+
+def test_a_row_that_the_template_refuses_is_a_bad_row():
+    """A late message of a role without a form; the rows have no end, so no check saw it before."""
+    late = ({"role": "user", "content": "hi"}, {"role": "narrator", "content": "it rains"})
+    refused = Task(task_id="7", messages=late)
+    skipping = collector(ScriptedEngine(parts.script(BYE)))
+    skipping = replace(skipping, on_bad_row=OnBadRow.skip)
+    collected = asyncio.run(acollect(skipping, [refused, *tasks(1)]))
+    assert (collected.bad_rows, collected.overlong, collected.places) == (1, 0, [1])
+    with pytest.raises(NoRollouts, match=r"all 1 tasks .*on_bad_row"):
+        asyncio.run(acollect(skipping, [refused]))
+    naming = replace(skipping, on_bad_row=OnBadRow.error, place_of="row {0.task_id}".format)
+    with pytest.raises(ChatError, match=r"^row 7: .*narrator.*data\.on_bad_row=skip"):
+        asyncio.run(acollect(naming, [*tasks(1), refused]))
 
 
 class _Lying(ScriptedEngine):

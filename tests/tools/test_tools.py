@@ -21,7 +21,7 @@ import pydantic
 import pytest
 
 from agenttrain.tools.config import ToolLimits
-from agenttrain.tools.reply import make_reply
+from agenttrain.tools.reply import make_reply, result_to_text
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Done, Task, ToolCall, ToolContext, ToolError, ToolFailure, ToolResult
@@ -902,3 +902,20 @@ def test_aclose_closes_callable_instances():
     store = Store()
     asyncio.run(Toolbox({"store": FunctionTool(store, name="store")}).aclose())
     assert store.closed
+
+
+@pytest.mark.parametrize(
+    "value", [{1: "a", "1": "b"}, [{"x": {None: 1, "null": 2}}], {True: 1, "true": 2}]
+)
+def test_a_mapping_of_which_two_keys_have_one_text_is_refused(value: object) -> None:
+    with pytest.raises(ToolFailure, match="same text"):
+        result_to_text(value, max_chars=1000)
+
+
+def test_a_column_of_a_table_keeps_its_labels() -> None:
+    pandas = pytest.importorskip("pandas")
+    prices = pandas.Series([3, 4], index=["tea", "milk"])
+    assert result_to_text({"prices": prices}, max_chars=99) == '{"prices": {"tea": 3, "milk": 4}}'
+    assert result_to_text(pandas.Series([3, 4]), max_chars=99) == "[3, 4]"
+    with pytest.raises(ToolFailure, match="stands twice"):
+        result_to_text(pandas.Series([3, 4], index=["tea", "tea"]), max_chars=99)

@@ -13,8 +13,14 @@ from agenttrain.cli import main
 from agenttrain.environments.adapters.openenv import OpenEnv
 from agenttrain.tools.reply import error_reply
 from agenttrain.tracking.run_folder import read_summary, update_summary
+from agenttrain.types import ToolFailure
 from agenttrain.utils.chat_api import ChatApi, ChatUnavailable, with_path
-from agenttrain.utils.redaction import hide_in_settings, hide_secrets, shell_command
+from agenttrain.utils.redaction import (
+    hide_in_settings,
+    hide_in_words,
+    hide_secrets,
+    shell_command,
+)
 
 
 @pytest.mark.parametrize(
@@ -145,4 +151,29 @@ def test_tracebacks_and_logs_of_the_command_have_no_secret() -> None:
 
 def test_commands_to_copy_have_no_secret() -> None:
     command = shell_command(["tools", "a.url='http://h?token=s3cret'", "--call", "sql", "{}"])
-    assert "s3cret" not in command and command.endswith(" --call sql '{}'")
+    assert "s3cret" not in command and " --call sql '{}'  # type the secrets again" in command
+    # A variable names a secret without being one: the command runs as it is.
+    command = shell_command(["eval", "tools.mcp.url=http://h?token=$TOKEN"])
+    assert command == "agenttrain eval 'tools.mcp.url=http://h?token=$TOKEN'"
+
+
+@pytest.mark.parametrize(
+    ("word", "hidden"),
+    [
+        ("+tools.mcp.headers.Authorization=Bearer s3cret", "+tools.mcp.headers.Authorization=***"),
+        ("tools.mcp.headers={x-key: s3cret, b: $B}", "tools.mcp.headers={x-key: ***, b: $B}"),
+        ("tools.mcp={a: 1, env: {KEY: 's3,cret'}}", "tools.mcp={a: 1, env: {KEY: ***}}"),
+        ("reward.judge.headers.x-key=$$s3cret", "reward.judge.headers.x-key=***"),
+        ("tools.mcp.headers.x-key=$KEY", None),
+        ("environment.env.size=3", None),
+        ("agent.env=[KEY]", None),
+    ],
+)  # fmt: skip
+def test_typed_headers_and_variables_are_hidden(word: str, hidden: str | None) -> None:
+    assert hide_in_words([word]) == [hidden or word]
+
+
+def test_words_for_the_model_are_sent_as_they_are() -> None:
+    """Of a failure with words for the model nothing is hidden, or it could not use them."""
+    text = "page http://h/?code=12 is empty; take http://h/?code=13"
+    assert error_reply(ToolFailure(text), max_chars=1000).content == f"Error: {text}"

@@ -267,6 +267,7 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 _KEY = re.compile(r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>", re.DOTALL)
 _LONE_KEY = re.compile(r"\s*<arg_key>(?:(?P<name>.*?)</arg_key>)?", re.DOTALL)
+_SECOND_VALUE = re.compile(r"</arg_value>\s*+<arg_value>")
 _VALUE_END = re.compile(r"</arg_value>(?=\s*+(?:<arg_key>|$|</tool_call>))")
 
 
@@ -282,6 +283,8 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
             what = f"the value of {excerpt(key['name'])} is not closed"
             return _problem(what, name=name, cut=True)
         written, value = key["name"].strip(), body[key.end() : end.start()]
+        if _SECOND_VALUE.search(value):
+            return _problem(f"the parameter {excerpt(written)} has two values", name=name)
         if _runs_over(value, written, schemas.get(name, {})):
             return _problem(f"the value of {excerpt(written)} is not closed", name=name)
         parameters.append((written, value))

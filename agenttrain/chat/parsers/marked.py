@@ -142,6 +142,10 @@ class MarkedSpec(Syntax):
             while index < len(marks) and marks[index].start() < end:
                 index += 1
             if mark.end() == mark.start() and [call.name for call in read.calls] == [None]:
+                between = text[position : mark.start()].strip(self.separator + " \t\r\n")
+                if calls and not between and _lost_arguments(calls[-1], text[mark.start() :]):
+                    what = f"text after the call: {excerpt(text[mark.start() :])}"
+                    calls[-1] = replace(calls[-1], problem=what)
                 position = mark.start()  # JSON that no mark opens and that names no tool
                 continue
             following = marks[index] if index < len(marks) else None
@@ -171,7 +175,10 @@ class MarkedSpec(Syntax):
         limit = following.start() if following is not None else len(text)
         problem = None
         if self.call_close is None:
-            position = limit if bad else end
+            lost = bool(read.calls) and _lost_arguments(read.calls[-1], text[end:limit])
+            position = limit if bad or lost else end
+            if lost:
+                problem = f"text after the call: {excerpt(text[end:limit])}"
         elif following is None or following["_open"] is not None:
             position, problem = limit, f"the call is not closed: {self.call_close} is missing"
         else:
@@ -185,6 +192,16 @@ class MarkedSpec(Syntax):
             (call,) = read.calls
             return [replace(call, text=region, problem=problem or call.problem)], position
         calls = [call if call.text else replace(call, text=region) for call in read.calls]
+        if calls and _lost_arguments(calls[-1], text[end:limit]):
+            what = problem or f"text after the call: {excerpt(text[end:limit])}"
+            calls[-1] = replace(calls[-1], problem=what)
+            return calls, position
+        for index, (call, item) in enumerate(pairwise(calls)):
+            # A broken call that writes a name holds no arguments of another one.
+            if item.problem is None or item.name or f'"{self.name_key}"' in item.text:
+                continue
+            if _lost_arguments(call, item.text):
+                calls[index] = replace(call, problem=f"text after the call: {excerpt(item.text)}")
         if problem is not None and calls[-1].problem is None:
             # The complete calls of a list that was cut stay good.
             behind = region[region.rfind(calls[-1].text) + len(calls[-1].text) :]
@@ -241,6 +258,16 @@ class MarkedSpec(Syntax):
             if last >= len(marks):
                 break
         return first or read
+
+
+def _lost_arguments(call: ParsedCall, behind: str) -> bool:
+    """Return True if a call without arguments is followed by a value that may be its arguments.
+
+    It must not run without them. Example: ``{"name": "find"} {"q": "tea"}``.
+    """
+    if call.problem is not None or call.arguments not in (None, {}):
+        return False
+    return behind.lstrip(" \t\r\n,;").startswith(("{", "[", "("))
 
 
 def parameters(schemas: Sequence[Mapping[str, Any]]) -> Schemas:

@@ -147,14 +147,16 @@ class SchemaSpec:
                     raise
                 read, loose = self.loose.properties[CALLS].value(value), True
             except ContentError:
-                return self._repaired(node, value) or [ParsedCall(text=value, problem=str(error))]
+                return self._repaired(node, value, schemas) or [
+                    ParsedCall(text=value, problem=str(error))
+                ]
         inner = node.inner(value)
         text = inner if isinstance(inner, str) else value
         values = read if isinstance(read, list) else [] if read is None else [read]
         values = values[: MAX_CALLS + 1]  # `parse_response` reports those beyond
         calls = [call_from_item(item, text, schemas, inside=self.inside) for item in values]
         return [
-            replace(with_all_arguments(call, written), lenient=loose)
+            replace(with_all_arguments(call, written, schemas), lenient=loose)
             for call, written in paired(calls, read_json(text).value)
         ]
 
@@ -209,7 +211,9 @@ class SchemaSpec:
             except ContentError:
                 return ParsedCall(text=text, name=written_name(text), problem=str(error))
         call = replace(call_from_item(value, text, {}, inside=self.inside), lenient=loose)
-        return with_all_arguments(call, read_json(given).value) if isinstance(given, str) else call
+        if not isinstance(given, str):
+            return call
+        return with_all_arguments(call, read_json(given).value, schemas)
 
     def _item_value(self, given: Any, schemas: Schemas, root: Node) -> Any:
         """Read a call; parameters get the types that the tool's schema gives them."""
@@ -236,7 +240,7 @@ class SchemaSpec:
         }
         return {**inner, "arguments": arguments | typed_arguments}
 
-    def _repaired(self, node: Node, value: str) -> list[ParsedCall]:
+    def _repaired(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
         """Read the calls of a broken list one by one; empty if it is no list."""
         try:
             inner = node.inner(value)
@@ -253,7 +257,7 @@ class SchemaSpec:
             try:
                 read = node.parsed(f"[{item.text}]")
                 calls += [
-                    with_all_arguments(call_from_item(one, item.text, {}), item.value)
+                    with_all_arguments(call_from_item(one, item.text, {}), item.value, schemas)
                     for one in read or ()
                 ]
             except ContentError as error:

@@ -144,7 +144,7 @@ class TemplateSpec:
             # `parse_response` reports those beyond the limit.
             for value, written in paired(values[: MAX_CALLS + 1], region.json):
                 call = call_from_item(value, span, types, inside=self.inside)
-                call = with_all_arguments(call, written)
+                call = with_all_arguments(call, written, known)
                 calls.append(replace(call, lenient=True) if region.loose else call)
         thoughts = [region for region in regions if region.field.name in REASONING]
         return ParsedCompletion(
@@ -309,19 +309,22 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
     return ParsedCall(text=text, name=name, arguments=arguments, problem=problem, id=written)
 
 
-def with_all_arguments(call: ParsedCall, written: Any) -> ParsedCall:
+def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> ParsedCall:
     """Return a call for which the schema read no other keys of the JSON object `written`.
 
     Arguments under another key than the schema's are taken from there. A key that neither the
     schema nor `arguments_of` knows makes the call malformed, if its value may be arguments: the
-    call has none, or the object is written as {"name": …, "arguments": …}.
+    call has none, or the object is written as {"name": …, "arguments": …}. So may `id` and `type`,
+    if they are parameters of the tool in `schemas`.
     """
     inner = written.get("function", written) if isinstance(written, dict) else None
     if call.problem is not None or not isinstance(inner, dict) or call.arguments is written:
         return call
     present = [key for key in ARGUMENT_KEYS if key in inner]
     named = {key: v for key, v in inner.items() if v != call.name or key in ARGUMENT_KEYS}
-    key, problem = arguments_of({k: v for k, v in named.items() if v not in EMPTY or k in present})
+    filled = {k: v for k, v in named.items() if v not in EMPTY or k in present}
+    known = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
+    key, problem = arguments_of(filled, parameters=known)
     if len(present) > 1 or (problem and ("name" in inner or not (present or call.arguments))):
         return replace(call, problem=problem)
     return replace(call, arguments=inner[key]) if present and not call.arguments else call

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from agenttrain.chat.grammar import AnswerForm
-from agenttrain.chat.wire.fields import ANTHROPIC, SHAPE, field_problem, shown, unfollowed
+from agenttrain.chat.wire.fields import ANTHROPIC, SHAPE, field_problem, quote, unfollowed
 from agenttrain.chat.wire.normal import HANDLE, Answer, Question, call_message
 from agenttrain.chat.wire.openai import RequestError, check_form, validated
 from agenttrain.types import Finish, Message
@@ -109,7 +109,7 @@ def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
     tool = choice.get("name") if isinstance(choice, Mapping) and kind == "tool" else None
     if kind not in (None, "auto", "none", "any") and not isinstance(tool, str):
         raise RequestError(
-            f"tool_choice={shown(choice)}: expected the type auto, none, any, or tool with a name",
+            f"tool_choice={quote(choice)}: expected the type auto, none, any, or tool with a name",
             param="tool_choice",
             code="unsupported_value",
         )
@@ -122,7 +122,7 @@ def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
         and isinstance(schema, Mapping)
     ):
         raise RequestError(
-            f"output_config.format={shown(demanded)}: expected the type json_schema with a schema",
+            f"output_config.format={quote(demanded)}: expected the type json_schema with a schema",
             param="output_config.format",
             code="unsupported_value",
         )

@@ -99,15 +99,15 @@ def unfollowed(data: Mapping[str, Any], read: Collection[str], neutral: Neutral)
     }
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Return a field's value as a message repeats it."""
     text = json.dumps(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
-def field_problem(name: str, value: object, known: Collection[str]) -> str:
-    """Return the message for a field that is not followed; `known` are the names of all fields."""
-    if name in known:
-        return f"{name}={shown(value)}: is not supported here; leave it out"
-    near = did_you_mean(name, known)
-    return f"{name[:MOST_SHOWN]}={shown(value)}: is no field that is known here{near}; leave it out"
+def field_problem(name: str, value: object, names: Collection[str]) -> str:
+    """Return the message for a field that is not followed; `names` are those of all fields."""
+    if name in names:
+        return f"{name}={quote(value)}: is not supported here; leave it out"
+    near = did_you_mean(name, names)
+    return f"{name[:MOST_SHOWN]}={quote(value)}: is no field that is known here{near}; leave it out"

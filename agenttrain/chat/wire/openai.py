@@ -13,22 +13,14 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from agenttrain.chat.grammar import AnswerForm
-from agenttrain.chat.wire.fields import OPENAI, SHAPE, field_problem, shown, unfollowed
+from agenttrain.chat.omissions import ALIASES, ROLES, role_of
+from agenttrain.chat.wire.fields import OPENAI, SHAPE, field_problem, quote, unfollowed
 from agenttrain.chat.wire.normal import Answer, Question, call_message
 from agenttrain.engines.config import LEAST_TEMPERATURE
 from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
 from agenttrain.utils.messages import REASONING_KEYS, call_arguments
 from agenttrain.utils.strict_json import read_json
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-"""OpenAI's roles, mapped to those of chat templates. `developer` is `system` for every template;
-in rows only for those without that role. Messages behind a turn are not mapped again."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Fields that change the distribution sampled from, and that `ChatRequest` reads."""
 GREATEST_TOP_K = 2**31 - 1
@@ -135,7 +127,7 @@ def parse_request(body: bytes) -> ChatRequest:
         raise _refused(name, value)
     if data.get("tool_choice") not in (None, "auto", "none"):
         raise RequestError(
-            f"tool_choice={shown(data['tool_choice'])}: only auto and none are supported, because "
+            f"tool_choice={quote(data['tool_choice'])}: only auto and none are supported, because "
             "calls are not forced; leave it out",
             param="tool_choice",
             code="unsupported_value",
@@ -143,28 +135,29 @@ def parse_request(body: bytes) -> ChatRequest:
     return validated(ChatRequest, data)
 
 
-def read_question(data: Mapping[str, Any]) -> Question:
+def read_question(data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
     """Return a request in the form of all APIs; raises RequestError as `parse_request` does.
 
+    `roles` are those of `chat_template.roles`.
     Sampling parameters and fields that nobody follows are in its `sampling`.
     """
     form = _form(data)
     taken = {*SAMPLING, "tool_choice", "response_format"}
-    rest = {name: value for name, value in data.items() if name not in taken}
-    changing = unfollowed(rest, ChatRequest.model_fields, OPENAI)
+    fields = {name: value for name, value in data.items() if name not in taken}
+    changing = unfollowed(fields, ChatRequest.model_fields, OPENAI)
     for name in SHAPE:
         if name in changing:
             raise _refused(name, changing[name])
     if data.get("tool_choice") == "none":
-        rest["tool_choice"] = "none"
-    request = validated(ChatRequest, rest)
+        fields["tool_choice"] = "none"
+    request = validated(ChatRequest, fields)
     schemas = request.schemas
     check_form(form, schemas)
     sampling = {name: data[name] for name in SAMPLING if data.get(name) is not None}
     if request.stops:
         sampling["stop"] = request.stops
     return Question(
-        messages=read_messages(request, text_arguments=True),
+        messages=read_messages(request, roles, text_arguments=True),
         schemas=schemas,
         form=form,
         model=request.model,
@@ -176,8 +169,8 @@ def read_question(data: Mapping[str, Any]) -> Question:
 
 
 def _refused(name: str, value: object) -> RequestError:
-    known = {*OPENAI, *ChatRequest.model_fields}
-    return RequestError(field_problem(name, value, known), param=name, code="unsupported_value")
+    names = {*OPENAI, *ChatRequest.model_fields}
+    return RequestError(field_problem(name, value, names), param=name, code="unsupported_value")
 
 
 def _form(data: Mapping[str, Any]) -> AnswerForm:
@@ -191,22 +184,22 @@ def _form(data: Mapping[str, Any]) -> AnswerForm:
         isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(tool, str)
     ):
         raise RequestError(
-            f"tool_choice={shown(choice)}: expected auto, none, required, or "
+            f"tool_choice={quote(choice)}: expected auto, none, required, or "
             '{"type": "function", "function": {"name": …}}',
             param="tool_choice",
             code="unsupported_value",
         )
-    given = data.get("response_format")
+    wanted = data.get("response_format")
     schema: Any = None
-    kind = given.get("type") if isinstance(given, Mapping) else given
-    if isinstance(given, Mapping) and kind == "json_object":
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else wanted
+    if isinstance(wanted, Mapping) and kind == "json_object":
         schema = {"type": "object"}
-    elif isinstance(given, Mapping) and kind == "json_schema":
-        named = given.get("json_schema")
+    elif isinstance(wanted, Mapping) and kind == "json_schema":
+        named = wanted.get("json_schema")
         schema = named.get("schema") if isinstance(named, Mapping) else None
     if kind not in (None, "text") and not isinstance(schema, Mapping):
         raise RequestError(
-            f"response_format={shown(given)}: expected the type text, json_object, or "
+            f"response_format={quote(wanted)}: expected the type text, json_object, or "
             'json_schema with {"json_schema": {"schema": …}}',
             param="response_format",
             code="unsupported_value",
@@ -242,49 +235,54 @@ def validated(kind: type[M], data: Mapping[str, Any]) -> M:
         raise RequestError(f"{param}: {first['msg']}", param=param) from error
 
 
-def read_messages(request: ChatRequest, *, text_arguments: bool = False) -> list[Message]:
+def read_messages(
+    request: ChatRequest, roles: Mapping[str, str], *, text_arguments: bool = False
+) -> list[Message]:
     """Return the messages as chat templates take them.
 
+    `roles` are those of `chat_template.roles`; other names of roles stand for the usual ones, and
+    `developer` for `system` whatever the template has, for clients send either.
     Text parts are joined, arguments are decoded, and a tool's message gets the name of its call.
     Arguments that are no JSON object are an error, unless `text_arguments` keeps their text.
     Raises RequestError.
     """
     messages: list[Message] = []
     names: dict[str, str] = {}
-    for index, given in enumerate(request.messages):
+    for index, item in enumerate(request.messages):
         where = f"messages[{index}]"
-        role = ROLES.get(str(given.get("role")))
+        role = _role(str(item.get("role")), roles)
         if role is None:
+            expected = ", ".join(dict.fromkeys((*ROLES, *roles, *ALIASES)))
             raise RequestError(
-                f"{where}.role={given.get('role')}: expected one of {', '.join(ROLES)}",
+                f"{where}.role={item.get('role')}: expected one of {expected}",
                 param=f"{where}.role",
             )
         for key in ("function_call", "audio"):
-            if given.get(key) is not None:
+            if item.get(key) is not None:
                 raise RequestError(
                     f"{where}.{key}: is not supported here; write calls as tool_calls, and text as "
                     "content",
                     param=f"{where}.{key}",
                     code="unsupported_value",
                 )
-        message: Message = {"role": role, "content": _text(given.get("content"), where)}
+        message: Message = {"role": role, "content": _text(item.get("content"), where)}
         if role == "assistant":
-            if not message["content"] and isinstance(given.get("refusal"), str):
-                message["content"] = given["refusal"]
-            thoughts = [given[key] for key in REASONING_KEYS if isinstance(given.get(key), str)]
+            if not message["content"] and isinstance(item.get("refusal"), str):
+                message["content"] = item["refusal"]
+            thoughts = [item[key] for key in REASONING_KEYS if isinstance(item.get(key), str)]
             if reasoning := next(filter(None, thoughts), ""):
                 message[REASONING_KEYS[0]] = reasoning
-            if given.get("tool_calls"):
-                if not isinstance(given["tool_calls"], list):
+            if item.get("tool_calls"):
+                if not isinstance(item["tool_calls"], list):
                     raise RequestError(
                         f"{where}.tool_calls: expected a list", param=f"{where}.tool_calls"
                     )
                 message["tool_calls"] = [
-                    _call(call, where, text_arguments) for call in given["tool_calls"]
+                    _call(call, where, text_arguments) for call in item["tool_calls"]
                 ]
                 names |= {c["id"]: c["function"]["name"] for c in message["tool_calls"]}
         elif role == "tool":
-            call_id = given.get("tool_call_id")
+            call_id = item.get("tool_call_id")
             if not isinstance(call_id, str) or call_id not in names:
                 raise RequestError(
                     f"{where}.tool_call_id={call_id}: no assistant message before it has that call",
@@ -299,6 +297,16 @@ def read_messages(request: ChatRequest, *, text_arguments: bool = False) -> list
             param="messages",
         )
     return messages
+
+
+def _role(name: str, roles: Mapping[str, str]) -> str | None:
+    """Return the role of a message: one of the usual, or one that `roles` maps when it is rendered.
+
+    None for an unknown name.
+    """
+    if roles.get(name) in ROLES:
+        return roles[name]
+    return name if name in ROLES or name in roles else role_of(name)
 
 
 def _text(content: Any, where: str) -> str:
@@ -316,9 +324,9 @@ def _text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _call(given: Any, where: str, text_arguments: bool) -> dict[str, Any]:
+def _call(call: Any, where: str, text_arguments: bool) -> dict[str, Any]:
     """Return a call of an assistant message with its arguments decoded."""
-    function = given.get("function") if isinstance(given, Mapping) else None
+    function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(
             f"{where}.tool_calls: each needs an id and a function with a name",
@@ -329,12 +337,12 @@ def _call(given: Any, where: str, text_arguments: bool) -> dict[str, Any]:
         decoded = call_arguments(arguments, function["name"])
     except ValueError as error:
         if text_arguments and isinstance(arguments, str):
-            return call_message(str(given.get("id")), function["name"], {}, arguments)
+            return call_message(str(call.get("id")), function["name"], {}, arguments)
         raise RequestError(
             f"{where}.tool_calls: {error}",
             param=f"{where}.tool_calls",
         ) from error
-    return call_message(str(given.get("id")), function["name"], decoded)
+    return call_message(str(call.get("id")), function["name"], decoded)
 
 
 def answer_message(turn: AssistantTurn, ids: Sequence[str]) -> dict[str, Any]:

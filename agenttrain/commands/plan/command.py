@@ -125,9 +125,9 @@ def _own_memory() -> int:
 def announced_if_slow(path: str, after_s: float = SLOW_S) -> Iterator[None]:
     """Print on stderr that the plan goes on, if the block takes longer than `after_s`.
 
-    A forward pass is traced layer by layer, which takes minutes for long recurrences.
+    Two layers of each kind are traced, which takes seconds for recurrent ones.
     """
-    text = f"plan: tracing the layers of {path}; a large model with recurrent ones takes minutes"
+    text = f"plan: tracing the layers of {path}"
     timer = threading.Timer(after_s, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()

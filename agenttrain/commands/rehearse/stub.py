@@ -11,15 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
-from math import ceil, floor
-from typing import Any
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.demonstrations import completion_ids
 from agenttrain.runs.setup import Components
 from agenttrain.types import AssistantTurn, Message, Task, ToolCall
-from agenttrain.utils.json_schema import COMBINED, SchemaResolver
+from agenttrain.utils.schema_examples import example
 
 NO_TOOL = "no_such_tool"
 NO_ARGUMENT = "no_such_argument"
@@ -27,8 +24,6 @@ WORDS = 40
 """Words of a prompt that texts are drawn from: its last."""
 LONGEST = 40
 """Characters of a column's value that is drawn."""
-DEEP = 6
-"""Depth of a schema from which the smallest value is taken."""
 QUESTION: Message = {"role": "user", "content": "?"}
 
 
@@ -164,69 +159,3 @@ def task_texts(task: Task) -> tuple[list[str], list[str]]:
     content = " ".join(str(message.get("content") or "") for message in task.messages)
     words = [word.strip(".,:;?!\"'()") for word in content.split()[-WORDS:]]
     return [text for text in columns if len(text) <= LONGEST], list(filter(None, words)) or ["word"]
-
-
-def example(
-    schema: Any,
-    words: Sequence[str],
-    rng: random.Random,
-    resolver: SchemaResolver | None = None,
-    depth: int = 0,
-) -> Any:
-    """Return a value that fits a JSON schema, which is a part of the resolver's; texts are `words`.
-
-    `depth` counts the schemas around this one: from DEEP on the smallest value is taken, so that a
-    schema that contains itself ends.
-
-    Example: ``{"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}},
-    "required": ["n"]}`` -> ``{"n": 7}``. Patterns and formats of texts are not followed.
-    """
-    resolver = SchemaResolver(schema) if resolver is None else resolver
-    value = partial(example, words=words, rng=rng, resolver=resolver, depth=depth + 1)
-    deep = depth >= DEEP
-    schema = resolver.expand(schema)
-    if options := resolver.options(schema):
-        parts = [part for part in options if resolver.types(part) != ["null"]]
-        flat = [part for part in parts if deep and not set(COMBINED) & set(part)]
-        small = [part for part in options if deep and part not in parts]
-        return value(rng.choice(flat or small or parts or options))
-    for listed in ("enum", "examples"):
-        if schema.get(listed):
-            return rng.choice(schema[listed])
-    kind = schema.get("type")
-    if isinstance(kind, list):
-        kind = next((one for one in kind if one != "null"), "null")
-    match kind:
-        case "object":
-            properties = schema.get("properties", {})
-            required = schema.get("required", ())
-            return {
-                name: value(part)
-                for name, part in properties.items()
-                if name in required or (not deep and rng.random() < 0.5)
-            }
-        case "array":
-            least = schema.get("minItems", 0)
-            most = least if deep else min(schema.get("maxItems", least + 2), least + 2)
-            items = schema.get("items", {})
-            return [value(items) for _ in range(rng.randint(least, most))]
-        case "integer" | "number":
-            # Strictly between exclusive bounds: a step of 1, or of a part of the range.
-            above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-            step = 1.0
-            if kind == "number" and above is not None and below is not None:
-                step = (below - above) / 4
-            low = schema.get("minimum", 1 if above is None else above + step)
-            high = schema.get("maximum", low + 20 if below is None else below - step)
-            if kind == "integer":
-                return rng.randint(ceil(low), max(floor(high), ceil(low)))
-            return rng.uniform(low, max(high, low))
-        case "boolean":
-            return rng.random() < 0.5
-        case "null":
-            return None
-        case _:
-            text = rng.choice(words)
-            while len(text) < schema.get("minLength", 0):
-                text += f" {rng.choice(words)}"
-            return text[: schema.get("maxLength", len(text))]

@@ -1,0 +1,90 @@
+"""Values that fit a JSON schema: for a command to copy, and for a stub that calls tools."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from math import ceil, floor
+from typing import Any
+
+from agenttrain.utils.json_schema import COMBINED, SchemaResolver
+
+DEEP = 6
+"""Depth of a schema from which the smallest value is taken."""
+
+
+def example(
+    schema: Any,
+    words: Sequence[str],
+    rng: random.Random | None,
+    resolver: SchemaResolver | None = None,
+    depth: int = 0,
+) -> Any:
+    """Return a value that fits a JSON schema, which is a part of the resolver's; texts are `words`.
+
+    Without `rng` it is the plainest one: the first of several options, no optional properties.
+
+    `depth` counts the schemas around this one: from DEEP on the smallest value is taken, so that a
+    schema that contains itself ends.
+
+    Example: ``{"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}},
+    "required": ["n"]}`` -> ``{"n": 7}``. Patterns and formats of texts are not followed.
+    """
+    resolver = SchemaResolver(schema) if resolver is None else resolver
+    value = partial(example, words=words, rng=rng, resolver=resolver, depth=depth + 1)
+    deep = depth >= DEEP
+
+    def pick(choices: Sequence[Any]) -> Any:
+        return choices[0] if rng is None else rng.choice(choices)
+
+    schema = resolver.expand(schema)
+    if options := resolver.options(schema):
+        parts = [part for part in options if resolver.types(part) != ["null"]]
+        flat = [part for part in parts if deep and not set(COMBINED) & set(part)]
+        small = [part for part in options if deep and part not in parts]
+        return value(pick(flat or small or parts or options))
+    for listed in ("enum", "examples"):
+        if schema.get(listed):
+            return pick(schema[listed])
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        kind = next((name for name in kind if name != "null"), "null")
+    match kind:
+        case "object":
+            properties = schema.get("properties", {})
+            required = schema.get("required", ())
+            return {
+                name: value(part)
+                for name, part in properties.items()
+                if name in required or (rng and not deep and rng.random() < 0.5)
+            }
+        case "array":
+            least = schema.get("minItems", 0)
+            if rng is None:
+                return [value(schema.get("items", {}))] * max(least, not deep)
+            most = least if deep else min(schema.get("maxItems", least + 2), least + 2)
+            items = schema.get("items", {})
+            return [value(items) for _ in range(rng.randint(least, most))]
+        case "integer" | "number":
+            # Strictly between exclusive bounds: a step of 1, or of a part of the range.
+            above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+            step = 1.0
+            if kind == "number" and above is not None and below is not None:
+                step = (below - above) / 4
+            low = schema.get("minimum", 1 if above is None else above + step)
+            high = schema.get("maximum", low + 20 if below is None else below - step)
+            if rng is None:
+                return ceil(low) if kind == "integer" else low
+            if kind == "integer":
+                return rng.randint(ceil(low), max(floor(high), ceil(low)))
+            return rng.uniform(low, max(high, low))
+        case "boolean":
+            return rng is None or rng.random() < 0.5
+        case "null":
+            return None
+        case _:
+            text = pick(words)
+            while len(text) < schema.get("minLength", 0):
+                text += f" {pick(words)}"
+            return text[: schema.get("maxLength", len(text))]
