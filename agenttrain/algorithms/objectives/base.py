@@ -124,8 +124,8 @@ def importance_ratio(
     token's gradient is the same in however many sequences its rollout lies. Example: a token of a
     sequence of 2 has the gradient 2 in the sum of both ratios, and 6 if its rollout has 6 tokens.
 
-    A ratio too large for its type is infinite and has no gradient: where a clip removes the
-    gradient, that of exp would be 0 times infinity.
+    A ratio too large for its type is infinite and has no gradient. Otherwise a clip that removes
+    its gradient would multiply 0 by the infinite derivative of exp, which is NaN.
     """
     import torch  # at the top, composition would import it
 
@@ -135,7 +135,7 @@ def importance_ratio(
         log_ratio_S = sequence_means(token_S, sequence_S, sequences)[sequence_S]
     elif level is Ratio.sequence_sum:
         log_ratio_S = sequence_sums(token_S, sequence_S, sequences)[sequence_S]
-    # Below, differences that are zero carry the gradient.
+    # x - x.detach() is 0 and has the gradient of x: it adds a gradient without changing the value.
     if own and level is not Ratio.token:
         own_S = token_S - token_S.detach()
         if level is Ratio.sequence_sum:
@@ -178,9 +178,9 @@ def clip_metrics(
     }
 
 
-def by_sign(chosen: Tensor, value: float, other: float, like: Tensor) -> Tensor:
-    """Return `value` where chosen, else `other`, in the precision of `like`."""
-    return like.new_tensor(value).where(chosen, like.new_tensor(other))
+def by_sign(positive: Tensor, value: float, otherwise: float, like: Tensor) -> Tensor:
+    """Return `value` where `positive`, else `otherwise`, in the precision of `like`."""
+    return like.new_tensor(value).where(positive, like.new_tensor(otherwise))
 
 
 def sequence_sums(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tensor:

@@ -38,7 +38,7 @@ def vespo(inputs: ObjectiveInputs, settings: VespoSettings) -> ObjectiveOutput:
     """-e^l w^k e^(-l w) A log p, the weight without a gradient: https://arxiv.org/abs/2602.10693.
 
     w is the product of the sequence's token ratios, times its factors trainer / engine where there
-    are any; the weight is 1 at w = 1. log w is bounded, as in TRL.
+    are any. The weight is 1 at w = 1. log w is bounded, as in TRL.
     """
     log_ratio_S = inputs.log_ratio_S.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     log_w_B = inputs.sum(log_ratio_S)
