@@ -28,7 +28,7 @@ ANSWER = [
 
 
 def equal(expected: str, answer: str, seconds: int) -> bool | None:
-    """Return True if the answer equals the expected one; None if that is no mathematics.
+    """Return True if the answer equals the expected one. None: the latter is no mathematics.
 
     Example: ``equal("0.5", "so \\\\boxed{\\\\frac{1}{2}}", 5) is True``.
     """
@@ -38,8 +38,8 @@ def equal(expected: str, answer: str, seconds: int) -> bool | None:
     )
     if not gold:
         return None
-    given = parse(answer, extraction_config=ANSWER, parsing_timeout=seconds)
-    return bool(verify(gold, given, timeout_seconds=seconds))
+    parsed_answer = parse(answer, extraction_config=ANSWER, parsing_timeout=seconds)
+    return bool(verify(gold, parsed_answer, timeout_seconds=seconds))
 
 
 def main() -> None:
