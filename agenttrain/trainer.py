@@ -29,7 +29,7 @@ from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from agenttrain.training.nonfinite import check_logprobs, check_weights
 from agenttrain.training.policy import Policy
-from agenttrain.training.teacher import Teacher, add_teacher, score_with
+from agenttrain.training.teacher_scores import Teacher, add_teacher, score_with
 from agenttrain.training.update import Minibatch, assign_advantages, loss_inputs
 from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.training.world import World

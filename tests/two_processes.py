@@ -39,7 +39,7 @@ from agenttrain.training.config import LoraSettings, TrainingConfig
 from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding, full_tensor
-from agenttrain.training.teacher import ModelTeacher, Teacher
+from agenttrain.training.teacher_scores import ModelTeacher, Teacher
 from agenttrain.training.world import World
 from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason
 from agenttrain.utils.exit_codes import DONE

@@ -23,7 +23,7 @@ from agenttrain.chat.wire.openai import (
 )
 from agenttrain.engines.base import Engine, EngineError, Streaming
 from agenttrain.engines.config import Sampling
-from agenttrain.serving.conversations import Conversations, Prompt
+from agenttrain.serving.exchanges import Conversations, Prompt
 from agenttrain.types import AssistantTurn, Finish, Message
 
 PARSED_S = 0.05

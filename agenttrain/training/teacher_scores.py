@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.credit import set_advantages
+from agenttrain.algorithms.distillation import is_gated_in, mixed_advantages
 from agenttrain.algorithms.loss import Metrics, mean_parts
-from agenttrain.algorithms.teacher import is_gated_in, mixed_advantages
 from agenttrain.engines.base import EngineError
 from agenttrain.training.batch import SequenceKey, TrainingSequence
 from agenttrain.training.config import TrainingConfig
