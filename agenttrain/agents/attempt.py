@@ -335,6 +335,7 @@ class EndpointRollout:
         match = transcript.conversations.match(messages, tools)
         if transcript.trained and self.settings.train is Trained.main:
             is_new = match.turn is None and match.restart is None
+            # agent.train=main: a conversation that begins unlike the first one is not trained.
             if is_new and not transcript.conversations.begins_alike(messages):
                 transcript = self.untrained
                 match = transcript.conversations.match(messages, tools)

@@ -18,7 +18,7 @@ EPSILON = 1e-4
 
 
 def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tensor:
-    """Advantage of every rollout, [P, G]; NaN where the reward is NaN.
+    """Advantage of every rollout, [P, G]. NaN where the reward is NaN.
 
     A NaN reward is in no mean and in no deviation. Where all compared rewards are exactly equal the
     advantage is exactly 0, whatever the rounding of their mean.
@@ -86,6 +86,6 @@ def normalized_advantages(rewards_FPG: Tensor, weights: Sequence[float], *, scal
 
 
 def _deviation(values: Tensor) -> Tensor:
-    """Return the standard deviation (ddof=1) of the values that are not NaN; 0 below two values."""
+    """Return the standard deviation (ddof=1) of the values that are not NaN. 0 below two values."""
     valid_N = values[~values.isnan()]
     return valid_N.std() if valid_N.numel() > 1 else values.new_zeros(())

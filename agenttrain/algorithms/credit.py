@@ -43,7 +43,7 @@ class TurnAdvantages:
     """Advantages of each turn of some groups' rollouts."""
 
     advantages: list[list[list[float] | None]]
-    """By group, rollout and turn; None for a rollout without a reward."""
+    """By group, rollout and turn. None for a rollout without a reward."""
     compared: list[list[list[bool]]]
     """True for each turn whose state another rollout of the group was in too (credit=gigpo)."""
 

@@ -33,7 +33,7 @@ class LossInputs:
     """Inputs of the loss of a microbatch."""
 
     logprobs_S: Tensor
-    """Logprobs under the policy being trained; they carry the gradient."""
+    """Logprobs under the policy being trained. They carry the gradient."""
     behaviour_S: Tensor
     """Denominator of the ratio: the engine's logprobs, or the policy's before the first update."""
     sequence_S: Tensor
@@ -42,7 +42,7 @@ class LossInputs:
     weights_B: Tensor
     """Weight of each of the sequence's tokens, from `token_weights`."""
     rollout_tokens_B: Tensor | None = None
-    """Sampled tokens of the whole rollout that each sequence belongs to; None: each sequence is all
+    """Sampled tokens of the whole rollout that each sequence belongs to. None: each sequence is all
     of its rollout."""
     engine_S: Tensor | None = None
     """The engine's logprobs, where a correction or a mask reads them."""
@@ -51,7 +51,7 @@ class LossInputs:
     entropy_S: Tensor | None = None
     """Entropies of the policy being trained, with a gradient, where there is a bonus for them."""
     kept_S: Tensor | None = None
-    """True for the tokens of top entropy, which alone are trained; None: all are."""
+    """True for the tokens of top entropy, which alone are trained. None: all are."""
     bonus: float = 0.0
     """Weight of a token's entropy: the coefficient over the tokens of the update it acts on."""
 
@@ -67,7 +67,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     Raises ValueError when `inputs` lack a tensor that `config` needs.
     """
     correction, metrics = _correction(inputs, config)
-    of_tokens = config.correction is Correction.token
+    on_token_level = config.correction is Correction.token
     in_objective = config.objective.registered.applies_correction
     objective_inputs = ObjectiveInputs(
         logprobs_S=inputs.logprobs_S,
@@ -77,15 +77,15 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         sequences=inputs.sequences,
         rollout_tokens_B=inputs.rollout_tokens_B,
         token_advantages=config.token_advantages,
-        correction_S=correction if in_objective and of_tokens else None,
-        correction_B=correction if in_objective and not of_tokens else None,
+        correction_S=correction if in_objective and on_token_level else None,
+        correction_B=correction if in_objective and not on_token_level else None,
     )
     output = config.objective(objective_inputs)
     _check_output(output, inputs, config)
     loss_S = output.loss_S
     metrics |= {name: _part(name, values) for name, values in output.metrics.items()}
     if correction is not None and not in_objective:
-        loss_S = loss_S * (correction if of_tokens else correction[inputs.sequence_S])
+        loss_S = loss_S * (correction if on_token_level else correction[inputs.sequence_S])
     if inputs.kept_S is not None:
         loss_S = loss_S * inputs.kept_S
         metrics["mask/top_entropy"] = mean_parts(~inputs.kept_S)
@@ -187,7 +187,7 @@ def extremes(name: str, values: Tensor) -> Metrics:
 
 
 def _part(name: str, values: Tensor) -> Tensor:
-    """Return a part of an objective's metric; one whose name ends in min or max is an extreme."""
+    """Return a part of an objective's metric. One whose name ends in min or max is an extreme."""
     for end in ("min", "max"):
         if name.endswith(end):
             return extremes("", values)[f"/{end}"]

@@ -100,7 +100,7 @@ def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor
 
 @dataclass(slots=True)
 class EntropyBonus:
-    """The weight of the entropy in the loss; adaptive with `entropy_target`.
+    """The weight of the entropy in the loss. Adaptive with `entropy_target`.
 
     Adaptive as in Skywork-OR1, https://arxiv.org/abs/2505.22312: after each update the coefficient
     rises by a step if the entropy is at or below its target, else it falls. It acts only if the
@@ -112,7 +112,7 @@ class EntropyBonus:
 
     coefficient: float
     last: float | None = None
-    """Mean entropy of the last update; None before the first."""
+    """Mean entropy of the last update. None before the first."""
 
     def weight(self, config: AlgorithmConfig) -> float:
         """Return the weight of the entropy in the loss of the next update."""

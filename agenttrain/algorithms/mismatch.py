@@ -107,7 +107,7 @@ def _largest(gap_S: Tensor) -> Tensor:
 
 
 def likely_cause(metrics: Mapping[str, float]) -> str | None:
-    """Name the likely cause of a step's gap; None where the gap was not measured.
+    """Name the likely cause of a step's gap. None where the gap was not measured.
 
     The order matters: a wrong cache or stale weights bend the slope too. Example: slope 1.43 and
     nothing else: "another sampling transform …".

@@ -16,7 +16,7 @@ from agenttrain.utils.sections import shown
 
 
 def try_objective(config: AlgorithmConfig) -> None:
-    """Call the objective with three made-up tokens; raise ConfigError if a run could not use it.
+    """Call the objective with three made-up tokens. Raise ConfigError if a run could not use it.
 
     The tokens lie on the CPU, in two sequences. Their log ratios are 0, 0.1 and -0.1, and their
     advantages 0.5, 0.5 and -0.5.

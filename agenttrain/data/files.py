@@ -390,7 +390,7 @@ def _cells_as_texts(builder: Any) -> dict[str, Any]:
 
     if not isinstance(builder, Csv) or builder.config.features is not None:
         return {}
-    files = [file for files in builder.config.data_files.values() for file in files]
+    files = [file for in_split in builder.config.data_files.values() for file in in_split]
     manager = StreamingDownloadManager()
     # The file may be compressed.
     first_file = next(iter(manager.iter_files(manager.extract(files[:1]))))

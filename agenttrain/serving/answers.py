@@ -108,7 +108,7 @@ class ChatServer:
         return body
 
     async def stream(self, answering: Answering) -> AsyncGenerator[dict[str, Any] | None]:
-        """Yield `chat.completion.chunk` objects; None is a sign of life.
+        """Yield `chat.completion.chunk` objects. None is a sign of life.
 
         The content is streamed as it is sampled if the engine reports tokens and the request has no
         tools. With tools, only the complete text shows which part of it is a call.

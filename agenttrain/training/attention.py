@@ -45,7 +45,7 @@ class UnsupportedAttention(AgenttrainError):
 
 @dataclass(frozen=True, slots=True)
 class WindowMask:
-    """Mask of the layers with a sliding window; other layers get None.
+    """Mask of the layers with a sliding window. Other layers get None.
 
     As in transformers' own attention the mask counts, not the keyword `sliding_window`: some models
     (PhiMoE, Qwen2-MoE) make a windowed mask and never pass the keyword.
@@ -204,7 +204,7 @@ AttentionMaskInterface.register(NAME, packed_mask)
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the model without its head; `base_model` does not find it in some models (Llama4)."""
+    """Return the model without its head. `base_model` does not find it in some models (Llama4)."""
     return model.model if model.base_model is model else model.base_model
 
 
@@ -239,7 +239,7 @@ over 256 queries, each up to its own last key, take 0.7 to 0.95 times as long fr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Deviations of a model's attention scores from plain attention; None: no deviation."""
+    """Deviations of a model's attention scores from plain attention. None: no deviation."""
 
     scale: float | None = None
     window: int | None = None
@@ -306,7 +306,7 @@ def _call_kernel(
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return [m, n], True where a query attends to a key; None for plain causal attention."""
+    """Return [m, n], True where a query attends to a key. None for plain causal attention."""
     offset = keys - queries
     has_window = window is not None and window < keys
     if offset == 0 and not has_window:
@@ -353,6 +353,7 @@ def _attend_explicitly(query: Tensor, key: Tensor, value: Tensor, scoring: Scori
     if scoring.sinks is not None:
         sinks = scoring.sinks.to(scores.dtype)[None, :, None, None]
         scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    # A sink takes its share of the softmax, and its column is dropped: it has no value.
     weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, scores.dtype))
     return weights[..., : key.shape[2]].to(value.dtype) @ value
 
@@ -380,7 +381,7 @@ class Varlen:
     longest_query: int
     longest_key: int
     gather_U: Tensor | None
-    """Packed position of every key; None if no prefix is shared: keys are the packed tokens."""
+    """Packed position of every key. None if no prefix is shared: keys are the packed tokens."""
 
 
 def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
@@ -433,7 +434,7 @@ class PackedTree:
 
 @cache
 def varlen_kernel() -> VarlenKernel | None:
-    """Return the kernel of the installed torch; None if it lacks one or a keyword in `NEEDED`."""
+    """Return the kernel of the installed torch. None if it lacks one or a keyword in `NEEDED`."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

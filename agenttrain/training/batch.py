@@ -57,7 +57,7 @@ class TrainingSequence:
     behaviour_S: Tensor
     """The engine's logprobs of the sampled tokens."""
     layout: Layout | None = None
-    """Positions and images; None: it has no images."""
+    """Positions and images. None: it has no images."""
     ref_logprobs_S: Tensor | None = None
     """Logprobs under the reference. None until it has scored the sequence."""
     old_logprobs_S: Tensor | None = None
@@ -87,7 +87,7 @@ class TrainingSequence:
 
     @property
     def advantages_S(self) -> Tensor:
-        """Advantage of each sampled token; 0 where the rollout has none."""
+        """Advantage of each sampled token. 0 where the rollout has none."""
         advantages = self.trajectory.advantages
         return torch.zeros(self.sampled_length) if advantages is None else torch.tensor(advantages)
 
@@ -162,7 +162,7 @@ class Microbatch:
     weights_B: Tensor
     ref_logprobs_S: Tensor | None
     images: PackedImages | None = None
-    """Positions and images of the tokens; None: no sequence has an image."""
+    """Positions and images of the tokens. None: no sequence has an image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

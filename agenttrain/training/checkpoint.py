@@ -102,7 +102,7 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Write the checkpoint `step-<step>` and return its folder; all processes together.
+        """Write the checkpoint `step-<step>` and return its folder. All processes together.
 
         `state` is JSON that `load` returns with `step` added. `rng` are the `random_states` that
         `load` restores; None: the current ones. If a process dies meanwhile, earlier checkpoints
@@ -124,7 +124,7 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy the policy, and write the copy while training goes on; `finish` completes it.
+        """Copy the policy, and write the copy while training goes on. `finish` completes it.
 
         The arguments and errors are those of `save`.
         """
@@ -145,11 +145,11 @@ class Checkpoints:
 
     @property
     def pending(self) -> int | None:
-        """Step of the checkpoint that was begun and is not finished; None: there is none."""
+        """Step of the checkpoint that was begun and is not finished. None: there is none."""
         return None if self._writing is None else self._writing.step
 
     def finish(self, world: World, *, wait: bool = True) -> Path | None:
-        """Complete the checkpoint that was begun and return its folder; all processes together.
+        """Complete the checkpoint that was begun and return its folder. All processes together.
 
         None: none was begun, or without `wait` a process is still writing. Raises what `save` does.
         """
@@ -225,7 +225,7 @@ class Checkpoints:
         return self._writing
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Restore weights, optimizer and random states from `path`; return the saved state.
+        """Restore weights, optimizer and random states from `path`. Return the saved state.
 
         Any number of processes may have written it. Raises CheckpointError, before anything
         changes, if a file is not what was written.
@@ -259,7 +259,7 @@ class Checkpoints:
         return json.loads((path / "state.json").read_text())
 
     def load_latest(self, policy: Policy) -> dict[str, Any]:
-        """Restore the newest intact checkpoint; warn of newer ones, naming what is wrong.
+        """Restore the newest intact checkpoint. Warn of newer ones, naming what is wrong.
 
         Newer ones are renamed `.corrupt-step-<step>`, since the run will write those steps again.
         Raises CheckpointError, and renames nothing, if no checkpoint is intact.

@@ -33,15 +33,15 @@ READ_BY_LOADERS = (
 
 
 class CheckpointError(AgenttrainError):
-    """A checkpoint is incomplete, corrupt or missing; the message names the file."""
+    """A checkpoint is incomplete, corrupt or missing. The message names the file."""
 
 
 class NotRead(CheckpointError, ValueError):
-    """A pickle holds more than tensors and plain values; the message names the file."""
+    """A pickle holds more than tensors and plain values. The message names the file."""
 
 
 class NotWritten(CheckpointError):
-    """A checkpoint cannot be written; the earlier ones are as they were."""
+    """A checkpoint cannot be written. The earlier ones are as they were."""
 
 
 @contextmanager

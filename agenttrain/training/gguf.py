@@ -58,7 +58,8 @@ def convert(file: Path, folder: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
         **source,
     )
-    # A model that was loaded from a GGUF file counts as quantized and cannot be saved.
+    # A model that was loaded from a GGUF file counts as quantized and cannot be saved. A new model
+    # without storage takes its weights over.
     config = quantized.config
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):

@@ -65,7 +65,7 @@ CHUNK_LOGITS = 2**24
 
 
 class UnsupportedModel(AgenttrainError):
-    """The model cannot be trained here; the message gives the reason and the remedy."""
+    """The model cannot be trained here. The message gives the reason and the remedy."""
 
 
 class Scorer(nn.Module):

@@ -210,7 +210,8 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     state = load_peft_weights(str(folder), device="cpu")
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            # A linear layer has …lora_A.default.weight, an embedding …lora_embedding_A.default.
+            # Files lack the adapter's name, `default`: a linear layer has …lora_A.default.weight in
+            # the model, an embedding …lora_embedding_A.default.
             stored_name = name.removesuffix(f".{ADAPTER}").replace(f".{ADAPTER}.", ".")
             assign(parameter, state[f"{PEFT}{stored_name}"])
 

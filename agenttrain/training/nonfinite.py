@@ -26,7 +26,7 @@ NAMED = 4
 
 
 class NotFinite(AgenttrainError):
-    """A number that training depends on is NaN or infinite; no weight was updated with it."""
+    """A number that training depends on is NaN or infinite. No weight was updated with it."""
 
     def __init__(self, message: str, *, stage: str, culprits: Sequence[str] = ()) -> None:
         """Take the `stage`: `weights`, `logprobs` (the engine's) or `update`.
@@ -39,7 +39,7 @@ class NotFinite(AgenttrainError):
 
 
 class BrokenUpdate(NotFinite):
-    """A loss or gradient is not finite; the weights are still those from before the update."""
+    """A loss or gradient is not finite. The weights are still those from before the update."""
 
     def __init__(
         self, message: str, culprits: Sequence[str], sequences: Sequence[TrainingSequence]
@@ -179,7 +179,7 @@ def culprits(
 
 
 def _first_broken(values: Sequence[float]) -> int | None:
-    """Return the index of the first value that is not finite; None: all are."""
+    """Return the index of the first value that is not finite. None: all are."""
     return next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
 
 

@@ -111,7 +111,7 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
         elif depth == DEEPEST:
             for index in (order[place] for place in places):
                 yield Branch(start=start, end=len(ids[index]), ending=(index,))
-        elif shared < start + least:
+        elif shared < start + least:  # too short to share: repeated in the branches below
             for part in parts:
                 yield from branches(part, start, depth + 1)
         else:

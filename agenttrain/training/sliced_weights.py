@@ -86,7 +86,7 @@ class Place:
 
 
 def why_not_sliced(folder: Path) -> str | None:
-    """Return why the weights in `folder` cannot be read in slices; None if they can."""
+    """Return why the weights in `folder` cannot be read in slices. None if they can."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("model_type") in SEEING:
         return "its vision tower is loaded with its language model"
@@ -219,7 +219,7 @@ class SlicedWeights:
         return sorted({stored.file for stored in self._stored.values()})
 
     def _tied_place(self, name: str) -> Place | None:
-        """Return the place of the weight that is tied to `name`; None: the files lack it too."""
+        """Return the place of the weight that is tied to `name`. None: the files lack it too."""
         pairs = self._model.all_tied_weights_keys.items()
         partners = chain((b for a, b in pairs if a == name), (a for a, b in pairs if b == name))
         places = (self._places[partner] for partner in partners if partner in self._places)

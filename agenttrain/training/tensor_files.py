@@ -55,7 +55,7 @@ HASHED_BESIDE = 2**20
 
 
 class BadTensorFile(AgenttrainError):
-    """A safetensors file does not hold what it should; the message names file and tensor."""
+    """A safetensors file does not hold what it should. The message names file and tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

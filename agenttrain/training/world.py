@@ -178,6 +178,7 @@ class World:
         peers = [rank for rank in range(self.size) if rank != self.rank]
 
         def warn_of_stopped_ranks() -> None:
+            """Print the ranks that stand still, several times before NCCL ends the process."""
             while not over.wait(self.timeout_s / WARNINGS):
                 with suppress(dist.DistError):
                     still = self._pulse.still(peers)

@@ -33,16 +33,16 @@ class ObjectiveInputs:
     """Inputs of an objective: the sampled tokens of a microbatch."""
 
     logprobs_S: Tensor
-    """Logprobs under the policy being trained; they carry the gradient."""
+    """Logprobs under the policy being trained. They carry the gradient."""
     behaviour_S: Tensor
     """Denominator of the ratio: logprobs under the policy that sampled."""
     advantages_S: Tensor
     sequence_S: Tensor
     """Index of the token's sequence, 0 … B-1."""
     sequences: int
-    """B; a sequence may have no token."""
+    """B. A sequence may have no token."""
     rollout_tokens_B: Tensor | None = None
-    """Sampled tokens of the whole rollout that each sequence belongs to; None: each sequence is all
+    """Sampled tokens of the whole rollout that each sequence belongs to. None: each sequence is all
     of its rollout."""
     token_advantages: bool = False
     """True if the advantages of a sequence's tokens may differ."""
@@ -59,13 +59,13 @@ class ObjectiveInputs:
 
     @property
     def advantages_B(self) -> Tensor:
-        """Return each sequence's advantage, which all its tokens share; 0 if it has no token."""
+        """Return each sequence's advantage, which all its tokens share. 0 if it has no token."""
         return self.advantages_S.new_zeros(self.sequences).scatter(
             0, self.sequence_S, self.advantages_S
         )
 
     def ratio(self, level: Ratio | str) -> Tensor:
-        """Return policy / behaviour, [S]; above token level a sequence's tokens share theirs.
+        """Return policy / behaviour, [S]. Above token level a sequence's tokens share theirs.
 
         With `token_advantages` its gradient is each token's own (`importance_ratio`).
 
@@ -85,7 +85,7 @@ class ObjectiveInputs:
         return sequence_sums(values_S, self.sequence_S, self.sequences)
 
     def mean(self, values_S: Tensor) -> Tensor:
-        """Return the mean over each sequence's tokens, [B]; 0 for a sequence without tokens."""
+        """Return the mean over each sequence's tokens, [B]. 0 for a sequence without tokens."""
         return sequence_means(values_S, self.sequence_S, self.sequences)
 
 
@@ -108,7 +108,7 @@ def importance_ratio(
     own: bool = False,
     rollout_tokens_B: Tensor | None = None,
 ) -> Tensor:
-    """policy / behaviour probability, [S]; above token level one value per sequence.
+    """policy / behaviour probability, [S]. Above token level one value per sequence.
 
     token: PPO and GRPO. sequence_mean: the geometric mean over a sequence's tokens, GSPO
     (https://arxiv.org/abs/2507.18071). sequence_sum: of the whole sequence, RLOO.
@@ -158,23 +158,24 @@ def clip_metrics(
 ) -> dict[str, Tensor]:
     """Return TRL's clip_ratio/*: shares in which a clip to low … high removes the gradient.
 
-    On token level the means are shares of tokens, and low_min and high_max the least and greatest
-    share of a sequence's tokens; above it all are shares of sequences.
+    On token level the means are shares of tokens, and low_min and high_max are the least and the
+    greatest share of a sequence's tokens. Above token level all are shares of sequences.
     """
     ratio_S, level = ratio_S.detach(), ratio_level(level)
     low_S = (ratio_S < low) & (inputs.advantages_S < 0)
     high_S = (ratio_S > high) & (inputs.advantages_S > 0)
-    shares = {"low": low_S, "high": high_S, "region": low_S | high_S}
+    by_token = {"low": low_S, "high": high_S, "region": low_S | high_S}
     # Above token level a sequence's tokens all have its flag, so that their mean is the flag.
-    of_sequences = {name: inputs.mean(flag.float()) for name, flag in shares.items()}
-    values = shares if level is Ratio.token else of_sequences
+    by_sequence = {name: inputs.mean(flag_S.float()) for name, flag_S in by_token.items()}
+    values = by_token if level is Ratio.token else by_sequence
     if level is Ratio.token:
-        sampled_B = inputs.sequence_S.bincount(minlength=inputs.sequences) > 0
-        of_sequences = {name: share_B[sampled_B] for name, share_B in of_sequences.items()}
+        # A sequence without tokens has the mean 0, which would be the least.
+        has_tokens_B = inputs.sequence_S.bincount(minlength=inputs.sequences) > 0
+        by_sequence = {name: share_B[has_tokens_B] for name, share_B in by_sequence.items()}
     return {
-        **{f"clip_ratio/{name}_mean": flag for name, flag in values.items()},
-        "clip_ratio/low_min": of_sequences["low"],
-        "clip_ratio/high_max": of_sequences["high"],
+        **{f"clip_ratio/{name}_mean": value for name, value in values.items()},
+        "clip_ratio/low_min": by_sequence["low"],
+        "clip_ratio/high_max": by_sequence["high"],
     }
 
 
@@ -192,6 +193,6 @@ def sequence_sums(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tenso
 
 
 def sequence_means(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tensor:
-    """Return the mean over each sequence's tokens, [B]; 0 for a sequence without tokens."""
+    """Return the mean over each sequence's tokens, [B]. 0 for a sequence without tokens."""
     tokens_B = sequence_S.bincount(minlength=sequences).clamp(min=1)
     return sequence_sums(values_S, sequence_S, sequences) / tokens_B

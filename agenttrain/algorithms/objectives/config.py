@@ -55,7 +55,7 @@ class Ratio(StrEnum):
 
 
 def ratio_level(level: Ratio | str) -> Ratio:
-    """Return the level of this name; raises ValueError for another one."""
+    """Return the level of this name. Raises ValueError for another one."""
     try:
         return Ratio(level)
     except ValueError:
@@ -160,7 +160,7 @@ def all_objectives() -> Mapping[str, Registered]:
 
 
 def _settings_class(function: Any) -> type:
-    """Return the annotation of the second parameter; raises ValueError unless it is a dataclass.
+    """Return the annotation of the second parameter. Raises ValueError unless it is a dataclass.
 
     Raises ValueError too for anything that is not called as ``function(inputs, settings)``.
     """
@@ -294,7 +294,7 @@ def build_objective(name: str | Callable[..., Any], **settings: Any) -> Objectiv
 
 
 def _complete(objective: Objective) -> Objective:
-    """Return the objective with all settings in its section; raises InvalidSettings."""
+    """Return the objective with all settings in its section. Raises InvalidSettings."""
     try:
         return Objective(objective.plain())
     except ConfigError as error:
@@ -302,7 +302,7 @@ def _complete(objective: Objective) -> Objective:
 
 
 def _resolve(section: Any) -> Objective:
-    """Return the objective that a section chooses; raises InvalidSettings."""
+    """Return the objective that a section chooses. Raises InvalidSettings."""
     if isinstance(section, Objective):
         return section
     if not isinstance(section, Mapping):

@@ -184,7 +184,7 @@ class UnsupportedEnvironment(Exception):
 
 
 class EnvironmentProcess:
-    """A child process with a loaded environment; it ends with this object and with this process.
+    """A child process with a loaded environment. It ends with this object and with this process.
 
     `loaded` describes the environment: its tools and its number of tasks.
     """
@@ -255,7 +255,7 @@ class EnvironmentProcess:
     ) -> tuple[int, queue.SimpleQueue[Mapping[str, Any]]]:
         """Send a request. Return its number, and the queue that gets its reply."""
         reply: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
-        with self._sending:
+        with self._sending:  # rollouts send from threads, and a line must not be torn
             self._number += 1
             number = self._number
             self._replies[number] = reply

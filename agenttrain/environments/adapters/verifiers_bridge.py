@@ -363,7 +363,7 @@ class BridgeServer:
                 raise Unsupported(f"id={id}: task {task.data.idx}: {error}") from error
 
     async def reply(self, request: dict[str, Any]) -> Any:
-        """Run a request."""
+        """Run a request, and return the value of its reply."""
         do, episode = request.pop("do"), request.pop("episode", "")
         if do == "load":
             value = await self.load(**request)
@@ -375,6 +375,7 @@ class BridgeServer:
             task = self._tasks[request.pop("task")]
             self._episodes[episode] = PolicyEpisode(self._environment, self._seat, task)
         work = asyncio.ensure_future(getattr(self._episodes[episode], do)(**request))
+        # Kept, so that `abandon` can cancel a request that waits for the environment.
         self._requests.setdefault(episode, set()).add(work)
         value = await work
         if do == "finish":
