@@ -57,7 +57,10 @@ class RequestPlanner:
         schemas: Sequence[dict[str, Any]],
         match: Match,
     ) -> Plan:
-        """Return the ids to continue. Raises RequestError."""
+        """Return the ids to continue: those behind the matched turn, or else a rendered prompt.
+
+        Raises RequestError.
+        """
         turn, restart, difference = match.turn, match.restart, match.difference
         if turn is not None:
             with suppress(ChatError):  # a role that the template refuses behind an answer

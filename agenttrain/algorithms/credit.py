@@ -168,11 +168,12 @@ def turn_advantages(
     by_turn: list[list[list[float] | None]] = []
     compared: list[list[list[bool]]] = []
     for row, values_GK, flags_GK in zip(groups, result_PGK, compared_PGK, strict=True):
-        lengths = [0 if turns.rewards is None else len(turns.rewards) for turns in row]
+        # The tensors are padded to the longest rollout.
+        lengths = [len(turns.rewards or ()) for turns in row]
         by_turn.append(
             [
-                None if turns.rewards is None else values_GK[g, :length].tolist()
-                for g, (turns, length) in enumerate(zip(row, lengths, strict=True))
+                None if turns.rewards is None else values_GK[g, : lengths[g]].tolist()
+                for g, turns in enumerate(row)
             ]
         )
         compared.append([flags_GK[g, :length].tolist() for g, length in enumerate(lengths)])

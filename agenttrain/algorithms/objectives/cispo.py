@@ -26,11 +26,12 @@ class CispoSettings:
 def cispo(inputs: ObjectiveInputs, settings: CispoSettings) -> ObjectiveOutput:
     """-stop_gradient(min(r, 1 + high)) A log p: CISPO, https://arxiv.org/abs/2506.13585.
 
-    No token loses its gradient; only its weight is bounded. The paper's lower bound, which it
+    No token loses its gradient. Only its weight is bounded. The paper's lower bound, which it
     leaves out of its experiments, is left out.
     """
     ratio_S, bound = inputs.ratio(settings.ratio).detach(), 1 + settings.high
     is_bounded = (ratio_S > bound) & (inputs.advantages_S > 0)
+    # A ratio above the bound at a negative advantage is bounded too, but not counted, as in TRL.
     if settings.ratio is not Ratio.token:
         # A sequence's tokens share its ratio: the share is one of sequences, as TRL's.
         is_bounded = inputs.mean(is_bounded.float())

@@ -47,9 +47,10 @@ def vespo(inputs: ObjectiveInputs, settings: VespoSettings) -> ObjectiveOutput:
     if inputs.correction_B is not None:
         log_w_B = log_w_B + inputs.correction_B.log().clamp(*LOG_WEIGHT_BOUNDS)
     log_w_B = log_w_B.clamp(*LOG_WEIGHT_BOUNDS)
-    positive = inputs.advantages_B >= 0
-    k_B = by_sign(positive, settings.k_pos, settings.k_neg, log_w_B)
-    l_B = by_sign(positive, settings.lambda_pos, settings.lambda_neg, log_w_B)
+    not_negative_B = inputs.advantages_B >= 0
+    k_B = by_sign(not_negative_B, settings.k_pos, settings.k_neg, log_w_B)
+    l_B = by_sign(not_negative_B, settings.lambda_pos, settings.lambda_neg, log_w_B)
+    # In logarithms, because w^k alone may overflow.
     weight_B = (l_B + k_B * log_w_B - l_B * log_w_B.exp()).exp()
     return ObjectiveOutput(
         loss_S=-weight_B[inputs.sequence_S] * inputs.advantages_S * inputs.logprobs_S,

@@ -420,7 +420,7 @@ async def describe(environment: vf.Env) -> list[dict[str, Any]]:
 async def serve(replies: Any) -> None:
     """Serve requests until one says `end`, or standard input ends with the parent."""
     server = BridgeServer()
-    running: set[asyncio.Task[None]] = set()
+    running: set[asyncio.Task[None]] = set()  # asyncio itself keeps only weak references
 
     async def answer(request: dict[str, Any]) -> None:
         number = request.pop("n")

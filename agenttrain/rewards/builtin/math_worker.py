@@ -43,7 +43,7 @@ def equal(expected: str, answer: str, seconds: int) -> bool | None:
 
 
 def main() -> None:
-    """Answer requests until stdin closes, at the latest when the parent process ends."""
+    """Answer requests until stdin closes, which it does when the parent process ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep the library's prints out of the replies
     logging.disable()
