@@ -151,10 +151,10 @@ class OptimizerConfig:
             f"optimizer.schedule={self.schedule}{did_you_mean(name, option_names)}; {takes}"
             for name in unknown
         ]
-        recognised = {n: value for n, value in self.schedule_options.items() if n not in unknown}
+        valid_options = {n: value for n, value in self.schedule_options.items() if n not in unknown}
         options = None
         try:
-            options = validated(kind, recognised, key)
+            options = validated(kind, valid_options, key)
         except ConfigError as error:
             problems += str(error).splitlines()
         # With these, the schedule would raise the learning rate that it is to lower.

@@ -87,6 +87,7 @@ class LoadedAdapters(ReferencePolicy):
     def ready(self) -> Iterator[None]:
         """Put the loaded adapters into the model for the block."""
         adapters = adapter_parameters(self.scorer.model)
+        # Clones, because `assign` writes into the weights themselves.
         current = {name: weight.detach().clone() for name, weight in adapters.items()}
         try:
             for name, weight in adapters.items():
