@@ -76,7 +76,7 @@ class ObjectiveInputs:
             self.sequence_S,
             self.sequences,
             level,
-            own=self.token_advantages,
+            token_gradient=self.token_advantages,
             rollout_tokens_B=self.rollout_tokens_B,
         )
 
@@ -105,7 +105,7 @@ def importance_ratio(
     sequences: int,
     level: Ratio | str,
     *,
-    own: bool = False,
+    token_gradient: bool = False,
     rollout_tokens_B: Tensor | None = None,
 ) -> Tensor:
     """policy / behaviour probability, [S]. Above token level one value per sequence.
@@ -115,9 +115,10 @@ def importance_ratio(
 
     Example: log ratios [.1, .3] of one sequence give exp([.1, .3]), exp([.2, .2]), exp([.4, .4]).
 
-    Above token level each value depends on all tokens of its sequence. With `own` its gradient
-    goes to its own token alone, so that a token's advantage reaches no other (GSPO-token, section
-    4.3 of GSPO's paper). If all tokens of a sequence have one advantage, both gradients are equal.
+    Above token level each value depends on all tokens of its sequence. With `token_gradient` the
+    gradient of a token's value goes to this token alone, so that a token's advantage reaches no
+    other (GSPO-token, section 4.3 of GSPO's paper). If all tokens of a sequence have one advantage,
+    both gradients are equal.
 
     A sum's gradient reaches each token once for every token of its sequence. With
     `rollout_tokens_B` it counts as once for every token of the rollout, so that at a ratio of 1 a
@@ -136,14 +137,14 @@ def importance_ratio(
     elif level is Ratio.sequence_sum:
         log_ratio_S = sequence_sums(token_S, sequence_S, sequences)[sequence_S]
     # x - x.detach() is 0 and has the gradient of x: it adds a gradient without changing the value.
-    if own and level is not Ratio.token:
-        own_S = token_S - token_S.detach()
+    if token_gradient and level is not Ratio.token:
+        difference_S = token_S - token_S.detach()
         if level is Ratio.sequence_sum:
             tokens_B = rollout_tokens_B
             if tokens_B is None:
                 tokens_B = sequence_S.bincount(minlength=sequences)
-            own_S = own_S * tokens_B[sequence_S]
-        log_ratio_S = log_ratio_S.detach() + own_S
+            difference_S = difference_S * tokens_B[sequence_S]
+        log_ratio_S = log_ratio_S.detach() + difference_S
     elif level is Ratio.sequence_sum and rollout_tokens_B is not None:
         tokens_B = sequence_S.bincount(minlength=sequences).clamp(min=1)
         scale_B = rollout_tokens_B.to(token_S.dtype) / tokens_B
