@@ -287,7 +287,7 @@ class Agents:
             rollout.stop_reason, text = end
             rollout.error = text if rollout.stop_reason is StopReason.error else None
             if failure is not None and rollout.error is None:
-                # The agent failed at the error that told it of a limit.
+                # A limit ended the rollout, and the agent failed on the error that reports it.
                 rollout.error = f"{text}, and {failure}"
         elif requests.refused is not None and (failure is not None or end is None):
             # No turn came after this error: the agent gave up on it.
