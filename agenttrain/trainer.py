@@ -31,7 +31,7 @@ from agenttrain.training.credit_assignment import assign_advantages
 from agenttrain.training.minibatch import Minibatch, loss_inputs
 from agenttrain.training.nonfinite import check_logprobs, check_weights
 from agenttrain.training.policy import Policy
-from agenttrain.training.teacher import Teacher, add_teacher, score_with
+from agenttrain.training.teacher_scores import Teacher, add_teacher, score_with
 from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.training.world import World
 from agenttrain.types import Rollout

@@ -15,7 +15,7 @@ import tiny
 import torch
 from torchrun import tell
 from training_cases import random_groups
-from two_processes import Case, make
+from two_processes import Case, full_weights, make
 
 from agenttrain.health.crash import Evidence
 from agenttrain.launch.worker import leave
@@ -23,7 +23,6 @@ from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.nonfinite import BrokenUpdate
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharding import full_weights
 from agenttrain.training.weight_sync import named_weights, policy_logprobs
 from agenttrain.training.world import World
 from agenttrain.utils.exit_codes import DONE
@@ -66,7 +65,7 @@ def told(trained: Policy, world: World) -> dict:
 
 def sums(trained: Policy) -> dict[str, float]:
     """What distinguishes each weight."""
-    found = full_weights(trained.model, keep=True)
+    found = full_weights(trained.model)
     return {
         name: (tensor.double().flatten() * torch.arange(1, tensor.numel() + 1)).sum().item()
         for name, tensor in found.items()

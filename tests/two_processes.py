@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import tiny
 import torch
 from accelerate.state import AcceleratorState
+from torch import Tensor
 from torchrun import tell
 from training_cases import policy, random_groups
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from agenttrain.algorithms.config import (
     Advantage,
@@ -37,8 +38,8 @@ from agenttrain.trainer import train_policy
 from agenttrain.training.config import LoraSettings, TrainingConfig
 from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharding import Sharding, full_weights
-from agenttrain.training.teacher import ModelTeacher, Teacher
+from agenttrain.training.sharding import Sharding, full_tensor
+from agenttrain.training.teacher_scores import ModelTeacher, Teacher
 from agenttrain.training.world import World
 from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason
 from agenttrain.utils.exit_codes import DONE
@@ -284,9 +285,14 @@ def run(case: Case, mode: str, world: World) -> dict[str, object]:
         mine = dict(pair for i in share for one in made[i] for pair in advantages_of(one))
         everyone = world.gather([mine])
         advantages.append(dict(sorted(pair for d in everyone for pair in d.items())))
-    tensors = full_weights(trained.model, keep=True)
+    tensors = full_weights(trained.model)
     sums = {name: tensor.double().abs().sum().item() for name, tensor in tensors.items()}
     return {"metrics": found, "weights": world.gather([sums]), "advantages": advantages}
+
+
+def full_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Every weight by its name in `state_dict`; the processes gather one after the other."""
+    return {name: full_tensor(tensor.detach()) for name, tensor in model.state_dict().items()}
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ class Open:
     """Part of its address."""
     replays: Replays = field(default_factory=Replays)
     on_lost: Callable[[], None] | None = None
-    """Called when a client went away for good; None: its process says how it ended."""
+    """Called when a client went away for good. None: the end of its process shows that."""
     _leaving: asyncio.TimerHandle | None = None
 
     @property
@@ -62,16 +62,16 @@ class Open:
         """`chat_template.roles`."""
         return self.rollout.policy.chat.roles
 
-    def seen(self) -> None:
-        """Note a request."""
+    def on_request(self) -> None:
+        """Stop waiting for a client that went away: it is here again."""
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
 
-    def left(self) -> None:
-        """Note that a connection closed before its answer was written."""
+    def on_leave(self) -> None:
+        """Give a client that left before it got its answer some time to come back."""
         if self.on_lost is not None and self.replays.lost:
-            self.seen()
+            self.on_request()
             self._leaving = asyncio.get_running_loop().call_later(LOST_S, self.on_lost)
 
 
@@ -86,7 +86,7 @@ class Api:
         return replace(self.question_of(read_object(body), roles), size=len(body))
 
     def question_of(self, data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
-        """Read a request that is parsed; raises RequestError."""
+        """Read a request that is parsed. Raises RequestError."""
         if self.anthropic:
             return anthropic.read_question(data)
         return openai.read_question(data, roles)
@@ -114,14 +114,14 @@ APIS = {"chat/completions": Api("openai"), "messages": Api("anthropic")}
 
 
 class AnswerResponse(Response):
-    """Writes an answer once it is sampled; a stream has comments meanwhile.
+    """Writes an answer once it is sampled. A stream has comments meanwhile.
 
     The sampling goes on if the client leaves: the same request then gets its answer.
     """
 
-    def __init__(self, opened: Open, delivery: Delivery, api: Api, question: Question) -> None:
+    def __init__(self, entry: Open, delivery: Delivery, api: Api, question: Question) -> None:
         super().__init__()
-        self.opened, self.delivery, self.api, self.question = opened, delivery, api, question
+        self.entry, self.delivery, self.api, self.question = entry, delivery, api, question
         self._written = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,19 +136,19 @@ class AnswerResponse(Response):
         finally:
             delivery.readers -= 1
             leaving.cancel()
-            self.opened.left()
+            self.entry.on_leave()
 
     def _reset(self) -> None:
-        """Note that the client closed its connection before it had read what was written."""
+        """Take the answer back as not delivered: the client reset its connection unread."""
         if self._written:
             self._written = False
             self.delivery.written -= 1
-            self.opened.left()
+            self.entry.on_leave()
 
     async def _write(self, send: Send, leaving: asyncio.Future[None]) -> bool:
-        """Write the answer; return False if the client has left."""
+        """Write the answer. Return False if the client has left."""
         task, streams = self.delivery.task, self.question.stream
-        begun = False  # an error has its status, unless a stream began before it
+        has_started = False  # then the status was sent, and an error is an event of the stream
         while not task.done():
             await asyncio.wait(
                 (task, leaving),
@@ -158,9 +158,9 @@ class AnswerResponse(Response):
             if leaving.done():
                 return False
             if streams and not task.done():
-                if not begun:
+                if not has_started:
                     await _start(send, 200, "text/event-stream")
-                    begun = True
+                    has_started = True
                 await _send(send, ": keep-alive\n\n", more=True)
         error: RequestError | None = None
         try:
@@ -169,11 +169,11 @@ class AnswerResponse(Response):
             error = RequestError("the rollout has ended", status=403)
         except Exception as problem:
             error = request_error(problem)
-        if error is not None and begun:
+        if error is not None and has_started:
             event = "event: error\n" if self.api.anthropic else ""
             await _send(send, f"{event}data: {_json(self.api.error(error))}\n\n", more=False)
         elif error is None and streams:
-            if not begun:
+            if not has_started:
                 await _start(send, 200, "text/event-stream")
             await _send(send, "".join(self.api.stream(answer, self.question)), more=False)
         elif error is not None:
@@ -186,58 +186,58 @@ class AnswerResponse(Response):
 
 
 def build_app(find: Callable[[str], Open | None]) -> Starlette:
-    """Return the application; `find` returns the open rollout of a name."""
+    """Return the application. `find` returns the open rollout of a name."""
 
     async def complete(request: Request) -> Response:
         api = APIS[request.url.path.partition("/v1/")[2]]
-        opened = _authorised(request, find)
+        entry = _authorize(request, find)
         try:
-            body = await read_body(request, opened.rollout.max_context)
-            question = await read(len(body), api.question, body, opened.roles)
+            body = await read_body(request, entry.rollout.max_context)
+            question = await read(len(body), api.question, body, entry.roles)
         except (RequestError, RecursionError) as error:
-            opened.rollout.refuse(request_error(error))
+            entry.rollout.refuse(request_error(error))
             raise
         retries = request.headers.get("x-stainless-retry-count", "0")
-        delivery = opened.replays.deliver(
+        delivery = entry.replays.deliver(
             request.url.path,
             body,
             key=request.headers.get("idempotency-key"),
             retry=retries.isdecimal() and bool(retries.strip("0")),
-            sample=lambda: opened.rollout.answer(question, text_arguments=not api.anthropic),
+            sample=lambda: entry.rollout.answer(question, text_arguments=not api.anthropic),
         )
-        return AnswerResponse(opened, delivery, api, question)
+        return AnswerResponse(entry, delivery, api, question)
 
     async def count_tokens(request: Request) -> Response:
-        opened = _authorised(request, find)
-        body = await read_body(request, opened.rollout.max_context)
-        question = await read(len(body), APIS["messages"].question, body, opened.roles)
-        count = await asyncio.to_thread(opened.rollout.count_tokens, question)
+        entry = _authorize(request, find)
+        body = await read_body(request, entry.rollout.max_context)
+        question = await read(len(body), APIS["messages"].question, body, entry.roles)
+        count = await asyncio.to_thread(entry.rollout.count_tokens, question)
         return JSONResponse({"input_tokens": count})
 
     async def models(request: Request) -> Response:
-        opened = _authorised(request, find)
-        names = [name for name in opened.rollout.settings.models if name != "*"] or ["policy"]
-        listed = [
+        entry = _authorize(request, find)
+        names = [name for name in entry.rollout.settings.models if name != "*"] or ["policy"]
+        data = [
             {"id": name, "object": "model", "type": "model", "created": 0, "owned_by": "agenttrain"}
             for name in names
         ]
-        return JSONResponse({"object": "list", "data": listed, "has_more": False})
+        return JSONResponse({"object": "list", "data": data, "has_more": False})
 
     async def reward(request: Request) -> Response:
-        opened = _authorised(request, find)
-        body = await read_body(request, opened.rollout.max_context)
-        opened.rollout.reward = read_reward(read_object(body).get("reward"))
-        return JSONResponse({"reward": opened.rollout.reward})
+        entry = _authorize(request, find)
+        body = await read_body(request, entry.rollout.max_context)
+        entry.rollout.reward = read_reward(read_object(body).get("reward"))
+        return JSONResponse({"reward": entry.rollout.reward})
 
     async def finish(request: Request) -> Response:
-        opened = _authorised(request, find)
-        body = await read_body(request, opened.rollout.max_context)
+        entry = _authorize(request, find)
+        body = await read_body(request, entry.rollout.max_context)
         data = await read(len(body), read_object, body) if body.strip() else {}
         reward = None if data.get("reward") is None else read_reward(data["reward"])
-        messages = await read(len(body), _read_ending, data, opened.roles)
-        await opened.rollout.finish(messages, size=len(body))
+        messages = await read(len(body), _read_ending, data, entry.roles)
+        await entry.rollout.finish(messages, size=len(body))
         if reward is not None:
-            opened.rollout.reward = reward
+            entry.rollout.reward = reward
         return JSONResponse({"finished": True})
 
     async def refuse(request: Request, error: Exception) -> Response:
@@ -269,12 +269,12 @@ def _read_ending(data: Mapping[str, Any], roles: Mapping[str, str]) -> list[Mess
         raise RequestError("messages: needs a list of messages", param="messages")
     api = APIS["messages" if data.get("api") == "anthropic" else "chat/completions"]
     # A request must end with a message of the user, and this conversation may end with an answer.
-    asked = [*messages, {"role": "user", "content": ""}]
-    return api.question_of({"messages": asked}, roles).messages[:-1]
+    question_messages = [*messages, {"role": "user", "content": ""}]
+    return api.question_of({"messages": question_messages}, roles).messages[:-1]
 
 
 def read_reward(value: object) -> float:
-    """Return an agent's reward; raises RequestError for anything but a number."""
+    """Return an agent's reward. Raises RequestError for anything but a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"reward={quote(value)}: needs a number", param="reward")
     if not abs(value) <= LARGEST:
@@ -282,29 +282,31 @@ def read_reward(value: object) -> float:
     return float(value)
 
 
-def _authorised(request: Request, find: Callable[[str], Open | None]) -> Open:
-    """Return the rollout of the address and the key; raises RequestError."""
+def _authorize(request: Request, find: Callable[[str], Open | None]) -> Open:
+    """Return the rollout of the address and the key. Raises RequestError."""
     key = request.headers.get("x-api-key")
     if key is None:
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-    opened = find(request.path_params["rollout"])
-    if opened is None or not hmac.compare_digest(key.encode(), opened.key.encode()):
+    entry = find(request.path_params["rollout"])
+    if entry is None or not hmac.compare_digest(key.encode(), entry.key.encode()):
         raise RequestError(
             "no rollout in flight has this address and key; send the key that came with the base "
             "URL, as `Authorization: Bearer …` or `x-api-key`",
             code="invalid_api_key",
             status=401,
         )
-    opened.seen()
-    return opened
+    entry.on_request()
+    return entry
 
 
 async def _start(send: Send, status: int, kind: str) -> None:
+    """Send the status and the headers of a response."""
     headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 async def _send(send: Send, text: str, *, more: bool) -> None:
+    """Send a part of a response's body. Without `more` it is the last one."""
     body = text.encode("utf-8", "replace")
     await send({"type": "http.response.body", "body": body, "more_body": more})
 

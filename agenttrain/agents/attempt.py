@@ -1,8 +1,8 @@
 """One rollout of an outside agent: its requests become turns of trajectories.
 
 A request that continues an issued turn extends that turn's trajectory by the template's suffix. Any
-other opens a trajectory, which shares with an earlier one the ids in which they agree. What the
-policy sampled keeps its ids, as in the run's own loop.
+other request opens a trajectory, which shares with an earlier one the ids in which they agree.
+Sampled tokens keep their ids, as in the run's own loop.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, served
-from agenttrain.agents.conversations import (
+from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, find_served
+from agenttrain.agents.issued_turns import (
     IssuedTurn,
     Match,
     Restart,
@@ -57,7 +57,7 @@ class Attempt:
 
     task: Task
     sampling: Sampling
-    """Sampling of every turn; `seed` is the rollout's."""
+    """Sampling of every turn. `seed` is the rollout's."""
     rollout_id: str
     group_id: str = ""
     sample: int = 0
@@ -77,9 +77,9 @@ class ServedPolicy:
     """Returns why the template cannot show a request's tools, or the engine not keep its form."""
     parsed: Callable[..., None] | None = None
     """Takes each parsed turn, as `ParsedTurns.record`."""
-    restarted: Callable[[Restart, str, str], None] = lambda kind, rollout_id, difference: None
+    on_restart: Callable[[Restart, str, str], None] = lambda kind, rollout_id, difference: None
     """Takes each restart: its kind, the rollout and the first difference."""
-    asked: Callable[[str, Question], None] = lambda session, question: None
+    on_request: Callable[[str, Question], None] = lambda session, question: None
     """Takes each request that is about to be sampled, with the engine's session."""
 
 
@@ -127,7 +127,7 @@ class EndpointRollout:
         self._in_engine: set[str] = set()
         """Sessions with a request in flight."""
         self._answered: set[IssuedTurn] = set()
-        """Turns the results of whose calls are recorded."""
+        """Turns whose calls have their results recorded."""
 
     @property
     def max_context(self) -> int:
@@ -137,7 +137,7 @@ class EndpointRollout:
     async def answer(self, question: Question, *, text_arguments: bool = True) -> Answer:
         """Sample the answer to a request. Raises RequestError.
 
-        `text_arguments`: the API's arguments of calls are a text, which may be malformed.
+        With `text_arguments`, the API's arguments of calls are a text, which may be malformed.
         """
         self.counts["agent/requests"] += 1
         try:
@@ -154,10 +154,10 @@ class EndpointRollout:
             raise problem from error
 
     def refuse(self, error: RequestError) -> None:
-        """Note an error: unless a turn comes after it, it is why the rollout ended."""
+        """Record an error. If no turn comes after it, the rollout has ended because of it."""
         if self.ended is None and error.status < 500 and error.code != BUSY:
-            full = error.code == "context_length_exceeded"
-            reason = StopReason.context_full if full else StopReason.error
+            is_full = error.code == "context_length_exceeded"
+            reason = StopReason.context_full if is_full else StopReason.error
             self.refused = reason, str(error)
 
     def count_tokens(self, question: Question) -> int:
@@ -165,10 +165,10 @@ class EndpointRollout:
         return len(self._planner.render(in_call_order(question.messages), question.schemas))
 
     async def finish(self, messages: Sequence[Message] = (), *, size: int = 0) -> None:
-        """End the rollout; a conversation's replies to its last turn's calls become part of it.
+        """End the rollout. The replies to its last turn's calls become part of it.
 
-        `size` is that of the request in bytes. Raises RequestError for messages that do not
-        continue the newest turn.
+        `messages` is the conversation with these replies. `size` is the request's in bytes. Raises
+        RequestError for messages that do not continue the newest turn.
         """
         if messages:
             if self._changing.locked():
@@ -200,12 +200,12 @@ class EndpointRollout:
                 "conversation with the replies to its last calls, or leave them out",
                 param="messages",
             )
-        replies = self._planner.replies(turn, match.added)
+        replies = self._planner.replies(turn, match.new_messages)
         suffix = self._planner.suffix(turn, replies, generation_prompt=False) if replies else []
         return turn, replies, suffix
 
     def end(self, reason: StopReason, message: str) -> None:
-        """Refuse further requests; the first reason stays."""
+        """Refuse further requests. The first reason stays."""
         if self.ended is None:
             self.ended = reason, message
         self.over.set()
@@ -224,6 +224,7 @@ class EndpointRollout:
         return self.rollout
 
     def _check_open(self) -> None:
+        """Raise RequestError if the rollout has ended, or reaches a limit with this request."""
         limits, rollout = self.policy.limits, self.rollout
         if self.ended is None and self.counts["agent/requests"] > self.settings.max_requests:
             text = f"agent.max_requests={self.settings.max_requests} requests were sent"
@@ -236,11 +237,12 @@ class EndpointRollout:
             raise RequestError(f"the rollout has ended: {message}", code=str(reason), status=403)
 
     def _admit(self, question: Question, problem: RequestError | None) -> Transcript:
-        """Check a request's parameters; return the transcript that it belongs to.
+        """Check a request's parameters, and return the transcript that it belongs to.
 
-        `problem` is that of its tools and its form.
+        `problem` is the error of its tools and its form, raised after those of the model and the
+        sampling.
         """
-        kind = served(self.settings.models, question.model)
+        kind = find_served(self.settings.models, question.model)
         if not isinstance(kind, Served):
             raise RequestError(kind, param="model", code="model_not_found", status=404)
         if kind is Served.refuse:
@@ -263,7 +265,10 @@ class EndpointRollout:
         return self.untrained if kind is Served.frozen else self.trained
 
     def _check_sampling(self, question: Question) -> None:
-        """Raise RequestError for what would change samples or prompt, or count it as replaced."""
+        """Raise RequestError for fields that would change samples or prompt.
+
+        With `agent.on_sampling=override` they are counted instead.
+        """
         ours = self.attempt.sampling
         neutral: dict[str, tuple[object, ...]] = {
             "temperature": (ours.temperature, self.policy.limits.temperature),
@@ -299,7 +304,8 @@ class EndpointRollout:
     ) -> Answer:
         """Continue or open a trajectory by a turn."""
         async with self._changing:
-            # Nothing is awaited from here on until the engine has the request, unless it is large.
+            # Nothing is awaited from here on until the engine has the request, unless it is large:
+            # then the rollout may have ended meanwhile.
             self._check_open()
             request = await read(question.size, self._read, transcript, question)
             self._check_open()
@@ -309,8 +315,8 @@ class EndpointRollout:
                 self.counts["agent/ambiguous"] += 1
             if plan.restart is not None:
                 self.counts[f"agent/restarts/{plan.restart}"] += 1
-                self.policy.restarted(plan.restart, self.attempt.rollout_id, plan.difference)
-            self.policy.asked(plan.session, question)
+                self.policy.on_restart(plan.restart, self.attempt.rollout_id, plan.difference)
+            self.policy.on_request(plan.session, question)
             self._in_engine.add(plan.session)
             if plan.extends is not None:
                 transcript.growing.add(plan.extends.index)
@@ -328,8 +334,9 @@ class EndpointRollout:
         messages, tools = in_call_order(question.messages), tools_digest(question.schemas)
         match = transcript.conversations.match(messages, tools)
         if transcript.trained and self.settings.train is Trained.main:
-            side = match.turn is None and match.restart is None
-            if side and not transcript.conversations.begins_alike(messages):
+            is_new = match.turn is None and match.restart is None
+            # agent.train=main: a conversation that begins unlike the first one is not trained.
+            if is_new and not transcript.conversations.begins_alike(messages):
                 transcript = self.untrained
                 match = transcript.conversations.match(messages, tools)
         plan = self._planner.plan(transcript, messages, question.schemas, match)
@@ -340,21 +347,21 @@ class EndpointRollout:
     def _record(
         self, request: _Request, question: Question, completion: Completion, text_arguments: bool
     ) -> Answer:
-        """Append a sampled turn to its trajectory; return it as the client gets it."""
+        """Append a sampled turn to its trajectory, and return it as the client gets it."""
         trajectory = self._append(request, question, completion)
         index = trajectory.turns - 1
-        name, after = trajectory.turn_name(index), trajectory.messages[-1]["role"]
-        turn = self.policy.chat.parse(
-            completion.token_ids, question.schemas, turn=name, after=after
-        )
+        name, role = trajectory.turn_name(index), trajectory.messages[-1]["role"]
+        turn = self.policy.chat.parse(completion.token_ids, question.schemas, turn=name, after=role)
         message = turn.message()
         if self.policy.parsed is not None:
-            self.policy.parsed(trajectory, completion.token_ids, message, turn=index, after=after)
+            self.policy.parsed(trajectory, completion.token_ids, message, turn=index, after=role)
         trajectory.messages.append(message)
-        calls = issued_calls(turn, text_arguments=text_arguments)
-        ids = [f"call_{secrets.token_hex(12)}" for _ in calls]
-        issued = issued_message(turn, ids, secrets.token_hex(16), text_arguments=text_arguments)
-        given = iter(ids)
+        # The client gets new ids for the calls: the model's own may occur twice.
+        client_calls = issued_calls(turn, text_arguments=text_arguments)
+        ids = [f"call_{secrets.token_hex(12)}" for _ in client_calls]
+        handle = secrets.token_hex(16)
+        client_message = issued_message(turn, ids, handle, text_arguments=text_arguments)
+        next_ids = iter(ids)
         request.transcript.conversations.add(
             IssuedTurn(
                 trajectory=trajectory.index,
@@ -363,10 +370,12 @@ class EndpointRollout:
                 message_count=len(trajectory.messages),
                 turn=turn,
                 completion=completion,
-                call_ids=tuple(next(given) if call in calls else "" for call in turn.calls),
-                conversation=(*request.messages, issued),
+                call_ids=tuple(
+                    next(next_ids) if call in client_calls else "" for call in turn.calls
+                ),
+                conversation=(*request.messages, client_message),
                 tools=request.tools,
-                before=request.match.digest,
+                request_digest=request.match.digest,
             )
         )
         self.refused = None
@@ -374,25 +383,28 @@ class EndpointRollout:
             self.end(StopReason.aborted, "the engine aborted the request")
             raise RequestError("the engine aborted the request", status=500)
         return Answer(
-            message=issued,
+            message=client_message,
             finish=completion.finish,
             prompt_tokens=len(request.plan.ids),
             sampled_tokens=len(completion.token_ids),
             model=question.model or "policy",
         )
 
-    def _budget(self, transcript: Transcript, plan: Plan, asked: int | None) -> int:
-        """Return the tokens that may be sampled. Raises RequestError if there are none."""
+    def _budget(self, transcript: Transcript, plan: Plan, max_tokens: int | None) -> int:
+        """Return the tokens that may be sampled. Raises RequestError if there are none.
+
+        `max_tokens` is the request's own limit.
+        """
         limits, engine = self.policy.limits, self.policy.engine
-        context = engine.max_context - len(plan.ids)
-        if context < 1:
+        context_room = engine.max_context - len(plan.ids)
+        if context_room < 1:
             raise RequestError(
                 f"messages: {len(plan.ids)} tokens fill the context of {engine.max_context}; "
                 "shorten them, or raise engine.max_context",
                 param="messages",
                 code="context_length_exceeded",
             )
-        left = context
+        completion_room = context_room
         if transcript.trained:
             spent = sum(
                 len(span.token_ids)
@@ -401,22 +413,25 @@ class EndpointRollout:
                 if span.origin is not Origin.prompt
             )
             spent += sum(len(ids) for origin, ids in plan.suffix if origin is not Origin.prompt)
-            left = limits.max_completion_tokens - spent
-            if left < 1:
+            completion_room = limits.max_completion_tokens - spent
+            if completion_room < 1:
                 self.end(
                     StopReason.max_tokens,
                     f"rollout.max_completion_tokens={limits.max_completion_tokens} are spent",
                 )
                 self._check_open()
-        return min(limits.max_turn_tokens, left, context, asked or context)
+        return min(
+            limits.max_turn_tokens, completion_room, context_room, max_tokens or context_room
+        )
 
     async def _generate(
         self, transcript: Transcript, plan: Plan, budget: int, question: Question
     ) -> Completion:
+        """Sample a turn. Raises RequestError, and ends the rollout, if the engine fails."""
         attempt, chat, grammar = self.attempt, self.policy.chat, None
         if self.policy.limits.structured_calls:
-            after = plan.messages[-1]["role"]
-            grammar = chat.grammar(question.schemas, after=after, form=question.form)
+            role = plan.messages[-1]["role"]
+            grammar = chat.grammar(question.schemas, after=role, form=question.form)
         seed, turns = plan.seed, 0
         if plan.extends is not None:
             seed = transcript.seeds[plan.extends.index]
@@ -443,15 +458,14 @@ class EndpointRollout:
             raise RequestError(str(error), status=500) from error
 
     def _append(self, request: _Request, question: Question, completion: Completion) -> Trajectory:
-        """Append what was sent and sampled; begin a trajectory if the plan opens one."""
+        """Append the sent and the sampled ids. Begin a trajectory if the plan opens one."""
         transcript, plan = request.transcript, request.plan
         rollout, trajectory = transcript.rollout, plan.extends
         if trajectory is None:
-            first = rollout.trajectories[0]
-            alike = transcript.conversations.begins_alike(request.messages)
-            role = MAIN if alike else SIDE
-            if not first.spans:
-                trajectory = first
+            is_main = transcript.conversations.begins_alike(request.messages)
+            role = MAIN if is_main else SIDE
+            if not rollout.trajectories[0].spans:  # a rollout begins with an empty trajectory
+                trajectory = rollout.trajectories[0]
             elif plan.parent is not None:
                 trajectory = rollout.branch(*plan.parent, role=role)
             else:
@@ -469,12 +483,12 @@ class EndpointRollout:
         return trajectory
 
     def _record_results(self, turn: IssuedTurn, replies: Sequence[Message]) -> None:
-        """Record what became of a turn's calls, the first time that `replies` has those to them."""
+        """Record the results of a turn's calls, once: when a request first answers them."""
         if turn in self._answered:
             return
         self._answered.add(turn)
         schemas = self.rollout.trajectories[turn.trajectory].schemas or ()
-        known = {
+        parameters = {
             schema["function"]["name"]: schema["function"].get("parameters") or {}
             for schema in schemas
         }
@@ -484,7 +498,7 @@ class EndpointRollout:
                 ToolResult(
                     call=call,
                     content=contents.get(call.id, ""),
-                    error=call_error(call, known),
+                    error=call_error(call, parameters),
                 )
             )
 

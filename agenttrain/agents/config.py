@@ -62,7 +62,7 @@ class OnFailure(StrEnum):
 
 
 def command_parts(value: object) -> list[str]:
-    """Return a command as a list; a text is split as a shell would. Raises ValueError."""
+    """Return a command as a list. A text is split as a shell would. Raises ValueError."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -201,8 +201,11 @@ class AgentConfig:
         return self
 
 
-def served(models: Mapping[str, Served], name: str | None) -> Served | str:
-    """Return what a request for the model `name` gets; a text: why it is unknown."""
+def find_served(models: Mapping[str, Served], name: str | None) -> Served | str:
+    """Return the kind of answer that a request for the model `name` gets.
+
+    For an unknown name it is a text: the error.
+    """
     if not models:
         return Served.policy
     if name is not None and name in models:

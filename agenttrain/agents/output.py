@@ -1,4 +1,4 @@
-"""Output of agents: bounded files, and what a coroutine in the run's own process prints."""
+"""Output of agents: bounded files, and the prints of coroutines in the run's own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAUSE_S = 0.005
 
 
 class BoundedLog:
-    """A file with the beginning and the end of what is written to it; made once there is something.
+    """A file with the beginning and the end of the output. It is made by the first write.
 
     Example: after 4 MiB and 64 KiB and 100 bytes, ``… [100 bytes left out] …`` stands between them.
     """
@@ -40,11 +40,11 @@ class BoundedLog:
 
     @property
     def full(self) -> bool:
-        """True once something was left out, or is to stand at the end."""
+        """True once the beginning is complete: further output goes to the end, or is left out."""
         return self._beyond > 0
 
     def write(self, data: bytes) -> None:
-        """Append output; where the disk takes no more, only its end is kept in memory."""
+        """Append output. If the disk takes no more, only its end is kept, in memory."""
         self._tail += data
         del self._tail[:-TAIL_BYTES]
         head = data[: self._room]
@@ -70,8 +70,8 @@ class BoundedLog:
         """Write the end of the output, and close the file."""
         if self._beyond:
             end = self._tail[-self._beyond :]
-            if left_out := self._beyond - len(end):
-                self._append(f"\n… [{left_out} bytes left out] …\n".encode())
+            if gap := self._beyond - len(end):
+                self._append(f"\n… [{gap} bytes left out] …\n".encode())
             self._append(end)
         if self._file is not None:
             with suppress(OSError):
@@ -79,6 +79,7 @@ class BoundedLog:
         self._lost = True
 
     def _append(self, data: bytes | bytearray) -> None:
+        """Write to the file, unless an earlier write failed."""
         if self._lost:
             return
         try:
@@ -118,14 +119,14 @@ class RolloutOutput:
         self._files[name].write(text.encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Close the files; later output is lost."""
+        """Close the files. Later output is lost."""
         self._closed = True
         for file in self._files.values():
             file.close()
 
 
-class _Divided:
-    """A standard stream; what agents write goes to the files of their rollouts."""
+class _DividedStream:
+    """A standard stream that sends the output of agents to the files of their rollouts."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self.stream, self._name = stream, name
@@ -148,18 +149,18 @@ class DividedOutput:
     """Standard output and error, divided among the run and its agents until `restore`.
 
     A task that asyncio starts, and a thread of `asyncio.to_thread`, belongs to the agent that
-    started it; a logger's handler keeps the stream that it was made with.
+    started it. A logger's handler keeps the stream that it was made with.
     """
 
     def __init__(self) -> None:
-        self._streams: dict[str, _Divided] = {}
+        self._streams: dict[str, _DividedStream] = {}
 
     @contextmanager
-    def of(self, log: Path) -> Iterator[None]:
-        """Send what the current task prints to the files of a rollout."""
+    def redirect(self, log: Path) -> Iterator[None]:
+        """Send the prints of the current task to the files of a rollout, for the block."""
         for name in ("stdout", "stderr"):
             if name not in self._streams:
-                self._streams[name] = _Divided(getattr(sys, name), name)
+                self._streams[name] = _DividedStream(getattr(sys, name), name)
                 setattr(sys, name, self._streams[name])
         output = RolloutOutput(log)
         token = _current.set(output)
@@ -170,8 +171,8 @@ class DividedOutput:
             output.close()
 
     def restore(self) -> None:
-        """Put the streams back, unless somebody else has replaced them."""
-        for name, divided in self._streams.items():
-            if getattr(sys, name) is divided:
-                setattr(sys, name, divided.stream)
+        """Put the streams back, unless other code has replaced them."""
+        for name, stream in self._streams.items():
+            if getattr(sys, name) is stream:
+                setattr(sys, name, stream.stream)
         self._streams.clear()

@@ -1,4 +1,4 @@
-"""Ids to continue for a request: behind the turn that it continues, or rendered anew."""
+"""Plan the ids of a request: behind the turn that it continues, or rendered anew."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from agenttrain.agents.conversations import IssuedTurn, Match, Restart, text_ids
+from agenttrain.agents.issued_turns import IssuedTurn, Match, Restart, text_ids
 from agenttrain.agents.transcript import Transcript
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
@@ -27,19 +27,19 @@ class Plan:
 
     ids: list[int]
     messages: list[Message]
-    """Those of the trajectory once the ids are in it; with `extends` only those to add."""
+    """Messages of the trajectory once the ids are in it. With `extends` only those to add."""
     suffix: Suffix
     """The part of `ids` that the trajectory lacks, by origin."""
     session: str
     parent: tuple[int, int] | None = None
     """Place of the trajectory from which a new one branches."""
     extends: Trajectory | None = None
-    """Trajectory that goes on; None: a new one begins."""
+    """Trajectory that goes on. None: a new one begins."""
     seed: int = 0
     answers: IssuedTurn | None = None
     """The turn whose calls the request answers."""
     restart: Restart | None = None
-    """Why the request does not continue the turns that it holds; None: it does, or has none."""
+    """Why the request does not continue the turns that it holds. None: it does, or holds none."""
     difference: str = ""
     """The first difference from those turns."""
 
@@ -57,37 +57,41 @@ class RequestPlanner:
         schemas: Sequence[dict[str, Any]],
         match: Match,
     ) -> Plan:
-        """Return the ids to continue. Raises RequestError."""
+        """Return the ids to continue: those behind the matched turn, or else a rendered prompt.
+
+        Raises RequestError.
+        """
         turn, restart, difference = match.turn, match.restart, match.difference
         if turn is not None:
             with suppress(ChatError):  # a role that the template refuses behind an answer
-                return self._continuing(transcript, turn, match)
+                return self._continue_turn(transcript, turn, match)
             restart, difference = Restart.edited, "the template refuses them behind a turn"
         ids = self.render(messages, schemas)
-        shared, parent = 0, 0
-        rendered = np.array(ids)
+        # Branch from the trajectory with the longest common prefix.
+        longest, parent = 0, 0
+        ids_array = np.array(ids)
         for trajectory in transcript.rollout.trajectories:
-            length = common_prefix(np.array(trajectory.token_ids), rendered)
-            if length > shared:
-                shared, parent = length, trajectory.index
+            length = common_prefix(np.array(trajectory.token_ids), ids_array)
+            if length > longest:
+                longest, parent = length, trajectory.index
         return Plan(
             ids=ids,
             messages=[without_handle(message) for message in messages],
-            suffix=[(Origin.prompt, ids[shared:])],
+            suffix=[(Origin.prompt, ids[longest:])],
             session=self._session(transcript),
-            parent=(parent, shared) if shared else None,
+            parent=(parent, longest) if longest else None,
             seed=self._opening_seed(transcript, ids),
             restart=restart,
             difference=difference,
         )
 
-    def _continuing(self, transcript: Transcript, turn: IssuedTurn, match: Match) -> Plan:
-        """Return a plan behind an issued turn; raises ChatError if the template refuses it."""
+    def _continue_turn(self, transcript: Transcript, turn: IssuedTurn, match: Match) -> Plan:
+        """Return a plan behind an issued turn. Raises ChatError if the template refuses it."""
         trajectory = transcript.rollout.trajectories[turn.trajectory]
-        replies = self.replies(turn, match.added)
+        replies = self.replies(turn, match.new_messages)
         suffix = self.suffix(turn, replies, generation_prompt=True)
-        added = [token_id for _, ids in suffix for token_id in ids]
-        ids = [*trajectory.token_ids[: turn.end], *added]
+        suffix_ids = [token_id for _, ids in suffix for token_id in ids]
+        ids = [*trajectory.token_ids[: turn.end], *suffix_ids]
         if transcript.is_tail(turn):
             return Plan(
                 ids=ids,
@@ -118,20 +122,20 @@ class RequestPlanner:
         except ChatError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
 
-    def replies(self, turn: IssuedTurn, added: Sequence[Message]) -> list[Message]:
-        """Return the messages behind a turn, the replies under the calls' own ids.
+    def replies(self, turn: IssuedTurn, new_messages: Sequence[Message]) -> list[Message]:
+        """Return the messages behind a turn, the replies under the ids that the model's calls have.
 
         The client never saw a malformed call that was part of the text, and the template shows a
-        reply to each.
+        reply to each call. Such a call gets our own reply.
         """
-        given = {m["tool_call_id"]: m["content"] for m in added if m["role"] == "tool"}
+        contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
         replies: list[Message] = []
         for call_id, call in zip(turn.call_ids, turn.turn.calls, strict=True):
-            content = given.get(call_id, call.malformed_reply)
+            content = contents.get(call_id, call.malformed_reply)
             replies.append(
                 {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
             )
-        return [*replies, *(without_handle(m) for m in added if m["role"] != "tool")]
+        return [*replies, *(without_handle(m) for m in new_messages if m["role"] != "tool")]
 
     def suffix(
         self, turn: IssuedTurn, replies: Sequence[Message], *, generation_prompt: bool
@@ -146,19 +150,19 @@ class RequestPlanner:
         )
 
     def _session(self, transcript: Transcript) -> str:
-        """Return the engine's session of a new trajectory; the rollout's own for the first."""
-        transcript.begun += 1
-        if transcript.begun == 1 and transcript.trained:
+        """Return the engine's session of a new trajectory. The first has the rollout's."""
+        transcript.trajectory_count += 1
+        if transcript.trajectory_count == 1 and transcript.trained:
             return self._rollout_id
-        return f"{transcript.prefix}/{transcript.begun - 1}"
+        return f"{transcript.prefix}/{transcript.trajectory_count - 1}"
 
     def _opening_seed(self, transcript: Transcript, ids: Sequence[int]) -> int:
-        """Return the seed of a new trajectory: the loop's for the first one.
+        """Return the seed of a new trajectory. The first has the seed of the run's own loop.
 
-        For others it depends on the ids with which they begin and on how often that happened, and
-        not on the order in which requests arrive.
+        The seed of another depends on the ids with which it begins and on how often that happened,
+        and not on the order in which requests arrive.
         """
-        if transcript.begun == 1 and transcript.trained:
+        if transcript.trajectory_count == 1 and transcript.trained:
             return self._seed
         digest = text_ids(ids)
         transcript.openings[digest] += 1

@@ -33,9 +33,10 @@ class Delivery:
 class Replays:
     """The answers of one rollout, by the key and by the body of their requests.
 
-    A request is a replay if it has an earlier one's Idempotency-Key; if it says that it is a retry
-    (X-Stainless-Retry-Count) and has an equal body; or if its body equals that of a request whose
-    answer no client was sent in full. Any other is a new sample, also with an equal body.
+    A request is a replay in three cases. It has the Idempotency-Key of an earlier one. Or it says
+    that it is a retry (X-Stainless-Retry-Count) and has an equal body. Or its body equals that of a
+    request whose answer no client was sent in full. Any other request is a new sample, also with an
+    equal body.
     """
 
     joins: bool = False
@@ -52,7 +53,7 @@ class Replays:
         retry: bool,
         sample: Callable[[], Awaitable[Answer]],
     ) -> Delivery:
-        """Return the answer's delivery, a running one for a replay. Raises RequestError."""
+        """Return the answer's delivery. A replay gets the earlier one. Raises RequestError."""
         digest = hashlib.sha256(path.encode() + b"\n" + body).digest()
         if key is not None and key in self._by_key:
             delivery = self._by_key[key]
@@ -80,8 +81,8 @@ class Replays:
         """Let a request whose answer failed be made again."""
         if not delivery.task.cancelled() and delivery.task.exception() is None:
             return
-        self._by_key = {key: one for key, one in self._by_key.items() if one is not delivery}
-        self._by_body = {body: one for body, one in self._by_body.items() if one is not delivery}
+        self._by_key = {k: each for k, each in self._by_key.items() if each is not delivery}
+        self._by_body = {body: each for body, each in self._by_body.items() if each is not delivery}
 
     @property
     def lost(self) -> bool:
@@ -91,7 +92,8 @@ class Replays:
 
     async def aclose(self) -> None:
         """Cancel the sampling of answers that nobody can get any more."""
-        running = [one.task for one in self._by_body.values() if not one.task.done()]
+        tasks = [delivery.task for delivery in self._by_body.values()]
+        running = [task for task in tasks if not task.done()]
         for task in running:
             task.cancel()
         if running:

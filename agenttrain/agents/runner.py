@@ -1,4 +1,4 @@
-"""The agents of a run: starts one for each rollout, and makes the rollout out of its requests.
+"""The agents of a run: one is started for each rollout, and its requests become the rollout.
 
 agents = Agents(settings, chat, folder)
 rollout = await agents.attempt(Attempt(task=task, …), engine, limits)
@@ -25,7 +25,7 @@ import uvicorn
 from agenttrain.agents.app import ON_RESET, Open, build_app
 from agenttrain.agents.attempt import Attempt, EndpointRollout, ServedPolicy
 from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
-from agenttrain.agents.conversations import Restart
+from agenttrain.agents.issued_turns import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
 from agenttrain.agents.sandbox import check_sandbox, sandbox_command
@@ -64,14 +64,14 @@ class OutsideAgent(Protocol):
     """Whatever attempts rollouts."""
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Attempt a task; return a reward, if it gives one. Raises AgentFailed.
+        """Attempt a task. Return the reward that the agent gives, if any. Raises AgentFailed.
 
         `log` is the path of its output, without a suffix.
         """
         ...
 
     async def aclose(self) -> None:
-        """End what is left."""
+        """End processes and the like that are left."""
         ...
 
 
@@ -83,13 +83,13 @@ class FunctionAgent:
         self._output = DividedOutput()
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Await the function; whatever it raises is the agent's failure."""
+        """Await the function. Whatever it raises is the agent's failure."""
 
-        async def attempted() -> Any:
+        async def call() -> Any:  # also an error of the call itself is the agent's
             return await self._function(assignment)
 
-        with self._output.of(log):
-            outcome = await attempt_async(attempted())
+        with self._output.redirect(log):
+            outcome = await attempt_async(call())
         if (error := outcome.error) is not None:
             raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
         result = outcome.value
@@ -101,18 +101,19 @@ class FunctionAgent:
 
 
 class ExternalAgent:
-    """Agents that somebody else starts: each rollout in flight is a file that says where."""
+    """Agents that somebody else starts. Each rollout in flight has a file with its address."""
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Publish the rollout, and wait for its end."""
         path = log.with_suffix(".json")
-        unfinished = path.with_suffix(".tmp")
-        opened = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(opened, "w", encoding="utf-8") as file:
+        part = path.with_suffix(".tmp")
+        # It holds the rollout's key, which other users must not read.
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(assignment.line() + "\n")
-        unfinished.replace(path)
+        part.replace(path)
         try:
-            await asyncio.Event().wait()
+            await asyncio.Event().wait()  # until this is cancelled, when the rollout is over
         finally:
             path.unlink(missing_ok=True)
         return None
@@ -154,17 +155,17 @@ class Agents:
         folder: Path,
         *,
         lockstep: bool = False,
-        asked: Callable[[str, Question], None] | None = None,
-        restarted: Callable[[Restart, str, str], None] | None = None,
+        on_request: Callable[[str, Question], None] | None = None,
+        on_restart: Callable[[Restart, str, str], None] | None = None,
     ) -> None:
-        """`folder` gets the agents' output; `asked` and `restarted` are those of `ServedPolicy`.
+        """`folder` gets the agents' output. `on_request` and `on_restart` are `ServedPolicy`'s.
 
-        Without `restarted` the first restart of each kind is a warning. Raises ValueError for a
-        function that is not there.
+        Without `on_restart` the first restart of each kind is a warning. Raises ValueError for a
+        function that does not exist.
         """
         self.settings, self.chat = settings, chat
-        self._asked = asked or (lambda session, question: None)
-        self._on_restart = restarted or self._warn_of_restart
+        self._on_request = on_request or (lambda session, question: None)
+        self._on_restart = on_restart or self._warn_of_restart
         self.folder, self.lockstep = folder, lockstep
         self._agent = make_agent(settings, folder, self._command)
         self._gate = asyncio.Semaphore(settings.concurrency)
@@ -172,14 +173,14 @@ class Agents:
         self._app = build_app(self._open.get)
         self._problems: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
         """Tools and form of a request, as JSON -> the parameter at fault, and why."""
-        self._restarted: set[Restart] = set()
+        self._warned_of: set[Restart] = set()
         self._folder: TemporaryFolder | None = None
         """Folder of the socket by which sandboxes reach the endpoint."""
         self._server: LoopServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._starting, self._certifying = asyncio.Lock(), asyncio.Lock()
         self.address = ""
-        """Where the endpoint listens, e.g. ``http://127.0.0.1:4711``."""
+        """Address of the endpoint, e.g. ``http://127.0.0.1:4711``."""
         names = [name for name, kind in settings.models.items() if kind is Served.policy]
         self._model = next((name for name in names if name != "*"), "policy")
 
@@ -190,7 +191,7 @@ class Agents:
         limits: RolloutConfig,
         parsed: Callable[..., None] | None = None,
     ) -> Rollout:
-        """Let an agent attempt a task; return the rollout. Raises EngineDead."""
+        """Let an agent attempt a task, and return the rollout. Raises EngineDead."""
         async with self._gate:
             await self._start()
             policy = ServedPolicy(
@@ -200,32 +201,33 @@ class Agents:
                 lockstep=self.lockstep,
                 check=partial(self._check, structured=limits.structured_calls),
                 parsed=parsed,
-                restarted=self._on_restart,
-                asked=self._asked,
+                on_restart=self._on_restart,
+                on_request=self._on_request,
             )
-            rollout = EndpointRollout(attempt, policy, self.settings)
-            opened = Open(rollout=rollout)
-            opened.replays.joins = self.lockstep
+            requests = EndpointRollout(attempt, policy, self.settings)
+            entry = Open(rollout=requests)
+            entry.replays.joins = self.lockstep
             if isinstance(self._agent, ExternalAgent):
-                gone = "the client went away before its answer was complete, and did not come back"
-                opened.on_lost = lambda: rollout.end(StopReason.error, gone)
-            self._open[opened.name] = opened
-            started = time.perf_counter()
+                text = "the client went away before its answer was complete, and did not come back"
+                entry.on_lost = lambda: requests.end(StopReason.error, text)
+            self._open[entry.name] = entry
+            start = time.perf_counter()
             try:
-                failure, reward = await self._drive(opened)
+                failure, reward = await self._drive(entry)
             finally:
-                del self._open[opened.name]
-                rollout.over.set()
-                await opened.replays.aclose()
-                done = await rollout.close()
-            done.seconds = time.perf_counter() - started
-            if rollout.failure is not None:
-                raise rollout.failure
-            reward = reward if rollout.reward is None else rollout.reward
-            self._conclude(rollout, failure)
+                del self._open[entry.name]
+                requests.over.set()
+                await entry.replays.aclose()
+                rollout = await requests.close()
+            rollout.seconds = time.perf_counter() - start
+            if requests.failure is not None:
+                raise requests.failure
+            # A reward that was sent to the endpoint goes before the one printed or returned.
+            reward = reward if requests.reward is None else requests.reward
+            self._conclude(requests, failure)
             if reward is not None:
-                done.environment_reward = reward
-            return done
+                rollout.environment_reward = reward
+            return rollout
 
     async def aclose(self) -> None:
         """End the agents that are left, and the endpoint."""
@@ -238,7 +240,7 @@ class Agents:
             self._folder.remove()
 
     def _command(self) -> list[str]:
-        """Return the command of a process, in a sandbox if it is to have one."""
+        """Return the command of a process, inside a sandbox if `agent.sandbox` asks for one."""
         command: list[str] = self.settings.command
         if self._folder is None:
             return command
@@ -246,16 +248,16 @@ class Agents:
         socket = self._folder.path / "endpoint"
         return [*sandbox_command(self.settings, socket=socket, port=port), *command]
 
-    async def _drive(self, opened: Open) -> tuple[str | None, float | None]:
-        """Run the agent of a rollout to its end; return its failure and its reward."""
-        rollout, url = opened.rollout, f"{self.address}/{opened.name}"
+    async def _drive(self, entry: Open) -> tuple[str | None, float | None]:
+        """Run the agent of a rollout to its end. Return its failure and its reward."""
+        rollout, url = entry.rollout, f"{self.address}/{entry.name}"
         assignment = AgentTask(
             rollout_id=rollout.attempt.rollout_id,
             task=copy_task(rollout.attempt.task),
             url=url,
-            api_key=opened.key,
+            api_key=entry.key,
             model=self._model,
-            transport=lambda: EndpointTransport(self._app, url, opened.key),
+            transport=lambda: EndpointTransport(self._app, url, entry.key),
         )
         log = self.folder / rollout.attempt.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -281,31 +283,33 @@ class Agents:
             await asyncio.wait((working, over))
         return None, None
 
-    def _conclude(self, rollout: EndpointRollout, failure: str | None) -> None:
+    def _conclude(self, requests: EndpointRollout, failure: str | None) -> None:
         """Set why the rollout ended: a limit, a failure of the agent, or the agent's own end."""
-        done, ended = rollout.rollout, rollout.ended
-        if ended is not None and ended[0] is not StopReason.completed:
-            done.stop_reason = ended[0]
-            done.error = ended[1] if ended[0] is StopReason.error else None
-            if failure is not None and done.error is None:  # a limit, which the agent did not take
-                done.error = f"{ended[1]}, and {failure}"
-        elif rollout.refused is not None and (failure is not None or ended is None):
-            done.stop_reason = rollout.refused[0]
-            done.error = rollout.refused[1] if done.stop_reason is StopReason.error else None
+        rollout, end = requests.rollout, requests.ended
+        if end is not None and end[0] is not StopReason.completed:
+            rollout.stop_reason, text = end
+            rollout.error = text if rollout.stop_reason is StopReason.error else None
+            if failure is not None and rollout.error is None:
+                # A limit ended the rollout, and the agent failed on the error that reports it.
+                rollout.error = f"{text}, and {failure}"
+        elif requests.refused is not None and (failure is not None or end is None):
+            # No turn came after this error: the agent gave up on it.
+            rollout.stop_reason, text = requests.refused
+            rollout.error = text if rollout.stop_reason is StopReason.error else None
         elif failure is not None:
-            done.stop_reason, done.error = StopReason.error, failure
-        elif not done.turns:
-            external = isinstance(self._agent, ExternalAgent)
-            shown = "" if external else "; the run's agents/ has its output"
-            done.stop_reason = StopReason.error
-            done.error = f"the agent ended without a turn{shown}"
+            rollout.stop_reason, rollout.error = StopReason.error, failure
+        elif not rollout.turns:
+            is_external = isinstance(self._agent, ExternalAgent)
+            hint = "" if is_external else "; the run's agents/ has its output"
+            rollout.stop_reason = StopReason.error
+            rollout.error = f"the agent ended without a turn{hint}"
         else:
-            turns = rollout.trained.conversations.turns
-            cut = turns[-1].completion.finish is Finish.length
-            done.stop_reason = StopReason.max_tokens if cut else StopReason.completed
-        zero = self.settings.on_failure is OnFailure.zero and done.turns > 0
-        if zero and done.stop_reason is StopReason.error and rollout.ended is None:
-            done.stop_reason = StopReason.agent_failed
+            turns = requests.trained.conversations.turns
+            is_cut = turns[-1].completion.finish is Finish.length
+            rollout.stop_reason = StopReason.max_tokens if is_cut else StopReason.completed
+        gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
+        if gives_zero and rollout.stop_reason is StopReason.error and requests.ended is None:
+            rollout.stop_reason = StopReason.agent_failed
 
     async def _start(self) -> None:
         """Start the endpoint, if it is not running."""
@@ -330,15 +334,15 @@ class Agents:
                 self._folder = TemporaryFolder()
                 listeners.append(socket.socket(socket.AF_UNIX))
                 listeners[-1].bind(str(self._folder.path / "endpoint"))
-                # Sandboxes may have another user; the folder lets nobody else in.
+                # Sandboxes may have another user. The folder lets nobody else in.
                 (self._folder.path / "endpoint").chmod(0o666)
                 listeners[-1].listen(2048)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=listeners))
             while not self._server.started and not self._serving.done():
                 await asyncio.sleep(0.001)
-            shown = ANY_ADDRESS.get(host, host)
-            shown = f"[{shown}]" if ":" in shown else shown
-            self.address = f"http://{shown}:{listener.getsockname()[1]}"
+            reachable = ANY_ADDRESS.get(host, host)
+            reachable = f"[{reachable}]" if ":" in reachable else reachable
+            self.address = f"http://{reachable}:{listener.getsockname()[1]}"
             if isinstance(self._agent, ExternalAgent):
                 print(
                     f"agents         {self.address}: start one for each file "
@@ -347,23 +351,23 @@ class Agents:
                 )
 
     async def _check(self, question: Question, *, structured: bool) -> RequestError | None:
-        """Return why a request's tools cannot be shown or its form not be kept; None: they can.
+        """Return why a request's tools cannot be shown, or its form not be kept. None: they can.
 
         Certifying many tools takes tenths of a second, so a thread does it, once for each set.
-        `structured`: the engine samples under grammars.
+        `structured` says that the engine samples under grammars.
         """
         schemas, form = question.schemas, question.form
         if not schemas and form == ANY_FORM:
             return None
         if form != ANY_FORM and not structured:
-            return unstructured(form)
+            return no_grammar_error(form)
         key = json.dumps([schemas, form.schema, structured])
         if key not in self._problems:
             async with self._certifying:
-                if key not in self._problems:
+                if key not in self._problems:  # another request may have done it meanwhile
                     problem = await asyncio.to_thread(form_problem, self.chat, question, structured)
                     self._problems[key] = problem
-        # Those asked for lately stay: an agent may invent tools for each request.
+        # The forms asked for lately stay. An agent may invent tools for each request.
         self._problems.move_to_end(key)
         while len(self._problems) > MOST_FORMS:
             self._problems.popitem(last=False)
@@ -375,9 +379,9 @@ class Agents:
 
     def _warn_of_restart(self, kind: Restart, rollout_id: str, difference: str) -> None:
         """Warn of the first restart of each kind: a client that rewrites its history."""
-        if kind in self._restarted:
+        if kind in self._warned_of:
             return
-        self._restarted.add(kind)
+        self._warned_of.add(kind)
         warnings.warn(
             f"agent/restarts/{kind}: rollout {rollout_id} does not continue its conversation, so "
             f"that a trajectory begins; {difference}",
@@ -386,13 +390,13 @@ class Agents:
         )
 
 
-def unstructured(form: AnswerForm) -> RequestError:
-    """Return the answer to a request that demands a form of an engine without grammars."""
-    param, field, demanded = "response_format", "response_format or output_config.format", "JSON"
+def no_grammar_error(form: AnswerForm) -> RequestError:
+    """Return the error for a request that demands a form, of an engine without grammars."""
+    param, field, demand = "response_format", "response_format or output_config.format", "JSON"
     if form.call:
-        param, field, demanded = "tool_choice", "tool_choice", "a call"
+        param, field, demand = "tool_choice", "tool_choice", "a call"
     return RequestError(
-        f"{field}: demands {demanded}, which needs a grammar; leave it out, or set "
+        f"{field}: demands {demand}, which needs a grammar; leave it out, or set "
         f"{names_with(grammars=True)} and rollout.structured_calls=true, and "
         "algorithm.correction=token, which weighs what the grammar rules out",
         param=param,
@@ -401,7 +405,7 @@ def unstructured(form: AnswerForm) -> RequestError:
 
 
 def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str, str] | None:
-    """Return the parameter of a request that cannot be followed, and why; None: all can."""
+    """Return the parameter of a request that cannot be followed, and why. None: all can be."""
     if question.schemas and (problem := tools_problem(chat, question.schemas)):
         return "tools", problem
     if not structured:
@@ -422,7 +426,7 @@ def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str,
 
 
 def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
-    """Return why tools cannot be shown to the model; None: they can."""
+    """Return why tools cannot be shown to the model. None: they can."""
     names = [schema["function"]["name"] for schema in schemas]
     for index, schema in enumerate(schemas):
         try:
@@ -444,7 +448,7 @@ def make_agent(
 ) -> OutsideAgent:
     """Return the agent that the settings describe. Raises ValueError.
 
-    `folder` is for output; `command` returns the command of a process when one is started.
+    `folder` is for output. `command` returns the command of a process when one is started.
     """
     if settings._target_ is not None:
         function = locate(settings._target_, key="agent._target_")

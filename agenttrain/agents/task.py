@@ -10,23 +10,24 @@ from typing import Any
 import httpx
 
 from agenttrain.agents.transport import EndpointClient, EndpointTransport
-from agenttrain.rewards.function import KNOWN, as_reward
+from agenttrain.rewards.function import TRUSTED_PACKAGES, as_reward
 from agenttrain.types import AgenttrainError, Task
 
 
 class AgentFailed(AgenttrainError):
-    """An agent crashed; the message says how."""
+    """An agent crashed. The message is a predicate: ``ended with exit code 1``."""
 
 
 def agent_reward(value: object) -> float | None:
     """Return the reward that an agent printed or returned, None if it is None. Raises AgentFailed.
 
-    Numbers of numpy and torch are numbers, as in reward functions; True is none.
+    Numbers of numpy and torch are numbers, as in reward functions. True is not a number.
     """
-    known = type(value).__module__.partition(".")[0] in KNOWN
-    if isinstance(value, bool) or not known:
-        shown = value if known else f"an object of {type(value).__name__}"
-        raise AgentFailed(f"gave reward={shown}; a reward is a finite number")
+    # The repr of an object of the agent's own class would run its code.
+    is_trusted = type(value).__module__.partition(".")[0] in TRUSTED_PACKAGES
+    if isinstance(value, bool) or not is_trusted:
+        text = value if is_trusted else f"an object of {type(value).__name__}"
+        raise AgentFailed(f"gave reward={text}; a reward is a finite number")
     try:
         return as_reward(value)
     except ValueError as error:
@@ -50,13 +51,13 @@ class AgentTask:
     rollout_id: str
     task: Task
     url: str
-    """Address of the rollout, e.g. ``http://127.0.0.1:4711/5f0c…``; `/reward` and `/finish` are
+    """Address of the rollout, e.g. ``http://127.0.0.1:4711/5f0c…``. `/reward` and `/finish` are
     below it, and it is the base URL of Anthropic's clients."""
     api_key: str
     model: str
     """Name of the policy in requests."""
     transport: Callable[[], EndpointTransport] | None = field(default=None, repr=False)
-    """Makes the way to the endpoint within the run's process; None: over the network."""
+    """Makes the way to the endpoint within the run's process. None: over the network."""
 
     @property
     def base_url(self) -> str:

@@ -1,4 +1,4 @@
-"""The turns issued in a rollout, and what the calls in them say of themselves."""
+"""Turns that were sent to the client of a rollout, and errors of their tool calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from agenttrain.agents.conversations import IssuedTurn, IssuedTurns
+from agenttrain.agents.issued_turns import IssuedTurn, IssuedTurns
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.types import Rollout, ToolCall, ToolError
 
@@ -22,7 +22,7 @@ class Transcript:
     prefix: str
     """Beginning of the names of its sessions in the engine."""
     trained: bool = False
-    """It is the rollout's own; False: its turns are not trained."""
+    """True for the rollout's own turns, which are trained."""
     conversations: IssuedTurns = field(default_factory=IssuedTurns)
     sessions: list[str] = field(default_factory=list)
     """Session of each trajectory."""
@@ -32,7 +32,8 @@ class Transcript:
     """Trajectories that a request in flight extends."""
     openings: Counter[str] = field(default_factory=Counter)
     """Number of trajectories that began with the same ids."""
-    begun: int = 0
+    trajectory_count: int = 0
+    """Trajectories that were planned, some of which may not have begun yet."""
 
     def is_tail(self, turn: IssuedTurn) -> bool:
         """Return True if nothing follows a turn in its trajectory, and nothing is about to."""
@@ -46,14 +47,17 @@ def _argument_schema(parameters: str) -> ArgumentSchema:
     return ArgumentSchema(json.loads(parameters))
 
 
-def call_error(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolError | None:
-    """Return the error of a call that its tool could not have run; None: perhaps it did."""
+def call_error(call: ToolCall, parameters: Mapping[str, Mapping[str, Any]]) -> ToolError | None:
+    """Return the error of a call that its tool could not have run. None: the tool may have run it.
+
+    `parameters` maps the names of the tools to the schemas of their parameters.
+    """
     if call.malformed is not None:
         return ToolError.malformed
-    if call.name not in known:
+    if call.name not in parameters:
         return ToolError.unknown_tool
     try:
-        _argument_schema(json.dumps(known[call.name])).read(call.arguments)
+        _argument_schema(json.dumps(parameters[call.name])).read(call.arguments)
     except InvalidArguments:
         return ToolError.invalid_arguments
     return None

@@ -14,7 +14,7 @@ class EndpointTransport(httpx.AsyncBaseTransport):
     """Carries requests to a rollout's address to the endpoint, and all others over the network.
 
     A socket, its parser and a connection for each rollout cost more CPU than the endpoint itself. A
-    request without a key gets the rollout's, which no other address is sent.
+    request without a key gets the rollout's key, which is sent to no other address.
     """
 
     def __init__(self, app: ASGIApp, url: str, key: str) -> None:
@@ -25,8 +25,8 @@ class EndpointTransport(httpx.AsyncBaseTransport):
 
     def reaches(self, url: httpx.URL) -> bool:
         """Return True for an address of the endpoint."""
-        own = self._url
-        return (url.scheme, url.host, url.port) == (own.scheme, own.host, own.port)
+        endpoint = self._url
+        return (url.scheme, url.host, url.port) == (endpoint.scheme, endpoint.host, endpoint.port)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request, and return its response."""
@@ -48,7 +48,7 @@ class EndpointTransport(httpx.AsyncBaseTransport):
 class EndpointClient(httpx.AsyncClient):
     """Sends requests to the endpoint directly, and all others as any client.
 
-    The endpoint neither redirects nor sets cookies, and asks for no login; what httpx does for
+    The endpoint neither redirects nor sets cookies, and asks for no login. The work of httpx for
     these, and for its log, takes a fifth of the CPU time of a turn's request.
     """
 
@@ -59,15 +59,15 @@ class EndpointClient(httpx.AsyncClient):
     async def send(
         self, request: httpx.Request, *, stream: bool = False, **options: Any
     ) -> httpx.Response:
-        """Send a request; for a client with hooks, mounts or an `auth` as httpx does."""
-        auth = options.get("auth") not in (None, httpx.USE_CLIENT_DEFAULT) or self.auth
-        as_httpx = auth or self._mounts or any(self.event_hooks.values()) or self.is_closed
-        if as_httpx or not self._endpoint.reaches(request.url):
+        """Send a request. A client with hooks, mounts or an `auth` sends it as httpx does."""
+        has_auth = options.get("auth") not in (None, httpx.USE_CLIENT_DEFAULT) or self.auth
+        has_hooks = has_auth or self._mounts or any(self.event_hooks.values())
+        if has_hooks or self.is_closed or not self._endpoint.reaches(request.url):
             return await super().send(request, stream=stream, **options)
-        begun = time.monotonic()
+        start = time.monotonic()
         response = await self._endpoint.handle_async_request(request)
         response.request = request
-        response.elapsed = timedelta(seconds=time.monotonic() - begun)
+        response.elapsed = timedelta(seconds=time.monotonic() - start)
         if not stream:
             await response.aread()
         return response

@@ -41,7 +41,7 @@ SECRETS = (
     *(".sqlite_history", ".rediscli_history", ".lesshst", ".viminfo", ".wget-hsts"),
     *(".modal.toml", ".anthropic", ".openai", ".config/openai", ".ngc"),
 )
-"""Keys, tokens and histories, below a home; absent from the top of other folders too."""
+"""Keys, tokens and histories, below a home. They are hidden at the top of other folders too."""
 SECRET_VARIABLES = (
     *("AGENTTRAIN_KEY", "NETRC", "HISTFILE", "HF_TOKEN_PATH", "GOOGLE_APPLICATION_CREDENTIALS"),
     *("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "KUBECONFIG", "PGPASSFILE"),
@@ -85,7 +85,7 @@ class Visible:
     def add(self, path: str) -> None:
         """Show a file, or a folder of one project."""
         real = follow(path, self.links)
-        if os.path.isdir(real) and self._is_of_one(real):
+        if os.path.isdir(real) and self._is_private(real):
             self.shown.add(real)
         elif os.path.isfile(real) and not is_within(real, *PROGRAMS):
             self.programs.add(real)
@@ -93,13 +93,13 @@ class Visible:
     def add_beside(self, file: str) -> None:
         """Show a file with the folder that it lies in."""
         real = follow(file, self.links)
-        self.add(os.path.dirname(real) if self._is_of_one(os.path.dirname(real)) else real)
+        self.add(os.path.dirname(real) if self._is_private(os.path.dirname(real)) else real)
 
     def add_program(self, path: str) -> None:
         """Show a program with the installation that it belongs to.
 
-        Example: all of ``/home/ada/.nvm/versions/node/v22`` for its ``bin/node``; all that npm has
-        installed there for ``lib/node_modules/my-agent/cli.js``.
+        Example: for ``/home/ada/.nvm/versions/node/v22/bin/node`` that is the folder ``v22``, and
+        for ``…/v22/lib/node_modules/my-agent/cli.js`` the folder ``node_modules``.
         """
         parts, folder = path.split("/"), os.path.dirname(path)
         if "node_modules" in parts:
@@ -113,24 +113,27 @@ class Visible:
     def add_software(self, folder: str, kind: set[str]) -> None:
         """Add an installation to `programs` or `shown`: its folder, or its parts."""
         real = follow(folder, self.links)
-        if self._is_of_one(real) and os.path.basename(real) != ".local":
+        if self._is_private(real) and os.path.basename(real) != ".local":
             kind.add(real)
             return
         for part in PARTS:
             path = follow(f"{real}/{part}", self.links)
-            if os.path.isdir(path) and self._is_of_one(path):
+            if os.path.isdir(path) and self._is_private(path):
                 kind.add(path)
             elif os.path.isfile(path):
                 self.programs.add(path)
 
-    def _is_of_one(self, folder: str) -> bool:
-        """Return False for the system's folders, and for a home and the folders above it."""
-        system = folder in SYSTEM or is_within(folder, *PROGRAMS, "/proc", "/sys", "/dev")
-        return not system and not is_within(self.home, folder)
+    def _is_private(self, folder: str) -> bool:
+        """Return True if a folder is of one program or project.
+
+        The system's folders, a home and the folders above it are not.
+        """
+        is_system = folder in SYSTEM or is_within(folder, *PROGRAMS, "/proc", "/sys", "/dev")
+        return not is_system and not is_within(self.home, folder)
 
 
 def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
-    """Return what the program of a command can read, besides the system's programs.
+    """Return the files that the program of a command can read, besides the system's programs.
 
     `read` are files and folders of the user's. Raises ValueError.
     """
@@ -154,19 +157,19 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
         visible.add(path)
     visible.shown = {path for path in visible.shown if not is_within(path, *secrets)}
     visible.work = work if is_within(work, *visible.shown) else visible.home
-    tops = {f"{folder}/{name}" for folder in visible.shown for name in SECRETS}
-    secrets |= _with_targets(tops)
-    needed = (*visible.programs, *visible.shown)
-    visible.hidden = {path for path in secrets if not any(is_within(n, path) for n in needed)}
+    secrets |= _with_targets({f"{folder}/{name}" for folder in visible.shown for name in SECRETS})
+    # A secret folder that holds a program or a shown folder cannot be hidden without them.
+    shown = (*visible.programs, *visible.shown)
+    visible.hidden = {path for path in secrets if not any(is_within(s, path) for s in shown)}
     return visible
 
 
 def follow(path: str, links: dict[str, str]) -> str:
     """Return a path without links, and add each link on the way to `links`."""
-    names, real, hops = os.path.abspath(path).split("/"), "", 0
-    while names:
-        part, *names = names
-        if part == "..":
+    parts, real, hops = os.path.abspath(path).split("/"), "", 0
+    while parts:
+        part, *parts = parts
+        if part == "..":  # of a link's target
             real = os.path.dirname(real)
         elif part not in ("", "."):
             step = f"{real}/{part}"
@@ -175,13 +178,13 @@ def follow(path: str, links: dict[str, str]) -> str:
                 continue
             hops += 1
             links[step] = os.readlink(step)
-            names = [*links[step].split("/"), *names]
+            parts = [*links[step].split("/"), *parts]
             real = "" if links[step].startswith("/") else real
     return real or "/"
 
 
 def _read_problem(path: str, visible: Visible, secrets: set[str]) -> str | None:
-    """Return why an entry of `agent.read` cannot be shown; None if it can."""
+    """Return why an entry of `agent.read` cannot be shown. None: it can."""
     real = os.path.realpath(os.path.expanduser(path))
     if not os.path.exists(real):
         return "there is no such file or folder; name one that exists"
@@ -196,16 +199,15 @@ def _read_problem(path: str, visible: Visible, secrets: set[str]) -> str | None:
 
 def _homes() -> list[str]:
     """Return the user's home as programs find it, and the one of the system's list of users."""
-    listed = ""
+    passwd_home = ""
     with suppress(KeyError):
-        listed = pwd.getpwuid(os.getuid()).pw_dir
-    homes = [os.environ.get("HOME", ""), listed]
+        passwd_home = pwd.getpwuid(os.getuid()).pw_dir
+    homes = [os.environ.get("HOME", ""), passwd_home]
     return [path for path in homes if path.startswith("/") and path.strip("/")] or ["/home/user"]
 
 
 def _secrets() -> set[str]:
-    """Return the files and folders of this user with keys, tokens and histories, and where their
-    links lead."""
+    """Return this user's files and folders of keys, tokens and histories, with links' targets."""
     paths = {f"{home}/{name}" for home in _homes() for name in SECRETS}
     paths |= {os.environ[name] for name in SECRET_VARIABLES if os.environ.get(name)}
     if settings := os.environ.get("XDG_CONFIG_HOME"):
@@ -217,12 +219,12 @@ def _secrets() -> set[str]:
 
 
 def _with_targets(paths: set[str]) -> set[str]:
-    """Return those paths that exist, with their folders' links followed, and their own targets."""
-    present = [os.path.abspath(path) for path in paths if os.path.lexists(path)]
+    """Return the paths that exist, each as itself in its real folder and as its target."""
+    existing = [os.path.abspath(path) for path in paths if os.path.lexists(path)]
     # A virtual environment may have the name .env.
-    present = [p for p in present if not (p.endswith("/.env") and os.path.isdir(p))]
-    lying = {f"{os.path.realpath(os.path.dirname(p))}/{os.path.basename(p)}" for p in present}
-    return lying | {os.path.realpath(path) for path in present}
+    existing = [p for p in existing if not (p.endswith("/.env") and os.path.isdir(p))]
+    names = {f"{os.path.realpath(os.path.dirname(p))}/{os.path.basename(p)}" for p in existing}
+    return names | {os.path.realpath(path) for path in existing}
 
 
 def _software_of_environment() -> Iterator[str]:
@@ -260,11 +262,14 @@ def _interpreters(path: str) -> list[str]:
     """Return the programs that a script's first line names: ``#!/usr/bin/env -S node --x``."""
     try:
         with open(path, "rb") as file:
-            first = file.readline(512)
+            line = file.readline(512)
     except OSError:
         return []
-    if not first.startswith(b"#!"):
+    if not line.startswith(b"#!"):
         return []
-    interpreter, *words = first[2:].decode("utf-8", "replace").split() or [""]
-    named = [word for word in words if not word.startswith("-") and "=" not in word]
-    return [interpreter, *(named[:1] if os.path.basename(interpreter) == "env" else [])]
+    interpreter, *words = line[2:].decode("utf-8", "replace").split() or [""]
+    if os.path.basename(interpreter) != "env":
+        return [interpreter]
+    # The first word of env that is neither an option nor a variable is its program.
+    programs = [word for word in words if not word.startswith("-") and "=" not in word]
+    return [interpreter, *programs[:1]]

@@ -18,7 +18,7 @@ EPSILON = 1e-4
 
 
 def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tensor:
-    """Advantage of every rollout, [P, G]; NaN where the reward is NaN.
+    """Advantage of every rollout, [P, G]. NaN where the reward is NaN.
 
     A NaN reward is in no mean and in no deviation. Where all compared rewards are exactly equal the
     advantage is exactly 0, whatever the rounding of their mean.
@@ -33,14 +33,16 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
     """
     if baseline is Advantage.none:
         return rewards_PG
-    if baseline is Advantage.batch:
-        group = advantages(rewards_PG.reshape(1, -1), baseline=Advantage.group, scale=scale)
-        return group.reshape(rewards_PG.shape)
+    if baseline is Advantage.batch:  # the batch is compared as one large group
+        advantages_1R = advantages(rewards_PG.reshape(1, -1), baseline=Advantage.group, scale=scale)
+        return advantages_1R.reshape(rewards_PG.shape)
     valid_PG = ~rewards_PG.isnan()
     count_P1 = valid_PG.sum(1, keepdim=True)
     mean_P1 = rewards_PG.nansum(1, keepdim=True) / count_P1.clamp(min=1)
     highest_P1 = rewards_PG.masked_fill(~valid_PG, -torch.inf).amax(1, keepdim=True)
     lowest_P1 = rewards_PG.masked_fill(~valid_PG, torch.inf).amin(1, keepdim=True)
+    # The rounded mean of equal rewards may differ from them, and a deviation of 1e-8 would blow
+    # that difference up: their advantage is set to 0 instead of computed.
     equal_PG = (highest_P1 == lowest_P1) & valid_PG
     centred_PG = (rewards_PG - mean_P1).masked_fill(equal_PG, 0.0)
     result_PG = centred_PG
@@ -63,13 +65,13 @@ def normalized_advantages(rewards_FPG: Tensor, weights: Sequence[float], *, scal
 
     GDPO, https://arxiv.org/abs/2601.05242: a function whose rewards spread little counts as much as
     one whose rewards spread widely. With scale=batch the sum is divided by its deviation over the
-    batch (its mean is 0 already), as in the paper; with none it is not divided. NaN where no
+    batch (its mean is 0 already), as in the paper. With scale=none it is not divided. NaN where no
     function applies.
 
     Example: functions [1, 0] and [0, 10] of one group of two, of weights 1 and 0.5, are worth
     .707 - .354 to the first rollout, whatever the factor of ten.
     """
-    each_FPG = torch.stack(
+    normalized_FPG = torch.stack(
         [
             advantages(rewards, baseline=Advantage.group, scale=Scale.group)
             for rewards in rewards_FPG
@@ -77,13 +79,13 @@ def normalized_advantages(rewards_FPG: Tensor, weights: Sequence[float], *, scal
     )
     weights_F11 = torch.tensor(weights, dtype=rewards_FPG.dtype)[:, None, None]
     unscored_PG = rewards_FPG.isnan().all(0)
-    result_PG = (each_FPG * weights_F11).nansum(0).masked_fill(unscored_PG, torch.nan)
+    result_PG = (normalized_FPG * weights_F11).nansum(0).masked_fill(unscored_PG, torch.nan)
     if scale is Scale.batch:
         result_PG = result_PG / (_deviation(result_PG) + EPSILON)
     return result_PG
 
 
 def _deviation(values: Tensor) -> Tensor:
-    """Return the standard deviation (ddof=1) of the values that are not NaN; 0 below two values."""
-    known_N = values[~values.isnan()]
-    return known_N.std() if known_N.numel() > 1 else values.new_zeros(())
+    """Return the standard deviation (ddof=1) of the values that are not NaN. 0 below two values."""
+    valid_N = values[~values.isnan()]
+    return valid_N.std() if valid_N.numel() > 1 else values.new_zeros(())

@@ -32,7 +32,7 @@ def correction_ratio(
     return reduce(difference_S, sequence_S, sequences).exp()
 
 
-def bounded(
+def bound_ratio(
     ratio: Tensor, mode: CorrectionMode, *, low: float | None, high: float | None
 ) -> Tensor:
     """Ratio within [low, high]: outside it becomes the bound (truncate) or 0 (mask).

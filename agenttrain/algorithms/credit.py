@@ -32,7 +32,8 @@ class TurnRewards:
     """A rollout's rewards, as credit per turn reads them."""
 
     rewards: tuple[float, ...] | None
-    """Of each turn; the reward of the whole rollout is in the last one. None: there is none."""
+    """One per turn, in order of sampling. The last includes the reward of the whole rollout. None:
+    the rollout has no reward."""
     states: tuple[str | None, ...] = ()
     """The environment's state before each turn."""
 
@@ -42,7 +43,7 @@ class TurnAdvantages:
     """Advantages of each turn of some groups' rollouts."""
 
     advantages: list[list[list[float] | None]]
-    """By group, rollout and turn; None for a rollout without a reward."""
+    """By group, rollout and turn. None for a rollout without a reward."""
     compared: list[list[list[bool]]]
     """True for each turn whose state another rollout of the group was in too (credit=gigpo)."""
 
@@ -50,23 +51,24 @@ class TurnAdvantages:
 def rewards_of_turns(
     rollout: Rollout, weights: Mapping[str, float], penalty: float = 0.0
 ) -> TurnRewards:
-    """Return the weighted rewards of a rollout's turns; that of the whole rollout is in the last.
+    """Return the weighted reward of each turn. The last includes the reward of the whole rollout.
 
-    `penalty` is subtracted from the last one. Example: with weights ``{"steps": 0.5}``,
-    `turn_scores` ``{"steps": (1.0, 0.0)}`` and `rewards` ``{"steps": 1.0, "exact": 1.0}`` they are
-    (0.5, 1.0).
+    `penalty` is subtracted from the last one. Example: weights ``{"steps": 0.5}``, `turn_scores`
+    ``{"steps": (1.0, 0.0)}`` and `rewards` ``{"steps": 1.0, "exact": 1.0}`` give (0.5, 1.0).
     """
-    states = tuple(state for one in rollout.trajectories for state in one.states)
+    states = tuple(state for trajectory in rollout.trajectories for state in trajectory.states)
     if rollout.reward is None or not rollout.turns:
         return TurnRewards(rewards=None, states=states)
     order = _order(rollout)
-    last = order[-1]
+    last_turn = order[-1]
     values = [0.0] * rollout.turns
-    values[last] = -penalty
+    values[last_turn] = -penalty
     if states:
         states = tuple(states[turn] for turn in order)
-    if not rollout.turn_scores:  # as the rubric added it up
-        values[last] += rollout.reward
+    if not rollout.turn_scores:
+        # The rubric has weighted and added the rewards already. Adding them up again here could
+        # round to another sum.
+        values[last_turn] += rollout.reward
         return TurnRewards(rewards=tuple(values[turn] for turn in order), states=states)
     for name, reward in rollout.rewards.items():
         weight = weights.get(name, 1.0)
@@ -74,24 +76,28 @@ def rewards_of_turns(
             scores = rollout.turn_scores[name]
             values = [v + weight * s for v, s in zip(values, scores, strict=True)]
         elif reward is not None:
-            values[last] += weight * reward
+            values[last_turn] += weight * reward
     return TurnRewards(rewards=tuple(values[turn] for turn in order), states=states)
 
 
 def _order(rollout: Rollout) -> list[int]:
-    """Return the turns in the order of sampling, each by its place through the trajectories."""
-    delegations = [one.delegation for one in rollout.trajectories]
+    """Return the turns in the order of sampling, each by its index in the list of all turns.
+
+    Example: trajectories of 2 and 1 turns have the indices 0 1 | 2. If turn 0 called the sub-agent
+    that is the second trajectory, the order is [0, 2, 1].
+    """
+    delegations = [trajectory.delegation for trajectory in rollout.trajectories]
     if not any(delegations):
         return [*range(rollout.turns)]
-    counts = [one.turns for one in rollout.trajectories]
+    counts = [trajectory.turns for trajectory in rollout.trajectories]
     starts = [sum(counts[:index]) for index in range(len(counts))]
-    callers = [None if one is None else one.caller for one in delegations]
+    callers = [None if delegation is None else delegation.caller for delegation in delegations]
     in_time = turns_in_time([*zip(callers, counts, strict=True)])
     return [starts[index] + turn for index, turn in in_time]
 
 
 def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) -> None:
-    """Set the sampled tokens' advantages: one number, one for each turn in order, or None.
+    """Set the sampled tokens' advantages: one number for all, one for each turn in order, or None.
 
     A sub-agent's turns come after the turn that called it, and before that agent's next one.
     """
@@ -103,7 +109,7 @@ def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) ->
         in_time, by_turn = by_turn, [0.0] * rollout.turns
         for value, turn in zip(in_time, _order(rollout), strict=True):
             by_turn[turn] = value
-    before = 0
+    first_turn = 0
     for trajectory in rollout.trajectories:
         if by_turn is None:
             trajectory.advantages = None
@@ -111,37 +117,37 @@ def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) ->
             trajectory.advantages = array("d", [by_turn]) * trajectory.sampled_length
         else:
             spans = trajectory.sampled_spans()
-            values = (by_turn[before + span.turn] for span in spans for _ in span.token_ids)
+            values = (by_turn[first_turn + span.turn] for span in spans for _ in span.token_ids)
             trajectory.advantages = array("d", values)
-        before += trajectory.turns
+        first_turn += trajectory.turns
 
 
 def turn_advantages(
     groups: Sequence[Sequence[TurnRewards]], config: AlgorithmConfig
 ) -> TurnAdvantages:
-    """Return an advantage for each turn; `algorithm.advantage` and `scale` are used as for rewards.
+    """Return an advantage for each turn. Baseline and scale are those of rewards (`advantages`).
 
-    With R_t the return, the sum of the rewards from turn t on, discounted by `algorithm.gamma`:
+    R_t is the return: the sum of the rewards from turn t on, discounted by `algorithm.gamma`.
 
-    - `turn_reward` compares R_t with the returns of all turns of the group, each rollout's turns
-      taken together as one (turn-level credit, https://arxiv.org/abs/2505.11821). Departures: (1)
-      that paper adds normalised rewards of two turns, and this takes returns of any number of
-      turns; (2) turns are not normalised by index, which `turn_baseline` does.
+    - `turn_reward` compares R_t with the returns of all turns of the group, where each rollout
+      weighs 1 (turn-level credit, https://arxiv.org/abs/2505.11821). Departures: (1) that paper
+      adds normalised rewards of two turns, and this takes returns of any number of turns. (2) Turns
+      are not normalised by index, which `turn_baseline` does.
     - `turn_baseline` compares R_t with the returns of the same turn. A rollout that ended
       before it is compared by its last turn, so that the baseline depends on nothing that this
       rollout did.
     - `gigpo` adds to the rollout's advantage `algorithm.step_weight` times that of its turn among
       the turns of the group that began in an equal state (https://arxiv.org/abs/2505.10978).
-      Departures: (1) deviations have one degree of freedom taken, as everywhere here; (2) a rollout
-      that was in a state several times counts once in its mean; (3) a state in which only one
-      rollout was gives no advantage, whatever the number of its visits.
+      Departures: (1) deviations have one degree of freedom taken, as everywhere here. (2) A rollout
+      that was in a state several times counts once in its mean. (3) A state that only one rollout
+      was in gives no advantage, however often it was there.
 
-    With a reward at the end alone, gamma=1 and equal states nowhere, all are what `rollout` is.
+    With a reward at the end alone, gamma=1 and no equal states, all three equal credit=rollout.
 
     Example: rewards (0, 1) and (0, 0) of two rollouts, with advantage=leave_one_out, scale=none and
     gamma=1: returns (1, 1) and (0, 0), advantages (1, 1) and (-1, -1).
     """
-    returns_PGK = _padded(
+    returns_PGK = _pad_turns(
         [[returns(turns.rewards or (), config.gamma) for turns in row] for row in groups]
     )
     compared_PGK = torch.zeros_like(returns_PGK, dtype=torch.bool)
@@ -155,18 +161,19 @@ def turn_advantages(
             [() if turns.rewards is None else (math.fsum(turns.rewards),) for turns in row]
             for row in groups
         ]
-        totals_PG = _padded(totals).sum(-1)
-        of_rollouts_PG = advantages(totals_PG, baseline=config.advantage, scale=config.scale)
-        of_steps_PGK, compared_PGK = _by_state(groups, returns_PGK, config)
-        result_PGK = of_rollouts_PG[:, :, None] + config.step_weight * of_steps_PGK
+        totals_PG = _pad_turns(totals).sum(-1)
+        rollout_advantages_PG = advantages(totals_PG, baseline=config.advantage, scale=config.scale)
+        state_advantages_PGK, compared_PGK = _by_state(groups, returns_PGK, config)
+        result_PGK = rollout_advantages_PG[:, :, None] + config.step_weight * state_advantages_PGK
     by_turn: list[list[list[float] | None]] = []
     compared: list[list[list[bool]]] = []
     for row, values_GK, flags_GK in zip(groups, result_PGK, compared_PGK, strict=True):
-        lengths = [0 if turns.rewards is None else len(turns.rewards) for turns in row]
+        # The tensors are padded to the longest rollout.
+        lengths = [len(turns.rewards or ()) for turns in row]
         by_turn.append(
             [
-                None if turns.rewards is None else values_GK[g, :length].tolist()
-                for g, (turns, length) in enumerate(zip(row, lengths, strict=True))
+                None if turns.rewards is None else values_GK[g, : lengths[g]].tolist()
+                for g, turns in enumerate(row)
             ]
         )
         compared.append([flags_GK[g, :length].tolist() for g, length in enumerate(lengths)])
@@ -184,25 +191,28 @@ def returns(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:
     return tuple(reversed(result))
 
 
-def _padded(values: Sequence[Sequence[Sequence[float]]]) -> Tensor:
-    """Return a tensor [P, G, K] with NaN where there is no value."""
+def _pad_turns(values: Sequence[Sequence[Sequence[float]]]) -> Tensor:
+    """Return the values as one tensor, [P, G, K], padded with NaN."""
     width = max((len(row) for row in values), default=0)
-    length = max((len(one) for row in values for one in row), default=0)
+    length = max((len(values_of_turns) for row in values for values_of_turns in row), default=0)
     result = torch.full((len(values), width, length), torch.nan, dtype=torch.float64)
     for p, row in enumerate(values):
-        for g, one in enumerate(row):
-            result[p, g, : len(one)] = torch.tensor(one, dtype=torch.float64)
+        for g, values_of_turns in enumerate(row):
+            result[p, g, : len(values_of_turns)] = torch.tensor(
+                values_of_turns, dtype=torch.float64
+            )
     return result
 
 
 def _by_turn(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Compare the returns of each turn index by themselves, [P, G, K]."""
+    """Compare the returns of equal turn indices with each other, [P, G, K]."""
     length_PG = (~returns_PGK.isnan()).sum(-1)
     result = torch.full_like(returns_PGK, torch.nan)
     for k in range(returns_PGK.shape[-1]):
-        last_PG1 = length_PG.sub(1).clamp(min=0, max=k)[..., None]
-        of_turn_PG = returns_PGK.gather(-1, last_PG1)[..., 0]
-        result[..., k] = advantages(of_turn_PG, baseline=config.advantage, scale=config.scale)
+        # Turn k, or the last turn of a rollout that ended before it.
+        turn_PG1 = length_PG.sub(1).clamp(min=0, max=k)[..., None]
+        returns_PG = returns_PGK.gather(-1, turn_PG1)[..., 0]
+        result[..., k] = advantages(returns_PG, baseline=config.advantage, scale=config.scale)
     return result.masked_fill(returns_PGK.isnan(), torch.nan)
 
 
@@ -217,23 +227,23 @@ def _by_group(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
     result = torch.zeros_like(returns_PGK)
     spread_P11 = returns_PGK.new_zeros(len(returns_PGK), 1, 1)
     for p, group_RK in enumerate(returns_PGK):
-        result[p] = _centred(group_RK, leave_one_out=leave_one_out)
+        result[p] = _subtract_mean(group_RK, leave_one_out=leave_one_out)
         spread_P11[p] = _spread(group_RK)
     if config.scale is Scale.group:
         result = result / (spread_P11 + EPSILON)
     elif config.scale is Scale.batch:
         # As for rewards: the deviation of the returns, or of leave-one-out advantages.
-        of = result if leave_one_out else returns_PGK
-        result = result / (_spread(of.flatten(0, 1)) + EPSILON)
+        compared = result if leave_one_out else returns_PGK
+        result = result / (_spread(compared.flatten(0, 1)) + EPSILON)
     return result.reshape(shape)
 
 
 def _by_state(
     groups: Sequence[Sequence[TurnRewards]], returns_PGK: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Compare turns of a group that began in equal states; and which had another to compare with.
+    """Compare turns of a group that began in equal states: their advantages, and which they are.
 
-    Both are [P, G, K]; 0 where no other rollout was in that state.
+    Both are [P, G, K]. Without another rollout in that state they are 0 and False.
     """
     result = torch.zeros_like(returns_PGK)
     compared = torch.zeros_like(returns_PGK, dtype=torch.bool)
@@ -249,40 +259,40 @@ def _by_state(
             mask_GK = torch.zeros_like(compared[p])
             mask_GK[tuple(zip(*places, strict=True))] = True
             returns_RK = returns_PGK[p].masked_fill(~mask_GK, torch.nan)
-            step_RK = _centred(
+            advantages_RK = _subtract_mean(
                 returns_RK, leave_one_out=config.advantage is Advantage.leave_one_out
             )
             if config.scale is Scale.group:
-                step_RK = step_RK / (_spread(returns_RK) + EPSILON)
-            result[p][mask_GK] = step_RK[mask_GK]
+                advantages_RK = advantages_RK / (_spread(returns_RK) + EPSILON)
+            result[p][mask_GK] = advantages_RK[mask_GK]
             compared[p] |= mask_GK
     return result, compared
 
 
-def _centred(values_RK: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Return the values over the mean of the rollouts' means, or of the others' means, [R, K].
+def _subtract_mean(values_RK: Tensor, *, leave_one_out: bool) -> Tensor:
+    """Subtract the mean of the rollouts' means, or of the other rollouts' means, [R, K].
 
-    Exactly 0 where all are equal, and where there is only one rollout.
+    Exactly 0 if all values are equal, and for a single rollout.
     """
     means_R = values_RK.nanmean(1)
-    known_R = ~means_R.isnan()
-    count = int(known_R.sum())
-    known = values_RK[~values_RK.isnan()]
-    if count < 2 or known.min() == known.max():
+    has_reward_R = ~means_R.isnan()
+    count = int(has_reward_R.sum())
+    values_N = values_RK[~values_RK.isnan()]
+    if count < 2 or values_N.min() == values_N.max():
         return torch.zeros_like(values_RK).masked_fill(values_RK.isnan(), torch.nan)
-    mean = means_R[known_R].mean()
+    mean = means_R[has_reward_R].mean()
     if leave_one_out:
-        others_R = (mean * count - means_R) / (count - 1)
-        return values_RK - others_R[:, None]
+        baseline_R = (mean * count - means_R) / (count - 1)
+        return values_RK - baseline_R[:, None]
     return values_RK - mean
 
 
 def _spread(values_RK: Tensor) -> Tensor:
-    """Return the standard deviation (ddof=1) of the values, each rollout's weighing 1 together."""
+    """Return the standard deviation (ddof=1) of the values, in which each rollout weighs 1."""
     means_R = values_RK.nanmean(1)
-    known_R = ~means_R.isnan()
-    count = int(known_R.sum())
+    has_reward_R = ~means_R.isnan()
+    count = int(has_reward_R.sum())
     if count < 2:
         return values_RK.new_zeros(())
-    squares_R = (values_RK - means_R[known_R].mean()).square().nanmean(1)
-    return (squares_R[known_R].sum() / (count - 1)).sqrt()
+    squares_R = (values_RK - means_R[has_reward_R].mean()).square().nanmean(1)
+    return (squares_R[has_reward_R].sum() / (count - 1)).sqrt()

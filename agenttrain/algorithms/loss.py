@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.algorithms.config import AlgorithmConfig, Correction, Credit
-from agenttrain.algorithms.correction import bounded, correction_ratio, off_policy_keep
+from agenttrain.algorithms.correction import bound_ratio, correction_ratio, off_policy_keep
 from agenttrain.algorithms.credit import VARIANCES
 from agenttrain.algorithms.losses import kl_estimate
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
@@ -46,7 +46,7 @@ class LossInputs(ObjectiveInputs):
     entropy_S: Tensor | None = None
     """Entropies of the policy being trained, with a gradient, where there is a bonus for them."""
     kept_S: Tensor | None = None
-    """True for the tokens of top entropy, which alone are trained; None: all are."""
+    """True for the tokens of top entropy, which alone are trained. None: all are."""
     bonus: float = 0.0
     """Weight of a token's entropy: the coefficient over the tokens of the update it acts on."""
 
@@ -60,20 +60,20 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     Raises ValueError when `inputs` lack a tensor that `config` needs.
     """
     correction, metrics = _correction(inputs, config)
-    of_tokens = config.correction is Correction.token
+    on_token_level = config.correction is Correction.token
     in_objective = config.objective.registered.applies_correction
     objective_inputs = replace(
         inputs,
         token_advantages=config.token_advantages,
-        correction_S=correction if in_objective and of_tokens else None,
-        correction_B=correction if in_objective and not of_tokens else None,
+        correction_S=correction if in_objective and on_token_level else None,
+        correction_B=correction if in_objective and not on_token_level else None,
     )
     output = config.objective(objective_inputs)
     _check_output(output, inputs, config)
     loss_S = output.loss_S
     metrics |= {name: _part(name, values) for name, values in output.metrics.items()}
     if correction is not None and not in_objective:
-        loss_S = loss_S * (correction if of_tokens else correction[inputs.sequence_S])
+        loss_S = loss_S * (correction if on_token_level else correction[inputs.sequence_S])
     if inputs.kept_S is not None:
         loss_S = loss_S * inputs.kept_S
         metrics["mask/top_entropy"] = mean_parts(~inputs.kept_S)
@@ -98,14 +98,16 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
             kl_S = kl_S * objective_inputs.ratio(Ratio.token)
         loss_S = loss_S + config.beta * kl_S
         metrics["kl"] = mean_parts(kl_S.detach())
+    # Weights are 1 / (tokens of the whole update) and the like: parts of microbatches add up.
     loss = (loss_S * inputs.weights_B[inputs.sequence_S]).sum()
     if inputs.bonus:
-        # The bonus acts on the tokens that are trained.
         if inputs.entropy_S is None:
             raise ValueError(f"bonus={inputs.bonus}: the loss needs entropy_S")
+        # A sequence of weight 0 is not trained, so it gets no bonus either.
         entropy_S = inputs.entropy_S * (inputs.weights_B > 0)[inputs.sequence_S]
         if inputs.kept_S is not None:
             entropy_S = entropy_S * inputs.kept_S
+        # `bonus` is divided by the update's tokens already, so this is not multiplied by weights_B.
         loss = loss - inputs.bonus * entropy_S.sum()
     return loss, metrics
 
@@ -146,7 +148,7 @@ def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | N
         level=config.correction,
     )
     low, high = config.correction_min, config.correction_max
-    weight = bounded(ratio, config.correction_mode, low=low, high=high)
+    weight = bound_ratio(ratio, config.correction_mode, low=low, high=high)
     metrics = {
         "sampling/importance_sampling_ratio/mean": mean_parts(weight),
         **extremes("sampling/importance_sampling_ratio", weight),
@@ -156,21 +158,24 @@ def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | N
 
 
 def mean_parts(values: Tensor) -> Tensor:
-    """Return (sum, count) of `values`, [2]."""
+    """Return (sum, count) of `values`, [2], in float32: counts stay exact up to 16 million."""
     total = values.float().sum()
     return torch.stack((total, torch.full_like(total, values.numel())))
 
 
 def extremes(name: str, values: Tensor) -> MetricParts:
-    """Return `<name>/min` and `<name>/max` of values of any shape, NaN ones left out."""
-    known = values.float()[~values.isnan()]
-    nothing = known.new_tensor([torch.inf])
-    lowest, highest = torch.cat((known, nothing)).min(), torch.cat((known, -nothing)).max()
+    """Return `<name>/min` and `<name>/max` of values of any shape, without the NaN ones.
+
+    Of no values they are inf and -inf, which change no minimum and no maximum.
+    """
+    valid = values.float()[~values.isnan()]
+    infinity = valid.new_tensor([torch.inf])
+    lowest, highest = torch.cat((valid, infinity)).min(), torch.cat((valid, -infinity)).max()
     return {f"{name}/min": torch.stack((lowest,) * 2), f"{name}/max": torch.stack((highest,) * 2)}
 
 
 def _part(name: str, values: Tensor) -> Tensor:
-    """Return a part of an objective's metric; one whose name ends in min or max is an extreme."""
+    """Return a part of an objective's metric. One whose name ends in min or max is an extreme."""
     for end in ("min", "max"):
         if name.endswith(end):
             return extremes("", values)[f"/{end}"]
@@ -197,32 +202,33 @@ def metric_names(config: AlgorithmConfig) -> list[str]:
             ["credit/turn_reward", *(f"credit/variance/turn_{n + 1}" for n in range(VARIANCES))],
         ),
     ]
-    others = [name for wanted, names in optional if wanted for name in names]
-    return ["entropy", *config.objective.registered.metrics, *others]
+    optional_names = [name for has_metrics, names in optional if has_metrics for name in names]
+    return ["entropy", *config.objective.registered.metrics, *optional_names]
 
 
 class Averages:
     """Combines parts of the same name over microbatches, updates and processes.
 
-    Example: parts (6., 3.) and (2., 1.) of ``kl`` make the mean 2.0; parts (6., 6.) and (2., 2.) of
-    ``kl_max`` make 6.0, as for every name that ends in ``max``; names in ``min`` take the least.
+    Example: parts (6., 3.) and (2., 1.) of ``kl`` make the mean 2.0. Parts (6., 6.) and (2., 2.) of
+    ``kl_max`` make 6.0, as for every name that ends in ``max``. Names in ``min`` take the least.
     """
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
 
     def add(self, parts: MetricParts, *, counted: bool = True) -> None:
-        """Add parts; unless they are `counted`, add their names with parts that change nothing.
+        """Add parts. If they are not `counted`, add their names with parts that change nothing.
 
-        Every process needs the same names: `means` combines them over all.
+        Every process needs the same names, because `means` combines them over all processes. A
+        process without a token of its own adds the names of its stand-in.
         """
         for name, part in parts.items():
             if not counted:
                 neutral = {"max": -torch.inf, "min": torch.inf}.get(name[-3:], 0.0)
                 part = torch.full_like(part, neutral)
-            known = self._parts.get(name)
+            total = self._parts.get(name)
             self._parts[name] = (
-                part if known is None else _combine(name, torch.stack((known, part)))
+                part if total is None else _combine(name, torch.stack((total, part)))
             )
 
     def means(self, accelerator: Any) -> dict[str, float]:
@@ -233,8 +239,8 @@ class Averages:
         if not self._parts:
             return {}
         names = sorted(self._parts)
-        own = torch.stack([self._parts[name] for name in names])
-        parts = accelerator.gather(own[None])
+        parts_of_rank = torch.stack([self._parts[name] for name in names])
+        parts = accelerator.gather(parts_of_rank[None])
         values = {}
         for index, name in enumerate(names):
             part = _combine(name, parts[:, index])
@@ -246,6 +252,7 @@ class Averages:
 
 
 def _combine(name: str, parts: Tensor) -> Tensor:
+    """Combine parts of one name, [N, 2], into one part."""
     if name.endswith("max"):
         return parts.amax(0)
     return parts.amin(0) if name.endswith("min") else parts.sum(0)

@@ -21,8 +21,8 @@ def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimat
     variance), k3 = exp(-d) - 1 + d (unbiased, never negative). John Schulman, "Approximating KL
     divergence", http://joschu.net/blog/kl-approx.html
 
-    As a term of the loss, the expected gradient of k1 is zero. It belongs into the reward, or is
-    multiplied by the ratio, which gives it the gradient of the KL
+    As a term of the loss, k1 has an expected gradient of zero. It belongs into the reward. In the
+    loss it must be multiplied by the ratio, which gives it the gradient of the KL
     (https://arxiv.org/abs/2512.02556).
     """
     difference_S = logprobs_S - ref_logprobs_S
@@ -42,8 +42,8 @@ def token_weights(
     weighted sums of its parts add up to exactly its loss.
 
     A sequence is a trajectory, and lengths_B counts the sampled tokens of its whole rollout.
-    `tokens` and `rollouts` count the update, including those without a gradient; `fixed_length` is
-    the limit on a completion's tokens.
+    `tokens` and `rollouts` count the whole update, including those without a gradient.
+    `fixed_length` is the limit on a completion's tokens.
 
     token_mean: 1 / tokens (DAPO, https://arxiv.org/abs/2503.14476). sequence_mean:
     1 / (rollouts x length): the mean over rollouts of each one's mean (GRPO,
@@ -55,16 +55,17 @@ def token_weights(
     [1/6, 1/2], [1/2, 1/2] or [1/20, 1/20].
 
     A loss on the level of sequences is the same number at each of a sequence's tokens, so that
-    sequence_mean makes it the mean over rollouts, as in RLOO; in a rollout of several trajectories
+    sequence_mean makes it the mean over rollouts, as in RLOO. In a rollout of several trajectories
     each counts by its tokens.
     """
+    # float64: the weights are rounded to float32 once, in the packed batch.
     lengths_B = lengths_B.double()
     if aggregation is Aggregation.token_mean:
         return lengths_B.new_full(lengths_B.shape, 1 / tokens)
     if aggregation is Aggregation.sequence_mean:
         return 1 / (rollouts * lengths_B.clamp(min=1))
-    of_each = 1 if aggregation is Aggregation.sequence_sum else fixed_length
-    return lengths_B.new_full(lengths_B.shape, 1 / (rollouts * of_each))
+    divisor = 1 if aggregation is Aggregation.sequence_sum else fixed_length
+    return lengths_B.new_full(lengths_B.shape, 1 / (rollouts * divisor))
 
 
 TIED = 1e-4
@@ -84,19 +85,22 @@ def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor
     4 it is the first two and the 2.
     """
     tokens = entropy_N.numel()
+    # TRL keeps what reaches the quantile (1 - share), whose rank is (1 - share) (tokens - 1). 1e-9:
+    # a rank that is whole but for rounding is not rounded up.
     count = tokens - math.ceil((1 - share) * (tokens - 1) - 1e-9)
     if tokens == 0:
         return torch.zeros(0, dtype=torch.bool)
     cutoff = entropy_N.float().sort(descending=True).values[count - 1]
-    kept_N = entropy_N > cutoff + TIED
-    (tied,) = ((entropy_N >= cutoff - TIED) & ~kept_N).nonzero(as_tuple=True)
-    kept_N[tied[place_N[tied].argsort()[: count - int(kept_N.sum())]]] = True
-    return kept_N
+    mask_N = entropy_N > cutoff + TIED
+    (ties,) = ((entropy_N >= cutoff - TIED) & ~mask_N).nonzero(as_tuple=True)
+    by_place = ties[place_N[ties].argsort()]
+    mask_N[by_place[: count - int(mask_N.sum())]] = True
+    return mask_N
 
 
 @dataclass(slots=True)
 class EntropyBonus:
-    """The weight of the entropy in the loss; adaptive with `entropy_target`.
+    """The weight of the entropy in the loss. Adaptive with `entropy_target`.
 
     Adaptive as in Skywork-OR1, https://arxiv.org/abs/2505.22312: after each update the coefficient
     rises by a step if the entropy is at or below its target, else it falls. It acts only if the
@@ -108,7 +112,7 @@ class EntropyBonus:
 
     coefficient: float
     last: float | None = None
-    """Mean entropy of the last update; None before the first."""
+    """Mean entropy of the last update. None before the first."""
 
     def weight(self, config: AlgorithmConfig) -> float:
         """Return the weight of the entropy in the loss of the next update."""

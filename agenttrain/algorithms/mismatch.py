@@ -64,36 +64,36 @@ def mismatch(
 ) -> MetricParts:
     """Return the parts of `MISMATCH_NAMES`.
 
-    The gap is |trainer - engine|; ``kl`` is the k3 estimate of KL(engine || trainer). `means` are
-    the engine's and the trainer's over the tokens of all processes: slopes around these add up over
-    the processes.
+    The gap is |trainer - engine|. ``kl`` is the k3 estimate of KL(engine || trainer). `means` are
+    the mean logprobs of engine and trainer over the tokens of all processes. Covariances around
+    these means add up over the processes, so that the slope is that of all tokens.
 
     Example: engine [-1, -2], trainer [-1, -1.5], the second token of turn 1: mean 0.25, max 0.5,
     first_turn 0, later_turns 0.5, kl (0 + exp(0.5) - 1 - 0.5) / 2 = 0.0744.
     """
     gap_S = (trainer_S - engine_S).abs()
-    first_S = origins.turn_S == 0
-    where = {
-        "first_turn": first_S,
-        "later_turns": ~first_S,
+    first_turn_S = origins.turn_S == 0
+    groups = {
+        "first_turn": first_turn_S,
+        "later_turns": ~first_turn_S,
         **{name: origins.third_S == index for index, name in enumerate(THIRDS)},
         "fresh": ~origins.stale_S,
         "stale": origins.stale_S,
     }
-    # (covariance, variance) x tokens of the least-squares line through (trainer, engine); zeros
-    # where all tokens are equally likely.
-    engine, trainer = means
-    centred_S = (trainer_S - trainer).float()
+    # (covariance, variance) x tokens of the least-squares line through (trainer, engine). Zeros if
+    # all tokens are equally likely.
+    engine_mean, trainer_mean = means
+    centred_S = (trainer_S - trainer_mean).float()
     variance = centred_S.square().sum()
     if variance <= max(trainer_S.numel(), 1) * LEAST_SPREAD**2:
         slope = trainer_S.new_zeros(2).float()
     else:
-        slope = torch.stack(((centred_S * (engine_S - engine)).sum(), variance))
+        slope = torch.stack(((centred_S * (engine_S - engine_mean)).sum(), variance))
     return {
         GAP: mean_parts(gap_S),
         f"{GAP}_max": _largest(gap_S),
-        **{f"{GAP}_{name}": mean_parts(gap_S[tokens_S]) for name, tokens_S in where.items()},
-        f"{GAP}_fresh_max": _largest(gap_S[where["fresh"]]),
+        **{f"{GAP}_{name}": mean_parts(gap_S[tokens_S]) for name, tokens_S in groups.items()},
+        f"{GAP}_fresh_max": _largest(gap_S[groups["fresh"]]),
         "sampling/kl": mean_parts(kl_estimate(engine_S, trainer_S, KlEstimator.k3)),
         "sampling/logprob_slope": slope,
         "sampling/stale_tokens": mean_parts(origins.stale_S),
@@ -101,30 +101,30 @@ def mismatch(
 
 
 def _largest(gap_S: Tensor) -> Tensor:
-    """Return the part of a name that ends in ``max``; without a token it changes nothing."""
-    top = gap_S.amax() if gap_S.numel() else gap_S.new_tensor(-torch.inf)
-    return torch.stack((top, top)).float()
+    """Return the part of a name that ends in ``max``. Without a token it is -inf: no change."""
+    largest = gap_S.amax() if gap_S.numel() else gap_S.new_tensor(-torch.inf)
+    return torch.stack((largest, largest)).float()
 
 
-def likely_cause(figures: Mapping[str, float]) -> str | None:
-    """Name the likely cause of a step's gap; None where the gap was not measured.
+def likely_cause(metrics: Mapping[str, float]) -> str | None:
+    """Name the likely cause of a step's gap. None where the gap was not measured.
 
     The order matters: a wrong cache or stale weights bend the slope too. Example: slope 1.43 and
     nothing else: "another sampling transform …".
     """
 
-    def figure(name: str) -> float:
-        return figures.get(name, math.nan)
+    def metric(name: str) -> float:
+        return metrics.get(name, math.nan)
 
-    slope = figure("sampling/logprob_slope")
-    fresh, stale = figure(f"{GAP}_fresh"), figure(f"{GAP}_stale")
-    if math.isnan(figure(GAP)):
+    slope = metric("sampling/logprob_slope")
+    fresh, stale = metric(f"{GAP}_fresh"), metric(f"{GAP}_stale")
+    if math.isnan(metric(GAP)):
         return None
-    if figure("rollout/ledger_breaks") > 0:
+    if metric("rollout/ledger_breaks") > 0:
         return "other tokens than were sampled (rollout/ledger_breaks)"
-    if figure("sampling/stale_tokens") > 0 and not stale < FAR * fresh:
+    if metric("sampling/stale_tokens") > 0 and not stale < FAR * fresh:
         return f"tokens sampled under older weights ({GAP}_stale is {stale:.3g})"
-    if figure(f"{GAP}_later_turns") > FAR * figure(f"{GAP}_first_turn"):
+    if metric(f"{GAP}_later_turns") > FAR * metric(f"{GAP}_first_turn"):
         return f"a wrong cache ({GAP}_later_turns is far above _first_turn)"
     if abs(slope - 1) > SLOPE_OFF:
         return (

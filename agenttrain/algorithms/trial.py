@@ -16,15 +16,17 @@ from agenttrain.utils.sections import shown
 
 
 def try_objective(config: AlgorithmConfig) -> None:
-    """Call the objective with three made-up tokens; raise ConfigError if a run could not use it.
+    """Call the objective with three made-up tokens. Raise ConfigError if a run could not use it.
 
-    They are on the CPU, and of two sequences: log ratios 0, 0.1 and -0.1, advantages 0.5, 0.5 and
-    -0.5.
+    The tokens lie on the CPU, in two sequences. Their log ratios are 0, 0.1 and -0.1, and their
+    advantages 0.5, 0.5 and -0.5.
     """
     objective = config.objective
     where = f"algorithm.objective._target_={objective.name}: called with three made-up tokens it"
-    corrected = objective.registered.applies_correction and config.correction is not Correction.none
-    of_tokens = config.correction is Correction.token
+    applies_correction = (
+        objective.registered.applies_correction and config.correction is not Correction.none
+    )
+    on_token_level = config.correction is Correction.token
     logprobs_S = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
     inputs = ObjectiveInputs(
         logprobs_S=logprobs_S,
@@ -32,8 +34,12 @@ def try_objective(config: AlgorithmConfig) -> None:
         advantages_S=torch.tensor([0.5, 0.5, -0.5]),
         sequence_S=torch.tensor([0, 0, 1]),
         sequences=2,
-        correction_S=torch.tensor([1.0, 1.1, 0.9]) if corrected and of_tokens else None,
-        correction_B=torch.tensor([1.1, 0.9]) if corrected and not of_tokens else None,
+        correction_S=torch.tensor([1.0, 1.1, 0.9])
+        if applies_correction and on_token_level
+        else None,
+        correction_B=torch.tensor([1.1, 0.9])
+        if applies_correction and not on_token_level
+        else None,
     )
     try:
         output = objective(inputs)
@@ -45,6 +51,7 @@ def try_objective(config: AlgorithmConfig) -> None:
 
 
 def _problems(output: Any, logprobs_S: Tensor, declared: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with an objective's output, as sentences without a subject."""
     if not isinstance(output, ObjectiveOutput):
         yield f"returned a {type(output).__name__}; return ObjectiveOutput(loss_S=…)"
         return

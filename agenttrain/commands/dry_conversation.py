@@ -16,7 +16,7 @@ from functools import partial
 
 from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import OnFailure
-from agenttrain.agents.conversations import Restart
+from agenttrain.agents.issued_turns import Restart
 from agenttrain.agents.runner import Agents
 from agenttrain.chat.wire.normal import Question
 from agenttrain.commands.rehearse.command import CONTEXT
@@ -129,8 +129,8 @@ async def _attempt(
             folder,
             lockstep=config.rollout.deterministic is not False
             and spec_of(config.engine).deterministic,
-            asked=model.questions.__setitem__,
-            restarted=lambda kind, rollout_id, difference: differences.append((kind, difference)),
+            on_request=model.questions.__setitem__,
+            on_restart=lambda kind, rollout_id, difference: differences.append((kind, difference)),
         )
         sampling = Sampling(temperature=config.rollout.temperature)
         attempt = Attempt(task=task, sampling=sampling, rollout_id=NAME)

@@ -154,7 +154,7 @@ def _serve_by_engine(config: RunConfig, options: ServeOptions, listener: socket)
     """Serve by the engine's own server, with the template and the ends of turn of the training."""
     from agenttrain.chat.encoding import ChatError
     from agenttrain.chat.loading import server_parser
-    from agenttrain.serving.process import run_command
+    from agenttrain.serving.server_command import run_command
 
     chat, parser = _load_chat(config), None
     try:

@@ -40,7 +40,7 @@ class Splits:
 
     @property
     def by_key(self) -> dict[str, TaskSource]:
-        """Sources by their configuration key; `data.test` only if it has rows."""
+        """Sources by their configuration key. `data.test` is among them only if it has rows."""
         test = {"data.test": self.test} if len(self.test) else {}
         return {"data.train": self.train, **test}
 
@@ -48,11 +48,11 @@ class Splits:
 def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> Splits:
     """Build the tasks of a `data:` section, and check every row of a finite dataset.
 
-    `needs_prompt=False`: rows may lack a prompt, because an environment makes one. Raises
-    ValueError with key, value and remedy; for bad rows, with the places and reasons of the first
+    Without `needs_prompt`, rows may lack a prompt, because an environment makes one. Raises
+    ValueError with key, value and remedy. For bad rows it names the places and reasons of the first
     ten.
     """
-    change = RowTransform(config)
+    transform = RowTransform(config)
     notes: list[str] = []
     train_rows = build_rows(config.train, "data.train")
     train: Rows
@@ -63,21 +63,21 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
                 f"data.test_fraction={config.test_fraction}: generated rows have no end, so there "
                 "is no share of them; leave it out"
             )
-        changed = TransformedRows(train_rows, change)
-        usable = _checked(changed, config, "data.train", notes, needs_prompt)
-        trained, held_out = hold_out(usable, config.test_fraction, config.test_seed)
-        train, test = RowSubset(changed, trained), RowSubset(changed, held_out)
+        rows = TransformedRows(train_rows, transform)
+        usable = _check_all(rows, config, "data.train", notes, needs_prompt)
+        train_indices, test_indices = hold_out(usable, config.test_fraction, config.test_seed)
+        train, test = RowSubset(rows, train_indices), RowSubset(rows, test_indices)
         notes.append(
             f"data.test_fraction={config.test_fraction}: {len(test)} of {len(usable.good)} rows "
             "are held out for evaluation"
         )
     elif not names_test_rows(config):
-        train = _usable(train_rows, change, config, "data.train", notes, needs_prompt)
+        train = _usable_rows(train_rows, transform, config, "data.train", notes, needs_prompt)
         notes.append(f"data.test: names no rows, so evaluations are left out; {HOLD_OUT}")
     else:
         test_rows = build_rows(config.test, "data.test")
-        train = _usable(train_rows, change, config, "data.train", notes, needs_prompt)
-        test = _usable(test_rows, change, config, "data.test", notes, needs_prompt)
+        train = _usable_rows(train_rows, transform, config, "data.train", notes, needs_prompt)
+        test = _usable_rows(test_rows, transform, config, "data.test", notes, needs_prompt)
     images = limits_of(config)
     return Splits(
         train=TaskSource(
@@ -102,7 +102,7 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     """Build the rows of a section such as `data.train`, which is at `key`.
 
     `_target_` names a function of `index`, a function that returns rows as a list or an iterator,
-    or a class whose instances return rows by number; the other keys are its arguments. Example:
+    or a class whose instances return rows by number. The other keys are its arguments. Example:
     ``{"_target_": "agenttrain.data.bundled.shop.row", "split": "test", "seed": 0}``.
 
     Raises ValueError with key, value and remedy. A ValueError of the target that begins with
@@ -115,13 +115,13 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
             inspect.signature(target).bind(index=0, **bound)
             return GeneratedRows(target, **bound)
         inspect.signature(target).bind(**bound)
-        made = _by_number(target(**bound), where)
+        table = _by_number(target(**bound), where)
     except TypeError as error:
         raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
     except ValueError as error:
         raise ValueError(about_argument(error, key, bound)) from error
     try:
-        rows = as_rows(made, str(section["_target_"]))
+        rows = as_rows(table, str(section["_target_"]))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
@@ -132,47 +132,52 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
 
 
 def _by_number(rows: Any, where: str) -> Any:
-    """Return rows by number; those of an iterator are read. Raises ValueError if it has no end."""
+    """Return rows by number, after reading those of an iterator.
+
+    Raises ValueError for an iterator of too many rows, which may have no end.
+    """
     by_number = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
-    # A set has another order in each process.
+    # A set is not read, because it has another order in each process. The caller refuses it.
     if by_number or isinstance(rows, Set) or not isinstance(rows, Iterable):
         return rows
-    read = list(itertools.islice(rows, MAX_ITERATED + 1))
-    if len(read) > MAX_ITERATED:
+    result = list(itertools.islice(rows, MAX_ITERATED + 1))
+    if len(result) > MAX_ITERATED:
         raise ValueError(
             f"{where}: gives over {MAX_ITERATED:,} rows one by one, which are kept in memory; "
             "return a list, or write a function of `index`, whose rows are made when they are used"
         )
-    return read
+    return result
 
 
-def _usable(
+def _usable_rows(
     rows: Rows,
-    change: RowTransform,
+    transform: RowTransform,
     config: DataConfig,
     key: str,
     notes: list[str],
     needs_prompt: bool,
 ) -> Rows:
-    changed = TransformedRows(rows, change)
+    """Return the transformed rows that can become tasks. Rows without end are not checked yet."""
+    transformed = TransformedRows(rows, transform)
     if not isinstance(rows, GeneratedRows):
-        return RowSubset(changed, _checked(changed, config, key, notes, needs_prompt).good)
+        usable = _check_all(transformed, config, key, notes, needs_prompt)
+        return RowSubset(transformed, usable.good)
     if config.where is not None:
         raise ValueError(
             f"data.where={config.where}: has no effect on {key}, whose rows have no end and are "
             "made one by one; leave it out"
         )
-    return changed  # each row is checked when it is used
+    return transformed  # each row is checked when it is used
 
 
-def _checked(
+def _check_all(
     rows: TransformedRows, config: DataConfig, key: str, notes: list[str], needs_prompt: bool
 ) -> RowCheck:
-    """Check all rows of the dataset at `key`; append notes on those that are left out."""
+    """Check all rows of the dataset at `key`, and append notes on those that are left out."""
     if note := getattr(rows.rows, "note", None):
         notes.append(f"{key}: {note}")
     images = limits_of(config)
-    usable = check_rows(rows, rows.change, key, needs_prompt=needs_prompt, images=images)
+    usable = check_rows(rows, key, needs_prompt=needs_prompt, images=images)
     if config.where is not None:
         share = f"{usable.kept} of {len(rows)} rows of {key}"
         notes.append(f"data.where={config.where}: is true of {share}")
@@ -182,11 +187,11 @@ def _checked(
 
 
 def column_names(source: TaskSource) -> list[str]:
-    """Return the columns of the first rows together; single rows may lack some."""
-    known: dict[str, None] = {}
+    """Return the columns of the first rows together, because single rows may lack some."""
+    names: dict[str, None] = {}  # an ordered set
     for task in source.tasks(0, min(len(source), COLUMN_SAMPLE)):
-        known.update(dict.fromkeys(task.columns))
-    return list(known)
+        names.update(dict.fromkeys(task.columns))
+    return list(names)
 
 
 def check_needed_columns(
@@ -194,15 +199,15 @@ def check_needed_columns(
 ) -> None:
     """Raise ValueError for a column that a component needs and none of the first rows has.
 
-    `columns` maps components to the columns they need; `key` is that of the rows. Example:
+    `columns` maps components to the columns they need. `key` is that of the rows. Example:
     ``check_needed_columns(tasks, {"reward.exact_match": ("answer",)}, "data.train")``.
     """
-    known = column_names(source)
+    row_columns = column_names(source)
     for component, names in columns.items():
         for name in names:
-            if name not in known:
+            if name not in row_columns:
                 raise ValueError(
                     f"{component}: needs the column {name!r}, and the rows of {key} have: "
-                    f"{', '.join(known) or 'none'}{did_you_mean(name, known)}; make it of another: "
-                    f"data.map.{name}=…"
+                    f"{', '.join(row_columns) or 'none'}{did_you_mean(name, row_columns)}; make it "
+                    f"of another: data.map.{name}=…"
                 )

@@ -83,6 +83,7 @@ class CurriculumConfig:
 
 
 def _paths(value: object) -> str | list[str] | None:
+    """Return the value if it is a text, a list of texts or None."""
     texts = value if isinstance(value, list) else [value]
     if value is None or (texts and all(isinstance(text, str) for text in texts)):
         return value  # type: ignore[return-value]
@@ -148,12 +149,14 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
                 sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
-                typed = " ".join(
+                overrides = " ".join(
                     f"{key}.{name}={value}"
                     for key, section in sections.items()
                     if section.get(name)
                 )
-                remedy = f"set {typed}, which come before it" if typed else f"add data={group}"
+                remedy = f"add data={group}"
+                if overrides:  # the sections have another value, which hides data.<name>
+                    remedy = f"set {overrides}, which come before it"
                 problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
         if self.where is not None and self.train.get("_target_") in ENDLESS:
             problems.append(
@@ -164,9 +167,9 @@ class DataConfig:
             problems.append(
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
             )
-        same = self.train == self.test
+        same_rows = self.train == self.test
         if self.test_fraction is not None and (
-            (names_test_rows(self) and not same) or self.train.get("_target_") in ENDLESS
+            (names_test_rows(self) and not same_rows) or self.train.get("_target_") in ENDLESS
         ):
             problems.append(
                 f"data.test_fraction={self.test_fraction}: data.test has rows of its own; leave it "
@@ -189,7 +192,7 @@ HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
 
 
 def names_test_rows(data: DataConfig) -> bool:
-    """Return whether data.test names rows: a path if it needs one, or another split of the same."""
+    """Return True if data.test names rows: a path if it needs one, or another split of the same."""
     has_path = data.test.get("_target_") in (FILE_ROWS, HUB_ROWS, ROLLOUT_ROWS)
     if not has_path or data.test.get("path") is not None:
         return bool(data.test)
@@ -197,7 +200,7 @@ def names_test_rows(data: DataConfig) -> bool:
 
 
 def has_test_rows(data: DataConfig) -> bool:
-    """Return whether there are rows to evaluate on, of data.test or held out of data.train."""
+    """Return True if there are rows to evaluate on, of data.test or held out of data.train."""
     return data.test_fraction is not None or names_test_rows(data)
 
 
@@ -229,18 +232,19 @@ def row_files(path: object) -> list[str]:
     """
     if path is None:
         raise ValueError(NO_PATH)
-    named = path if isinstance(path, list | tuple) else [path]
-    if not named or not all(isinstance(one, str | Path) for one in named):
+    entries = path if isinstance(path, list | tuple) else [path]
+    if not entries or not all(isinstance(entry, str | Path) for entry in entries):
         raise ValueError(f"path={path}: give a file, a pattern such as rows/*.jsonl, or a list")
-    files: dict[str, None] = {}
-    for one in map(str, named):
-        if not has_magic(one) or Path(one).expanduser().exists():
-            files[one] = None
+    files: dict[str, None] = {}  # an ordered set
+    for entry in map(str, entries):
+        # A file may be named rows[1].jsonl, which looks like a pattern.
+        if not has_magic(entry) or Path(entry).expanduser().exists():
+            files[entry] = None
             continue
-        matches = sorted(glob(str(Path(one).expanduser()), recursive=True))
+        matches = sorted(glob(str(Path(entry).expanduser()), recursive=True))
         if not matches:
-            where = "" if Path(one).is_absolute() else f" in {Path.cwd()}"
-            raise ValueError(f"path={one}: the pattern matches no file{where}")
+            where = "" if Path(entry).is_absolute() else f" in {Path.cwd()}"
+            raise ValueError(f"path={entry}: the pattern matches no file{where}")
         files |= dict.fromkeys(matches)
     return list(files)
 
@@ -261,7 +265,7 @@ def check_row_files(path: object, split: object = None, limit: object = None) ->
 
 
 def check_rollout_files(path: object, min_reward: object = None, limit: object = None) -> list[str]:
-    """Return the files of rollouts that `path` names; raises ValueError like `check_row_files`."""
+    """Return the files of rollouts that `path` names. Raises ValueError like `check_row_files`."""
     if min_reward is not None and (
         isinstance(min_reward, bool) or not isinstance(min_reward, int | float)
     ):
@@ -276,9 +280,9 @@ def check_rollout_files(path: object, min_reward: object = None, limit: object =
 
 
 def check_row_file(path: object, split: object = None, limit: object = None) -> Path:
-    """Return the file or folder at `path`; raises ValueError that begins with the argument.
+    """Return the file or folder at `path`. Raises ValueError that begins with the argument.
 
-    A file has to be there, of a kind that can be read, and not empty; a folder must be one that
+    A file has to exist, be of a kind that can be read, and not be empty. A folder must be one that
     `save_to_disk` of `datasets` wrote, and have the `split`.
     """
     check_limit(limit)
@@ -338,7 +342,7 @@ def check_hub(
 
 
 def known_rows(section: Mapping[str, Any]) -> int | None:
-    """Count the rows of a `data.train` or `data.test` section; None where that is not cheap.
+    """Count the rows of a `data.train` or `data.test` section. None: that would not be cheap.
 
     Example: 2 for a JSONL file of two lines, `sys.maxsize` for
     ``agenttrain.data.bundled.shop.row``.

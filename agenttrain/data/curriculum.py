@@ -26,7 +26,7 @@ class Measure:
     """The success so far on one row."""
 
     rate: float | None
-    """Moving average of the share of rollouts that succeed; None before the first score."""
+    """Moving average of the share of rollouts that succeed. None: no score yet."""
     step: int
     """The last step that used the row."""
 
@@ -49,7 +49,7 @@ class Curriculum:
         self._source, self._config, self._seed = source, config, seed
         self._measures: dict[int, Measure] = {}
         self._fresh = 0
-        """New rows used so far; they come in the source's own order."""
+        """New rows used so far. They come in the source's own order."""
         self._steps = 0
         self._start = 0
         """The data cursor at the beginning of this step."""
@@ -60,15 +60,15 @@ class Curriculum:
         """The rows of this step that were chosen so far."""
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """Return `count` tasks from the run's `start`-th on; all must belong to one step.
+        """Return `count` tasks from the run's `start`-th on.
 
-        That is this step, or a closed one without results. Raises ValueError for tasks of earlier
-        steps.
+        All must belong to one step: this one, or a closed one without results. Raises ValueError
+        for tasks of earlier steps.
         """
-        first = self._start - sum(map(len, self._ahead))
-        if first <= start < self._start:
-            drawn = [row for rows in self._ahead for row in rows]
-            rows = drawn[start - first : start - first + count]
+        ahead_start = self._start - sum(map(len, self._ahead))
+        if ahead_start <= start < self._start:
+            ahead = [row for rows in self._ahead for row in rows]
+            rows = ahead[start - ahead_start : start - ahead_start + count]
         else:
             rows = self._choose(start - self._start, count)
         return [self._source.row(row) for row in rows]
@@ -81,8 +81,8 @@ class Curriculum:
         if cursor <= self._start:
             return
         rows = self._choose(0, cursor - self._start)
-        known = {*self._measures, *(row for step in self._ahead for row in step)}
-        self._fresh += len({*rows} - known)
+        used = {*self._measures, *(row for step in self._ahead for row in step)}
+        self._fresh += len({*rows} - used)
         self._ahead.append(rows)
         self._start, self._upcoming, self._step_rows = cursor, self._rows(), []
 
@@ -91,9 +91,10 @@ class Curriculum:
         results = []
         for group in groups:
             rewards = [rollout.reward for rollout in group if rollout.reward is not None]
-            solved = sum(reward >= self._config.success - 1e-6 for reward in rewards)
+            # 1e-6: a sum of rewards may miss the threshold by rounding.
+            successes = sum(reward >= self._config.success - 1e-6 for reward in rewards)
             if rewards:
-                results.append((group[0].task.task_id, solved, len(rewards)))
+                results.append((group[0].task.task_id, successes, len(rewards)))
         return results
 
     def learn(self, cursor: int, results: Iterable[Result]) -> None:
@@ -101,26 +102,26 @@ class Curriculum:
 
         Closes it if it is this step.
         """
-        solved, scored = Counter[str](), Counter[str]()
+        success_counts, reward_counts = Counter[str](), Counter[str]()
         for name, successes, count in results:
-            solved[name] += successes
-            scored[name] += count
+            success_counts[name] += successes
+            reward_counts[name] += count
         self.close(cursor)
         rows = dict.fromkeys(self._ahead.pop(0))
         self._steps += 1
         for row in rows:
             name = self._source.row(row).task_id
             rate = self._measures[row].rate if row in self._measures else None
-            if scored[name]:
-                new = solved[name] / scored[name]
+            if reward_counts[name]:
+                new = success_counts[name] / reward_counts[name]
                 memory = self._config.memory
                 rate = new if rate is None else memory * rate + (1 - memory) * new
             self._measures[row] = Measure(rate=rate, step=self._steps)
-        if not self._step_rows:  # nothing was drawn yet that does not know these results
+        if not self._step_rows:  # the next step has not begun, and can still use these results
             self._upcoming = self._rows()
 
     def metrics(self) -> dict[str, float]:
-        """Return the sizes of the pools; `new` (rows never used) only for a finite dataset."""
+        """Return the sizes of the pools. `new`, the rows never used, needs a finite dataset."""
         pools = Counter(self._pool(measure) for measure in self._measures.values())
         rates = [m.rate for m in self._measures.values() if m.rate is not None]
         new = {"curriculum/new": float(len(self._source) - self._fresh)}
@@ -144,13 +145,13 @@ class Curriculum:
         self._ahead = [list(rows) for rows in state.get("ahead", ())]
         self._start, self._upcoming, self._step_rows = state["start"], self._rows(), []
 
-    def _choose(self, first: int, count: int) -> list[int]:
-        """Return rows `first` to `first + count` of this step, choosing those that are missing."""
-        if first < 0:
-            raise ValueError(f"curriculum: task {self._start + first} belongs to an earlier step")
-        while len(self._step_rows) < first + count:
+    def _choose(self, offset: int, count: int) -> list[int]:
+        """Return `count` rows of this step from its `offset`-th on, after choosing new ones."""
+        if offset < 0:
+            raise ValueError(f"curriculum: task {self._start + offset} belongs to an earlier step")
+        while len(self._step_rows) < offset + count:
             self._step_rows.append(next(self._upcoming))
-        return self._step_rows[first : first + count]
+        return self._step_rows[offset : offset + count]
 
     def _rows(self) -> Iterator[int]:
         """Yield the rows of this step, without end."""
@@ -165,21 +166,22 @@ class Curriculum:
         # it stands and the earlier it is popped (Efraimidis and Spirakis 2006,
         # https://doi.org/10.1016/j.ipl.2005.11.003: by u^(1/weight), here by its logarithm).
         keys = {row: math.log(1 - rng.random()) / weight for row, weight in weights.items()}
-        known = sorted(keys, key=lambda row: -keys[row])[::-1]
-        fresh, chosen = self._fresh, list[int]()
-        while known or fresh < len(self._source):
+        measured = sorted(keys, key=lambda row: -keys[row])[::-1]
+        fresh, step_rows = self._fresh, list[int]()
+        while measured or fresh < len(self._source):
             wants_new = rng.random() < self._config.explore
             # A row outside the band is rarer than a new one, too.
-            rejected = known and rng.random() >= weights[known[-1]]
-            if fresh < len(self._source) and (wants_new or rejected or not known):
-                chosen.append(self._source.index(fresh))
+            rejected = measured and rng.random() >= weights[measured[-1]]
+            if fresh < len(self._source) and (wants_new or rejected or not measured):
+                step_rows.append(self._source.index(fresh))
                 fresh += 1
             else:
-                chosen.append(known.pop())
-            yield chosen[-1]
-        yield from cycle(chosen)  # the step needs more tasks than there are rows
+                step_rows.append(measured.pop())
+            yield step_rows[-1]
+        yield from cycle(step_rows)  # the step needs more tasks than there are rows
 
     def _pool(self, measure: Measure) -> str:
+        """Return the pool of a row: ``unmeasured``, ``hard``, ``band`` or ``easy``."""
         if measure.rate is None:
             return "unmeasured"
         if measure.rate < self._config.low:

@@ -1,4 +1,4 @@
-"""Images of rows that are given by an address: downloaded once per machine, only on request."""
+"""Images that rows name by an address: downloaded once per machine, only on request."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def image_at(address: str, *, most_pixels: int) -> Image:
     except BadImage as error:
         raise BadImage(f"{address:.200}: {error}") from error
     file.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed, so that another process never reads half an image.
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     part.write_bytes(data)
     part.replace(file)
@@ -37,13 +38,14 @@ def image_at(address: str, *, most_pixels: int) -> Image:
 
 
 def _download(address: str) -> bytes:
+    """Return the bytes at an address. Raises BadImage."""
     import httpx
 
     data = bytearray()
     try:
-        with httpx.stream("GET", address, follow_redirects=True, timeout=TIMEOUT_S) as answer:
-            answer.raise_for_status()
-            for piece in answer.iter_bytes():
+        with httpx.stream("GET", address, follow_redirects=True, timeout=TIMEOUT_S) as response:
+            response.raise_for_status()
+            for piece in response.iter_bytes():
                 data += piece
                 if len(data) > MOST_BYTES:
                     raise BadImage(f"{address:.200} has more than {MOST_BYTES} bytes")
@@ -51,11 +53,12 @@ def _download(address: str) -> bytes:
         status = error.response.status_code
         raise BadImage(f"{address:.200} is answered with status {status}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        why = str(error) or type(error).__name__
-        raise BadImage(f"{address:.200} cannot be downloaded: {why}") from error
+        reason = str(error) or type(error).__name__
+        raise BadImage(f"{address:.200} cannot be downloaded: {reason}") from error
     return bytes(data)
 
 
 def _cache() -> Path:
+    """Return the folder of downloaded images."""
     folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(folder).expanduser() / "agenttrain" / "images"

@@ -25,13 +25,13 @@ from agenttrain.utils.data_fields import Data
 from agenttrain.utils.hub import DATA, data_commit, explained
 
 BLOCK = 128
-"""Rows that are decoded together; reading in order is then many times faster."""
+"""Rows that are decoded together, which makes reading in order many times faster."""
 NOT_TEXT = ("Audio", "Video", "Pdf")
 """Features that hold neither texts nor images."""
 
 
 class BadRow(ValueError):
-    """A row that cannot become a task; the message is the reason, without the row's place."""
+    """A row that cannot become a task. The message is the reason, without the row's place."""
 
 
 class ArrowRows:
@@ -65,7 +65,7 @@ class ArrowRows:
             self._block = (number, self._table[number * BLOCK : (number + 1) * BLOCK])
         features = self._table.features
         return {
-            name: _unpadded(plain(values[position]), features.get(name))
+            name: _drop_added_keys(plain(values[position]), features.get(name))
             for name, values in self._block[1].items()
         }
 
@@ -74,7 +74,7 @@ class ArrowRows:
         return f"{self._name}, row {index + 1}"
 
 
-def _unpadded(value: Any, feature: Any) -> Any:
+def _drop_added_keys(value: Any, feature: Any) -> Any:
     """Return a value of an Arrow column without the keys that have no value.
 
     Example: ``{"a": 1, "b": None}`` of a column with the keys a and b -> ``{"a": 1}``. The content
@@ -82,49 +82,50 @@ def _unpadded(value: Any, feature: Any) -> Any:
     """
     if isinstance(value, dict) and isinstance(feature, Mapping):
         return {
-            key: _unpadded(inner, feature.get(key))
+            key: _drop_added_keys(inner, feature.get(key))
             for key, inner in value.items()
             if inner is not None or (key == "content" and "role" in value)
         }
-    of_items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-    if isinstance(value, list) and of_items is not None:
-        return [_unpadded(inner, of_items) for inner in value]
+    # `datasets` writes a list's feature as [feature], or as an object with an attribute of it.
+    item_feature = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(value, list) and item_feature is not None:
+        return [_drop_added_keys(inner, item_feature) for inner in value]
     return value
 
 
-def as_rows(made: Any, name: str) -> Any:
-    """Return a table of `datasets`, pyarrow or pandas as rows by number; anything else unchanged.
+def as_rows(table: Any, name: str) -> Any:
+    """Return a table of `datasets`, pyarrow or pandas as rows by number.
 
-    Raises ValueError for a table with several splits.
+    Anything else is returned as it is. Raises ValueError for a table with several splits.
     """
-    # Who made a table has imported its library, and it takes a second.
-    if type(made).__module__.partition(".")[0] not in ("datasets", "pyarrow", "pandas"):
-        return made
+    # Compared by name, because importing the libraries takes a second. If the value is a table, its
+    # library has been imported already.
+    if type(table).__module__.partition(".")[0] not in ("datasets", "pyarrow", "pandas"):
+        return table
     import datasets
     import pandas
     import pyarrow
 
-    if isinstance(made, datasets.DatasetDict):
-        raise ValueError(f"has the splits {', '.join(map(str, made))}; return one of them")
-    if isinstance(made, pandas.DataFrame):
-        return [_of_frame(record) for record in made.to_dict("records")]
-    if isinstance(made, pyarrow.Table):
-        made = datasets.Dataset(made)
-    if isinstance(made, datasets.Dataset):
-        return ArrowRows(made, name=name) if len(made) else ()
-    return made
+    if isinstance(table, datasets.DatasetDict):
+        raise ValueError(f"has the splits {', '.join(map(str, table))}; return one of them")
+    if isinstance(table, pandas.DataFrame):
+        return [_frame_row(record) for record in table.to_dict("records")]
+    if isinstance(table, pyarrow.Table):
+        table = datasets.Dataset(table)
+    if isinstance(table, datasets.Dataset):
+        return ArrowRows(table, name=name) if len(table) else ()
+    return table
 
 
-def _of_frame(record: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a row of a data frame; pandas' marks for no value (NaN, NaT, NA) become None."""
-    row = {
-        str(key): None if _is_missing(value) else plain(value)  # of NaT that is a text
-        for key, value in record.items()
-    }
+def _frame_row(record: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a row of a data frame. Pandas' marks for no value (NaN, NaT, NA) become None."""
+    # Twice: `plain` would make a text of NaT, and it may turn a number into NaN.
+    row = {str(key): None if _is_missing(value) else plain(value) for key, value in record.items()}
     return {key: _without_none(None if _is_missing(value) else value) for key, value in row.items()}
 
 
 def _is_missing(value: Any) -> bool:
+    """Return True for pandas' marks of no value."""
     return type(value).__name__ in ("NaTType", "NAType") or (
         isinstance(value, float) and value != value
     )
@@ -155,7 +156,8 @@ def _with_files(table: Any, column: str, feature: Any) -> Any:
 class FileRows:
     """The rows of local files or folders of one kind, one file after the other.
 
-    Example: ``FileRows(["first.jsonl", "more/*.jsonl"], limit=100)``; a pattern's files are sorted.
+    Example: ``FileRows(["first.jsonl", "more/*.jsonl"], limit=100)``. The files of a pattern are
+    sorted.
     """
 
     def __init__(
@@ -164,21 +166,20 @@ class FileRows:
         split: Data[str | None] = None,
         limit: Data[int | None] = None,
     ) -> None:
-        """Read the first `limit` rows of all files, or all; `split` selects one of a folder that
-        has several.
+        """Read the first `limit` rows of all files together, or all rows.
 
-        Raises ValueError, beginning with the argument, for a pattern without a file and for a file
-        that is missing, empty, of an unknown kind or unreadable. A line that is no row raises
-        BadRow on access.
+        `split` selects one split of a folder that has several. Raises ValueError, beginning with
+        the argument, for a pattern without a file and for a file that is missing, empty, of an
+        unknown kind or unreadable. A line that is no row raises BadRow on access.
         """
         self._files: list[_File] = []
         self._starts: list[int] = []
         self._rows = 0
         for file in check_row_files(path, split, limit):
-            left = None if limit is None else limit - self._rows
-            if left == 0:
+            remaining = None if limit is None else limit - self._rows
+            if remaining == 0:
                 break
-            self._files.append(_File(file, split, left))
+            self._files.append(_File(file, split, remaining))
             self._starts.append(self._rows)
             self._rows += len(self._files[-1])
 
@@ -200,6 +201,7 @@ class FileRows:
         return self._place(index)[0].folder
 
     def _place(self, index: int) -> tuple[_File, int]:
+        """Return the file of a row, and the row's index in it."""
         number = bisect_right(self._starts, index) - 1
         return self._files[number], index - self._starts[number]
 
@@ -208,8 +210,8 @@ class _File:
     """The rows of one local file or folder.
 
     JSON is parsed here, so that errors have a line number and a row has only the columns of its
-    own line; CSV is, because pandas guesses (NA becomes nothing, 007 a number). Other formats are
-    read by `datasets`, with None in a column without a value.
+    own line. CSV is parsed here because pandas guesses (NA becomes nothing, 007 a number). Other
+    formats are read by `datasets`, with None in a column without a value.
     """
 
     def __init__(self, path: str, split: str | None, limit: int | None) -> None:
@@ -226,8 +228,8 @@ class _File:
 
             with reading(lambda error: f"path={path}: cannot be read: {reason(error)}"):
                 if file.is_dir():
-                    saved = datasets.load_from_disk(str(file))
-                    table = saved if split is None else saved[split]
+                    dataset = datasets.load_from_disk(str(file))
+                    table = dataset if split is None else dataset[split]
                 else:
                     table = datasets.load_dataset(
                         file.suffix[1:], data_files=str(file), split="train"
@@ -263,11 +265,11 @@ class _File:
 
 
 CELLS = {".csv": ",", ".tsv": "\t"}
-"""Ending of a file of cells -> what separates them."""
+"""Ending of a file of cells -> their separator."""
 
 
 def _cell_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and JSON of each row of a file of cells; an empty cell is null."""
+    """Yield the place and JSON of each row of a file of cells. An empty cell is null."""
     csv.field_size_limit(2**31 - 1)  # the default refuses a prompt of 131,072 characters
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
@@ -318,7 +320,7 @@ def _json_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
 
 
 class HubRows(ArrowRows):
-    """The rows of one split of a dataset; one that is in the cache needs no network.
+    """The rows of one split of a dataset. A dataset in the cache needs no network.
 
     Example: ``HubRows("openai/gsm8k", subset="main", split="test", limit=100)``
     """
@@ -340,7 +342,7 @@ class HubRows(ArrowRows):
             raise ValueError(str(error)) from error
         import datasets
 
-        def message(error: Exception) -> str:
+        def describe(error: Exception) -> str:
             """Describe the error in terms of the setting that caused it."""
             text = " ".join(str(error).split())
             if isinstance(error, ConfigError):
@@ -360,18 +362,18 @@ class HubRows(ArrowRows):
 
         name = path if subset is None else f"{path} ({subset})"
         hub = nullcontext() if is_local else explained(path, revision, "path", DATA)
-        with reading(message), hub:
+        with reading(describe), hub:
             builder = datasets.load_dataset_builder(path, subset, revision=commit or revision)
             table = datasets.load_dataset(
                 path, subset, split=split, revision=commit or revision, **_cells_as_texts(builder)
             )
-        # Without an answer of the hub `datasets` takes the newest revision in its cache, whichever
+        # If the hub does not answer, `datasets` takes the newest revision in its cache, whichever
         # was asked for.
-        cached = {Path(file["filename"]).parent.name for file in table.cache_files}
-        if commit is not None and cached and commit not in cached:
+        cached_commits = {Path(file["filename"]).parent.name for file in table.cache_files}
+        if commit is not None and cached_commits and commit not in cached_commits:
             raise ValueError(
                 f"revision={commit}: the cache of datasets (HF_HOME) has another one of {path} "
-                f"({', '.join(sorted(cached))}); set data.revision to it, or load the rows "
+                f"({', '.join(sorted(cached_commits))}); set data.revision to it, or load the rows "
                 "where the hub can be reached (HF_HUB_OFFLINE unset)"
             )
         super().__init__(table, name=name, limit=limit)
@@ -388,10 +390,11 @@ def _cells_as_texts(builder: Any) -> dict[str, Any]:
 
     if not isinstance(builder, Csv) or builder.config.features is not None:
         return {}
-    files = [file for of_split in builder.config.data_files.values() for file in of_split]
+    files = [file for in_split in builder.config.data_files.values() for file in in_split]
     manager = StreamingDownloadManager()
-    first = next(iter(manager.iter_files(manager.extract(files[:1]))))  # it may be compressed
-    with xopen(first, "r", encoding="utf-8-sig", newline="") as lines:
+    # The file may be compressed.
+    first_file = next(iter(manager.iter_files(manager.extract(files[:1]))))
+    with xopen(first_file, "r", encoding="utf-8-sig", newline="") as lines:
         names = next(csv.reader(lines, delimiter=builder.config.sep or ","), [])
     texts = {name or f"Unnamed: {i}": datasets.Value("string") for i, name in enumerate(names)}
     features = datasets.Features(texts)
@@ -399,7 +402,7 @@ def _cells_as_texts(builder: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON's types as far as possible; containers are copied.
+    """Convert a value to JSON's types as far as possible. Containers are copied.
 
     Example: ``plain({"day": date(2024, 5, 1)}) == {"day": "2024-05-01"}``
     """
@@ -417,8 +420,11 @@ def plain(value: Any) -> Any:
 
 
 @contextmanager
-def reading(message: Callable[[Exception], str]) -> Iterator[None]:
-    """Hide progress bars in the block; errors of `datasets` become a ValueError with `message`."""
+def reading(describe: Callable[[Exception], str]) -> Iterator[None]:
+    """Hide progress bars in the block, and turn errors of `datasets` into a ValueError.
+
+    `describe` returns its message.
+    """
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -427,7 +433,7 @@ def reading(message: Callable[[Exception], str]) -> Iterator[None]:
     try:
         yield
     except (DatasetsError, ValueError, OSError, RuntimeError) as error:
-        raise ValueError(message(error)) from error
+        raise ValueError(describe(error)) from error
     finally:
         if shows_bars:
             datasets.enable_progress_bars()

@@ -39,7 +39,7 @@ class ImageLimits:
 def with_images(
     messages: Sequence[Mapping[str, Any]], column: Any, limits: ImageLimits
 ) -> list[dict[str, Any]]:
-    """Return messages whose contents are texts, or lists of texts and read images.
+    """Return the messages with their images read and in place.
 
     A part of a content is a text, ``{"type": "image", "image": …}``, OpenAI's ``{"type":
     "image_url", "image_url": {"url": …}}``, or ``{"type": "image"}`` for the next image of the
@@ -47,36 +47,37 @@ def with_images(
     first user message. Values are those of `read_image`. Raises ValueError with the message, or the
     number of the image, and the reason.
     """
-    given = list(column) if isinstance(column, list | tuple) else [] if column is None else [column]
-    left = iter([_read(value, f"{COLUMN}[{i}]", limits) for i, value in enumerate(given)])
-    shown = [_message(message, left, limits) for message in messages]
-    unplaced = list(left)
-    if unplaced and len(unplaced) == len(given):
-        users = [message for message in shown if message.get("role") == "user"]
+    values = column if isinstance(column, list | tuple) else [] if column is None else [column]
+    images = iter([_read(value, f"{COLUMN}[{i}]", limits) for i, value in enumerate(values)])
+    result = [_read_message(message, images, limits) for message in messages]
+    unplaced = list(images)
+    if unplaced and len(unplaced) == len(values):
+        users = [message for message in result if message.get("role") == "user"]
         if not users:
             raise ValueError(f"{COLUMN}: there is no user message to show them in")
-        text = users[0].get("content") or ""
-        own = text if isinstance(text, list) else [{"type": "text", "text": text}]
-        users[0]["content"] = [*content_of(unplaced), *own]
+        content = users[0].get("content") or ""
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        users[0]["content"] = [*content_of(unplaced), *parts]
     elif unplaced:
         raise ValueError(
-            f"{COLUMN}: holds {len(given)} images, and the messages name "
-            f"{len(given) - len(unplaced)} of them"
+            f"{COLUMN}: holds {len(values)} images, and the messages name "
+            f"{len(values) - len(unplaced)} of them"
         )
     count = sum(
         part["type"] == "image"
-        for message in shown
+        for message in result
         if isinstance(message.get("content"), list)
         for part in message["content"]
     )
     if count > limits.count:
         raise ValueError(f"{count} images, more than data.max_images={limits.count}")
-    return shown
+    return result
 
 
-def _message(
+def _read_message(
     message: Mapping[str, Any], column: Iterator[Image], limits: ImageLimits
 ) -> dict[str, Any]:
+    """Return a message whose content is a text, or a list of texts and read images."""
     content, role = message.get("content"), message.get("role")
     if not isinstance(content, list | tuple):
         return dict(message)
@@ -105,6 +106,7 @@ def _message(
 
 
 def _read(value: Any, where: str, limits: ImageLimits) -> Image:
+    """Read or download an image. Raises ValueError that begins with `where`."""
     try:
         if isinstance(value, str) and value.startswith(ADDRESSES):
             if not limits.urls:
@@ -121,33 +123,37 @@ def _read(value: Any, where: str, limits: ImageLimits) -> Image:
 def absolute_paths(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a row of a file in `folder` whose paths of images are absolute."""
 
-    def resolved(value: Any) -> Any:
+    def make_absolute(value: Any) -> Any:
+        """Return an image's value with an absolute path, if it names a file of the folder."""
         if isinstance(value, Mapping) and not value.get("bytes") and value.get("path"):
-            return {**value, "path": resolved(value["path"])}
+            return {**value, "path": make_absolute(value["path"])}
         if not isinstance(value, str) or value.startswith(URLS) or not (folder / value).is_file():
             return value
         return str(folder / value)
 
-    def part_of(part: Any) -> Any:
+    def convert_part(part: Any) -> Any:
+        """Return a part of a message's content with absolute paths."""
         if not isinstance(part, Mapping):
             return part
         address = part.get("image_url")
         if isinstance(address, Mapping):
-            address = {**address, "url": resolved(address.get("url"))}
-        named = {"image": resolved(part.get("image")), "image_url": resolved(address)}
-        return {**part, **{key: value for key, value in named.items() if value is not None}}
+            address = {**address, "url": make_absolute(address.get("url"))}
+        images = {"image": make_absolute(part.get("image")), "image_url": make_absolute(address)}
+        return {**part, **{key: value for key, value in images.items() if value is not None}}
 
-    changed = dict(row)
+    result = dict(row)
     if COLUMN in row:
-        own = row[COLUMN]
-        is_list = isinstance(own, list | tuple)
-        changed[COLUMN] = [resolved(value) for value in own] if is_list else resolved(own)
+        column = row[COLUMN]
+        if isinstance(column, list | tuple):
+            result[COLUMN] = [make_absolute(value) for value in column]
+        else:
+            result[COLUMN] = make_absolute(column)
     for key in ("messages", "prompt"):
         if isinstance(row.get(key), list):
-            changed[key] = [
-                {**message, "content": [part_of(part) for part in message["content"]]}
+            result[key] = [
+                {**message, "content": [convert_part(part) for part in message["content"]]}
                 if isinstance(message, Mapping) and isinstance(message.get("content"), list)
                 else message
                 for message in row[key]
             ]
-    return changed
+    return result

@@ -19,11 +19,11 @@ from agenttrain.utils.names import did_you_mean
 
 RESERVED = ("task_id", "messages", "tools", "user_turns", COLUMN)
 COLUMN_SAMPLE = 20
-"""First rows from which the columns of a dataset are collected; single rows may lack some."""
+"""First rows from which the columns of a dataset are collected. Single rows may lack some."""
 
 
 class Rows(Protocol):
-    """A dataset of rows by number. A row holds `messages`; other columns are for rewards."""
+    """A dataset of rows by number. A row holds `messages`, and other columns for rewards."""
 
     def __len__(self) -> int: ...
 
@@ -59,7 +59,7 @@ class TaskSource:
         may_be_empty: bool = False,
         images: ImageLimits | None = None,
     ) -> None:
-        """`needs_prompt=False`: rows may lack a prompt, because an environment makes one.
+        """Without `needs_prompt`, rows may lack a prompt, because an environment makes one.
 
         Raises ValueError for an empty dataset unless it `may_be_empty`, and for shuffling one
         without end.
@@ -85,7 +85,7 @@ class TaskSource:
         return len(self._rows) == sys.maxsize
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """Return `count` tasks from occurrence `start` on; the next epoch follows the last row."""
+        """Return `count` tasks from occurrence `start` on. The last row is followed by an epoch."""
         return [self.row(self.index(n)) for n in range(start, start + count)]
 
     def index(self, occurrence: int) -> int:
@@ -135,22 +135,22 @@ class TaskSource:
 
 
 def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
-    """Raise ValueError if a setting names a column that the first rows lack; None names none.
+    """Raise ValueError if a setting names a column that the first rows lack (None names none).
 
     Example: ``check_columns(tasks, {"eval.group_by": "hops"})``.
     """
     for key, name in names.items():
         if name is None:
             continue
-        known: dict[str, None] = {}
+        columns: dict[str, None] = {}  # an ordered set
         for position in range(min(len(source), COLUMN_SAMPLE)):
-            known.update(dict.fromkeys(source.tasks(position, 1)[0].columns))
-            if name in known:
+            columns.update(dict.fromkeys(source.tasks(position, 1)[0].columns))
+            if name in columns:
                 break
         else:
             raise ValueError(
-                f"{key}={name}: the rows have no such column{did_you_mean(name, known)}; they "
-                f"have: {', '.join(known)} ({key}=null: none)"
+                f"{key}={name}: the rows have no such column{did_you_mean(name, columns)}; they "
+                f"have: {', '.join(columns)} ({key}=null: none)"
             )
 
 
@@ -164,9 +164,9 @@ def to_task(
     """Make a Task from a row.
 
     The row holds `messages` or `prompt`, perhaps `task_id`, `tools` (see `read_tools`), `images`
-    (see `with_images`) and `user_turns`; its other columns are the task's. A column whose value is
-    None counts as missing. Rows may share a `task_id`: it is a name, and each occurrence is a group
-    of its own.
+    (see `with_images`) and `user_turns`. Its other columns are the task's. A column whose value is
+    None counts as missing. Rows may share a `task_id`: it is a name, and each occurrence is a
+    separate group.
 
     Example: ``to_task({"prompt": "2+2?", "answer": "4"}, 0)`` has one user message and the column
     `answer`. Raises ValueError that names the row and what it lacks.
@@ -193,7 +193,7 @@ def to_task(
     except ValueError as error:
         raise ValueError(f"data row {index}: {error}") from error
     for message in messages:
-        if message["role"] != "tool" and all(message.get(key) is None for key in SAID):
+        if message["role"] != "tool" and all(message.get(key) is None for key in CONTENT_KEYS):
             unread = sorted(key for key, value in message.items() if value is not None)
             raise ValueError(
                 f"data row {index}: the {message['role']} message has no `content`, only "
@@ -219,8 +219,8 @@ def to_task(
     )
 
 
-SAID = ("content", "tool_calls", REASONING_KEYS[0])
-"""Keys of a message of which one at least has a value; a tool may reply with nothing."""
+CONTENT_KEYS = ("content", "tool_calls", REASONING_KEYS[0])
+"""Keys of a message, of which at least one has a value. Only a tool may reply with nothing."""
 KEYS = ("name", "description", "parameters", "executor")
 UNSEEN = ("type", "function", "strict", "return")
 """Further keys of a tool in OpenAI's form and of transformers' `get_json_schema`, which the model
@@ -229,49 +229,49 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
-    """Return the tools of a row; None for a row without a list of them.
+    """Return the tools of a row. None: it has no list of them.
 
-    The column `tools` lists names of tools of the run and the environment, and tools of the row's
-    own::
+    The column `tools` lists names of tools of the run and the environment, and tools that only this
+    row has::
 
         ["sql", {"name": "lookup_city", "description": "Find a city.", "executor": "lookup",
                  "parameters": {"type": "object", "properties": {"name": {"type": "string"}},
                                 "required": ["name"]}}]
 
-    The model sees ``lookup_city(name)``, and its calls go to the run's tool `lookup`; without an
-    executor, to the run's tool of the same name. OpenAI's form, ``{"type": "function", "function":
-    {…}}``, is read too. CSV and parquet have one type per column, so the list, one of the tools, or
-    a tool's parameters may be JSON text.
+    The model sees ``lookup_city(name)``, and its calls go to the run's tool `lookup`. Without an
+    executor they go to the run's tool of the same name. OpenAI's form, ``{"type": "function",
+    "function": {…}}``, is read too. CSV and parquet have one type per column, so the list, one of
+    the tools, or a tool's parameters may be JSON text.
 
     Raises ValueError that names the row and the mistake.
     """
     if value is None:
         return None
     where = f"data row {index}: tools"
-    listed = _json(value, where)
-    if not isinstance(listed, list | tuple):
+    items = _json(value, where)
+    if not isinstance(items, list | tuple):
         raise ValueError(f"{where}={value!r:.200}: give a list of names, or of tools of its own")
     return tuple(
         item
         if isinstance(item, str) and not item.lstrip().startswith("{")
-        else _own_tool(_json(item, where), where)
-        for item in listed
+        else _row_tool(_json(item, where), where)
+        for item in items
     )
 
 
-def _own_tool(item: Any, where: str) -> RowTool:
+def _row_tool(item: Any, where: str) -> RowTool:
     """Make a tool of an entry that describes one. Raises ValueError."""
     keys = f"{', '.join(KEYS[:-1])} and {KEYS[-1]}"
     if not isinstance(item, Mapping):
         raise ValueError(f"{where}: {item!r:.200} is neither a name nor a tool with {keys}")
     function = _json(item.get("function"), where)
-    given = {**item, **function} if isinstance(function, Mapping) else item
-    for key in given:
+    fields = {**item, **function} if isinstance(function, Mapping) else item
+    for key in fields:
         if key not in (*KEYS, *UNSEEN):
             raise ValueError(f"{where}: {key!r} is no key of a tool{did_you_mean(key, KEYS)}")
-    name, description = given.get("name"), given.get("description") or given.get("name")
-    executor = given.get("executor") or name
-    parameters = _json(given.get("parameters") or NO_PARAMETERS, where)
+    name, description = fields.get("name"), fields.get("description") or fields.get("name")
+    executor = fields.get("executor") or name
+    parameters = _json(fields.get("parameters") or NO_PARAMETERS, where)
     are_texts = all(isinstance(text, str) and text for text in (name, description, executor))
     if not are_texts or not isinstance(parameters, Mapping):
         raise ValueError(
@@ -287,17 +287,16 @@ def _own_tool(item: Any, where: str) -> RowTool:
 
 
 def with_executor(tools: Any, executor: str) -> Any:
-    """Return a column `tools` whose own tools without an executor have this one.
+    """Return a column `tools` in which this executor stands where a row's tool names none.
 
-    What cannot be read is left to `read_tools`, which names the row.
+    A column that cannot be read is returned as it is: `read_tools` refuses it and names the row.
     """
     try:
-        listed = _json(tools, "tools")
-        parsed = [
+        items = [
             _json(item, "tools")
             if isinstance(item, str) and item.lstrip().startswith("{")
             else item
-            for item in listed
+            for item in _json(tools, "tools")
         ]
     except (ValueError, TypeError):
         return tools
@@ -305,7 +304,7 @@ def with_executor(tools: Any, executor: str) -> Any:
         {**item, "executor": item.get("executor") or executor}
         if isinstance(item, Mapping)
         else item
-        for item in parsed
+        for item in items
     ]
 
 

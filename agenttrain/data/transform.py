@@ -44,22 +44,22 @@ class RowTransform:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the transformed row. Raises BadRow that names the setting that does not fit it."""
-        changed = dict(row)
+        columns = dict(row)
         for name, expression in self._map.items():
             try:
-                changed[name] = expression.search(row)
+                columns[name] = expression.search(row)
             except ValueError as error:
                 raise BadRow(f"data.map.{name}={error}") from error
-        changed = {name: value for name, value in changed.items() if value is not None}
-        messages = self._messages(changed)
+        columns = {name: value for name, value in columns.items() if value is not None}
+        messages = self._messages(columns)
         if isinstance(messages, list | tuple):
-            changed["messages"] = [_message(m) for m in messages]
-        if self._executor is not None and "tools" in changed:
-            changed["tools"] = with_executor(changed["tools"], self._executor)
-        return changed
+            columns["messages"] = [_join_texts(message) for message in messages]
+        if self._executor is not None and "tools" in columns:
+            columns["tools"] = with_executor(columns["tools"], self._executor)
+        return columns
 
     def keeps(self, row: Mapping[str, Any]) -> bool:
-        """Return whether `data.where` is true of a row as it was read, or is not set.
+        """Return True if `data.where` is true of a row as it was read, or is not set.
 
         Raises BadRow if it cannot be computed, or is neither true nor false nor null.
         """
@@ -77,7 +77,7 @@ class RowTransform:
         return bool(value)
 
     def _messages(self, row: Mapping[str, Any]) -> Any:
-        """Return the list of messages, or the value in its place if that is none."""
+        """Return the list of messages. A value that is no such list is returned as it is."""
         messages = row.get("messages", row.get("prompt"))
         if self._prompt is not None:
             try:
@@ -99,27 +99,27 @@ class RowTransform:
             messages = [{"role": "user", "content": messages}]
         if self._system is None or not isinstance(messages, list | tuple) or not messages:
             return messages
-        first = messages[0]
-        if isinstance(first, Mapping) and first.get("role") == "system":
+        start = messages[0]
+        if isinstance(start, Mapping) and start.get("role") == "system":
             return messages
         return [{"role": "system", "content": self._system}, *messages]
 
 
-def _message(message: Any) -> Any:
-    """Join the text parts of a message's content, and drop keys without a value."""
+def _join_texts(message: Any) -> Any:
+    """Join a message's content if it is a list of texts, and drop keys without a value."""
     if not isinstance(message, Mapping):
         return message
-    cleaned = {k: value for k, value in message.items() if value is not None or k == "content"}
-    parts = cleaned.get("content")
+    result = {k: value for k, value in message.items() if value is not None or k == "content"}
+    parts = result.get("content")
     if not isinstance(parts, list) or not parts:
-        return cleaned
+        return result
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text":
-            return cleaned
+            return result
         if not isinstance(part.get("text"), str):
-            return cleaned
-    cleaned["content"] = "".join(part["text"] for part in parts)
-    return cleaned
+            return result
+    result["content"] = "".join(part["text"] for part in parts)
+    return result
 
 
 MAX_LISTED = 10
@@ -131,17 +131,13 @@ class TransformedRows:
     """The rows of a dataset after `data.map`, `data.prompt` and `data.system`."""
 
     rows: Rows
-    change: RowTransform
+    transform: RowTransform
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.changed(self.rows[index])
-
-    def changed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a row of the dataset after the change."""
-        return self.change(row)
+        return self.transform(self.rows[index])
 
     def where(self, index: int) -> str:
         """Return the row's place for error messages."""
@@ -149,14 +145,14 @@ class TransformedRows:
         return f"row {index + 1}" if where is None else where(index)
 
     def question(self, index: int) -> Sequence[Message] | None:
-        """Return the messages before a recorded answer; None for rows that were not recorded."""
+        """Return the messages before a recorded answer. None: the rows were not recorded."""
         question = getattr(self.rows, "question", None)
         return None if question is None else question(index)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSubset:
-    """Some rows of a dataset; a row without a `task_id` gets its number in the whole dataset."""
+    """Some rows of a dataset. A row without a `task_id` gets its number in the whole dataset."""
 
     rows: TransformedRows
     indices: Sequence[int]
@@ -185,12 +181,11 @@ class RowCheck:
     left_out: int = 0
     """Rows of which it is not true."""
     keys: list[str] = field(default_factory=list)
-    """A key of each good row's question; rows with equal keys ask the same."""
+    """A key of each good row's question. Rows with equal keys ask the same."""
 
 
 def check_rows(
     rows: TransformedRows,
-    change: RowTransform,
     key: str,
     *,
     needs_prompt: bool,
@@ -202,45 +197,46 @@ def check_rows(
     true of no row, for a `data.map.…` that finds nothing in any row, because it is probably
     misspelt, and for more images than `images.total`.
     """
-    usable, read, seen = RowCheck(), set[str](), set[str]()
-    limits, shown = images or ImageLimits(), 0
+    usable, transform = RowCheck(), rows.transform
+    source_columns, columns = set[str](), set[str]()
+    limits, image_count = images or ImageLimits(), 0
     for index in range(len(rows)):
         try:
-            given = rows.rows[index]
-            read.update(given)
-            if not change.keeps(given):
+            source_row = rows.rows[index]
+            source_columns.update(source_row)
+            if not transform.keeps(source_row):
                 usable.left_out += 1
                 continue
             usable.kept += 1
-            row = rows.changed(given)
-            seen.update(row)
+            row = transform(source_row)
+            columns.update(row)
             task = to_task(row, index, needs_prompt=needs_prompt, images=limits)
         except ValueError as error:
             reason = str(error).removeprefix(f"data row {index}: ")
             usable.bad.append(f"{rows.where(index)}: {reason}")
             continue
         usable.good.append(index)
-        shown += sum(1 for _ in images_in(task.messages))
-        if shown > limits.total:
+        image_count += sum(1 for _ in images_in(task.messages))
+        if image_count > limits.total:
             raise ValueError(
                 f"data.max_total_images={limits.total}: the first {index + 1} rows of {key} have "
-                f"{shown} images, each of which is read before the run starts; raise it, or take "
-                f"fewer rows: {key}.limit={index}"
+                f"{image_count} images, each of which is read before the run starts; raise it, or "
+                f"take fewer rows: {key}.limit={index}"
             )
         # The environment makes the question of a row without messages from its columns.
         question = rows.question(index) or _question(task.messages)
-        asked = [question or dict(task.columns), task.user_turns]
-        usable.keys.append(json.dumps(asked, default=str, sort_keys=True))
-    if change.where is not None and usable.left_out == len(rows):
+        identity = [question or dict(task.columns), task.user_turns]
+        usable.keys.append(json.dumps(identity, default=str, sort_keys=True))
+    if transform.where is not None and usable.left_out == len(rows):
         raise ValueError(
-            f"data.where={change.where.text}: is true of none of the {len(rows)} rows of {key}; "
-            f"their columns are: {', '.join(sorted(read)) or 'none'}"
+            f"data.where={transform.where.text}: is true of none of the {len(rows)} rows of {key}; "
+            f"their columns are: {', '.join(sorted(source_columns)) or 'none'}"
         )
-    for name in change.mapped if usable.good else ():
-        if name not in seen:
+    for name in transform.mapped if usable.good else ():
+        if name not in columns:
             raise ValueError(
-                f"data.map.{name}={change.mapped[name]}: finds nothing in any row of {key}; their "
-                f"columns are: {', '.join(sorted(seen)) or 'none'}"
+                f"data.map.{name}={transform.mapped[name]}: finds nothing in any row of {key}; "
+                f"their columns are: {', '.join(sorted(columns)) or 'none'}"
             )
     return usable
 
@@ -254,30 +250,31 @@ def _question(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def report_bad_rows(usable: RowCheck, total: int, key: str, policy: OnBadRow) -> str | None:
-    """Return a message about bad rows if the policy skips them; otherwise raise ValueError."""
+    """Return a message about bad rows if `policy` skips them. Otherwise raise ValueError."""
     if not usable.bad:
         return None
-    shown = [f"  {line}" for line in usable.bad[:MAX_LISTED]]
+    lines = [f"  {line}" for line in usable.bad[:MAX_LISTED]]
     if len(usable.bad) > MAX_LISTED:
-        shown.append(f"  … and {len(usable.bad) - MAX_LISTED} more")
-    listed = "\n".join(shown)
+        lines.append(f"  … and {len(usable.bad) - MAX_LISTED} more")
+    text = "\n".join(lines)
     if policy is OnBadRow.skip and usable.good:
         count = f"{len(usable.bad)} of {total} rows"
-        return f"{key}: {count} are left out (data.on_bad_row=skip)\n{listed}"
+        return f"{key}: {count} are left out (data.on_bad_row=skip)\n{text}"
     remedy = "correct them, or leave them out with data.on_bad_row=skip"
     if not usable.good:
         remedy = "data.map.…=… and data.prompt=… make tasks of other columns"
-    raise ValueError(f"{key}: {len(usable.bad)} of {total} rows cannot be used; {remedy}\n{listed}")
+    raise ValueError(f"{key}: {len(usable.bad)} of {total} rows cannot be used; {remedy}\n{text}")
 
 
 def hold_out(usable: RowCheck, fraction: float, seed: int) -> tuple[list[int], list[int]]:
     """Split the rows into those for training and a share of `fraction` that is held out.
 
-    A row's side depends on its question only: rows with the same question stay together, and a row
-    that is added moves no other. Raises ValueError if a side would be empty.
+    A row's side depends on its question only. So rows with the same question stay together, and a
+    new row moves no other. Raises ValueError if a side would be empty.
     """
     sides: tuple[list[int], list[int]] = ([], [])
     for index, key in zip(usable.good, usable.keys, strict=True):
+        # The digest is a number in [0, 2**64): a fair draw that depends on the question alone.
         digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
         sides[int.from_bytes(digest[:8]) < fraction * 2**64].append(index)
     if not all(sides):

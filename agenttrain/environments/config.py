@@ -11,7 +11,7 @@ from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole
 
 @dataclass(config=SETTINGS)
 class EnvironmentSettings(ToolLimits):
-    """Settings of an environment, beside its `_target_`; the limits are those of its tools."""
+    """Settings of an environment, beside its `_target_`. The limits are those of its tools."""
 
     retries: Whole = Field(default=0, ge=0)
     """0: a method may have changed the state before it failed."""

@@ -65,7 +65,7 @@ class Start:
 
 
 class EnvironmentKind:
-    """One declared environment class; every rollout of its rows gets an instance of its own."""
+    """One declared environment class. Every rollout of its rows gets a separate instance."""
 
     def __init__(
         self,
@@ -94,15 +94,15 @@ class EnvironmentKind:
         where = f"environment.{name} ({cls.__module__}.{cls.__qualname__})"
         kinds = inspect.Parameter
         reset: Any = getattr(cls, "reset", None)
-        taken = inspect.signature(reset).parameters.values() if self.has_reset else ()
-        parameters = list(taken)[1:]
+        signature = inspect.signature(reset).parameters.values() if self.has_reset else ()
+        parameters = list(signature)[1:]  # without self
         self._reset_arguments = [p.name for p in parameters if p.name in RESET_ARGUMENTS]
         if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
             self._reset_arguments, parameters = list(RESET_ARGUMENTS), []
         for parameter in parameters:
-            known = parameter.name in RESET_ARGUMENTS
-            by_name = known and parameter.kind is not kinds.POSITIONAL_ONLY
-            if not by_name and parameter.default is kinds.empty:
+            is_argument = parameter.name in RESET_ARGUMENTS
+            is_keyword = is_argument and parameter.kind is not kinds.POSITIONAL_ONLY
+            if not is_keyword and parameter.default is kinds.empty:
                 raise ValueError(
                     f"{where}: its reset takes {parameter.name!r}; it can be given "
                     f"{', '.join(RESET_ARGUMENTS)}: `def reset(self, row, seed):`"
@@ -130,7 +130,7 @@ class EnvironmentKind:
     async def start(self, start: Start) -> Episode:
         """Give the rollout an instance, new or from the pool, and reset it.
 
-        Raises ToolUnavailable if it cannot be made or reset; the instance is closed then.
+        Raises ToolUnavailable if it cannot be made or reset, after closing the instance.
         """
         if start.rollout_id in self.episodes:
             raise ValueError(f"rollout {start.rollout_id!r} has an environment already")
@@ -139,11 +139,12 @@ class EnvironmentKind:
         else:
             limit_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
             instance = Instance(f"environment {self.name}", limit_s)
-        stage = ["its constructor"]
+        stage = ["its constructor"]  # a list, which `_make_and_reset` updates for the error
         episode = Episode(self, instance, start.rollout_id)
         self.episodes[start.rollout_id] = episode
         try:
-            await bounded(self._make_and_reset(episode, start, stage), self.settings.hook_timeout_s)
+            limit_s = self.settings.hook_timeout_s
+            await limit_time(self._make_and_reset(episode, start, stage), limit_s)
         except BaseException as error:
             await episode.finish(again=False)
             if not isinstance(error, Exception):
@@ -152,7 +153,7 @@ class EnvironmentKind:
         return episode
 
     async def _make_and_reset(self, episode: Episode, start: Start, stage: list[str]) -> None:
-        """Make the instance if needed and reset it; `stage[0]` is the part that runs."""
+        """Make the instance if needed and reset it. `stage[0]` is set to the part that runs."""
         instance = episode.instance
         if instance.obj is None:
             # Copies, so that no rollout sees another's changes to a bound list or to the row.
@@ -168,15 +169,15 @@ class EnvironmentKind:
         if await instance.call(lambda: getattr(instance.obj, "done", False)):
             raise ValueError("`done` is true before the first turn; reset must make it false")
 
-    def unavailable(self, what: str, error: Exception) -> ToolUnavailable:
-        """Make the error that names the part of the environment that failed, and the reason."""
+    def unavailable(self, part: str, error: Exception) -> ToolUnavailable:
+        """Return the error that names the part of the environment that failed, and the reason."""
         if isinstance(error, TookTooLong):
             limit = f"environment.{self.name}.hook_timeout_s={self.settings.hook_timeout_s:g}"
             return ToolUnavailable(
-                f"environment {self.name!r}: {what} took too long ({error}); {limit} is the limit"
+                f"environment {self.name!r}: {part} took too long ({error}); {limit} is the limit"
             )
         text = hide_secrets(f"{type(error).__name__}: {error}")
-        return ToolUnavailable(f"environment {self.name!r}: {what} failed with {text}")
+        return ToolUnavailable(f"environment {self.name!r}: {part} failed with {text}")
 
     async def aclose(self) -> None:
         """Close every instance at the end of the run."""
@@ -185,7 +186,7 @@ class EnvironmentKind:
         await asyncio.gather(*(self.close_instance(instance) for instance in live))
 
     async def close_instance(self, instance: Instance) -> None:
-        """Close an instance; the first failure of a class's `close` is a warning."""
+        """Close an instance. The first failure of a class's `close` is printed as a warning."""
         if instance.threads.stuck:
             self._closed_busy.append(instance)
         try:
@@ -209,27 +210,27 @@ class Episode:
         self.messages: tuple[Message, ...] = ()
         """Messages that the reset returned."""
         self.done = False
-        """True once the environment declared the episode over; updated after every call."""
+        """True once the environment declared the episode over. Updated after every call."""
         self.truncated = False
         """True if it was over because of a limit of the environment's own."""
         self._finished = False
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Reason why the environment ends the rollout; None while the episode goes on."""
+        """Reason why the environment ends the rollout. None while the episode goes on."""
         if not self.done:
             return None
         return StopReason.environment_truncated if self.truncated else StopReason.environment_done
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the instance; its errors pass."""
-        made = self.instance.obj
-        function = getattr(made, method)
+        """Call a method of the instance, and raise its errors."""
+        environment = self.instance.obj
+        function = getattr(environment, method)
 
-        # `done` may be a property with code of its own: it is read where the method runs.
+        # `done` may be a property that runs code of the user's: it is read where the method runs.
         def read_done() -> None:
-            self.done = bool(getattr(made, "done", False))
-            self.truncated = self.done and bool(getattr(made, "truncated", False))
+            self.done = bool(getattr(environment, "done", False))
+            self.truncated = self.done and bool(getattr(environment, "truncated", False))
 
         def call_and_read_done() -> Any:
             try:
@@ -247,7 +248,7 @@ class Episode:
         return await self.instance.call(await_and_read_done if is_async else call_and_read_done)
 
     async def user(self, message: Message) -> str | TurnReward | None:
-        """Call the class's `user` for its reply to an answer without a call; None: no reply.
+        """Call the class's `user` for its reply to an answer without a call. None: no reply.
 
         Raises ToolUnavailable if the hook fails, or returns something other than a text, None or
         a TurnReward of these.
@@ -256,7 +257,7 @@ class Episode:
             return None
         limit = self.kind.settings.hook_timeout_s
         try:
-            reply = await bounded(self.call("user", copy.deepcopy(message)), limit)
+            reply = await limit_time(self.call("user", copy.deepcopy(message)), limit)
         except Exception as error:
             raise self.kind.unavailable("its user", error) from error
         content = reply.content if isinstance(reply, TurnReward) else reply
@@ -268,7 +269,7 @@ class Episode:
         return cast("str | TurnReward | None", reply)
 
     async def state(self) -> str | None:
-        """Return a digest of the class's `state`; None without such a hook.
+        """Return a digest of the class's `state`. None: there is no such hook.
 
         Raises ToolUnavailable if the hook fails, or returns something other than a JSON value.
         """
@@ -276,8 +277,8 @@ class Episode:
             return None
         limit = self.kind.settings.hook_timeout_s
         try:
-            value = await bounded(self.call("state"), limit)
-            return await bounded(self.instance.call(_digest, value), limit)
+            value = await limit_time(self.call("state"), limit)
+            return await limit_time(self.instance.call(_digest, value), limit)
         except Exception as error:
             raise self.kind.unavailable("its state", error) from error
 
@@ -285,23 +286,23 @@ class Episode:
         """Call the class's `reward` on the finished rollout and return its value, read by `read`.
 
         Without such a hook, return None. `read` runs in the instance's thread too, because the
-        value may be an object with code of its own. Errors of both pass; raises ToolUnavailable if
-        one takes too long.
+        value may be an object that runs code of the user's. Raises the errors of both, and
+        ToolUnavailable if one takes too long.
         """
         if not self.kind.has_reward:
             return None
         limit = self.kind.settings.hook_timeout_s
         try:
-            made = self.instance.obj
-            value = await bounded(self.instance.call(made.reward, rollout), limit)
-            return await bounded(self.instance.call(read, value), limit)
+            hook = self.instance.obj.reward
+            value = await limit_time(self.instance.call(hook, rollout), limit)
+            return await limit_time(self.instance.call(read, value), limit)
         except TookTooLong as error:
             raise self.kind.unavailable("its reward", error) from error
 
     async def finish(self, *, again: bool = True) -> None:
         """End the episode, once: return its instance to the pool, or close it.
 
-        `again`: another rollout may use the instance, if the class is pooled.
+        With `again` another rollout may use the instance, if the class is pooled.
         """
         if self._finished:
             return
@@ -326,20 +327,20 @@ def _digest(state: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _to_messages(given: Any) -> tuple[Message, ...]:
-    """Make messages of the value that `reset` returned; a text is a user message.
+def _to_messages(prompt: Any) -> tuple[Message, ...]:
+    """Make messages of the value that `reset` returned. A text is a user message.
 
     A content may be a list of texts and images.
     """
-    if isinstance(given, str):
-        return ({"role": "user", "content": given},)
-    items = [given] if isinstance(given, Mapping) else given
+    if isinstance(prompt, str):
+        return ({"role": "user", "content": prompt},)
+    items = [prompt] if isinstance(prompt, Mapping) else prompt
     if not isinstance(items, list | tuple) or not all(
         isinstance(item, Mapping) and "role" in item and isinstance(item.get("content"), str | list)
         for item in items
     ):
         raise TypeError(
-            f"it gave {given!r:.200}; expected None, a text, or chat messages such as "
+            f"it gave {prompt!r:.200}; expected None, a text, or chat messages such as "
             '{"role": "user", "content": "…"}'
         )
     return tuple(
@@ -354,15 +355,15 @@ NO_ALARM = "limit the time in another way, such as a process of its own"
 IDLE_S = 3600.0
 """Seconds that an object's thread waits for the next call: a model may sample for minutes."""
 _ABANDONED: set[asyncio.Future[Any]] = set()
-"""Abandoned calls that still run; the event loop itself has no strong reference to them."""
+"""Abandoned calls that still run. The event loop itself has no strong reference to them."""
 
 
 class TookTooLong(TimeoutError):
     """A hook's time limit is over. Not TimeoutError itself, which user code may raise."""
 
 
-async def bounded(work: Awaitable[Any], seconds: float) -> Any:
-    """Await `work` for at most `seconds`; then cancel and abandon it, and raise TookTooLong.
+async def limit_time(work: Awaitable[Any], seconds: float) -> Any:
+    """Await `work` for at most `seconds`. Then cancel and abandon it, and raise TookTooLong.
 
     Unlike asyncio.timeout, this does not wait for work that ignores its cancellation.
     """
@@ -380,6 +381,7 @@ async def bounded(work: Awaitable[Any], seconds: float) -> Any:
 
 
 def _discard(task: asyncio.Future[Any]) -> None:
+    """Forget an abandoned call that has ended."""
     _ABANDONED.discard(task)
     if not task.cancelled():
         task.exception()  # asyncio warns of an exception that is never read
@@ -389,8 +391,8 @@ class Instance:
     """An object of a user's environment class: made, called by one call at a time, closed once.
 
     Blocking methods run off the event loop, always in the same thread, so an object may own things
-    that are bound to a thread (an SQLite connection, a browser). Only after a call was abandoned
-    while it ran, the next one gets another thread, and waits there until the first is over.
+    that are bound to a thread (an SQLite connection, a browser). Only if a call was abandoned while
+    it ran, the next one gets another thread, and waits there until the first is over.
     """
 
     def __init__(self, label: str, limit_s: float) -> None:
@@ -403,24 +405,26 @@ class Instance:
         """True once a call was cancelled: it may run on, so no other rollout gets the object."""
         self.threads = DaemonThreads(idle_s=IDLE_S)
         self._busy = threading.Lock()
+        """Held during a call: one runs at a time, also after an abandoned one."""
         self._lock = threading.Lock()
+        """Guards `obj` and `_closing`: the object is closed whichever of them is set first."""
         self._closing = False
 
     async def make(self, make: Callable[[], object]) -> None:
-        """Construct the object; if `close` was called meanwhile, close it at once."""
+        """Construct the object. If `close` was called meanwhile, close it at once."""
 
         def work() -> None:
-            made = make()
+            obj = make()
             with self._lock:
-                self.obj, late = made, self._closing
-            if late:
-                attempt(lambda: _close_in_thread(made))
+                self.obj, is_late = obj, self._closing
+            if is_late:
+                attempt(lambda: _close_in_thread(obj))
 
         await self.call(work)
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the object, sync or async; its errors pass."""
-        given_up = threading.Event()
+        """Call a method of the object, sync or async, and raise its errors."""
+        given_up = threading.Event()  # a call that was cancelled before its turn never begins
         # A little early, so that the call counts as overdue once the limit's timer has fired.
         deadline = time.monotonic() + 0.9 * self._limit_s
 
@@ -445,23 +449,24 @@ class Instance:
             self.running -= 1
 
     async def close(self, seconds: float) -> None:
-        """Close the object, once; errors of its `close` pass.
+        """Close the object, once, and raise the errors of its `close`.
 
         Does not wait for an abandoned call: closing the object may be the way to end it.
         """
         with self._lock:
             if self._closing:
                 return
-            self._closing, made = True, self.obj
-        close = getattr(made, "close", None)
+            self._closing, obj = True, self.obj
+        close = getattr(obj, "close", None)
         try:
             if close is not None:
                 # Shielded, so that a second Ctrl-C does not cancel it.
-                await asyncio.shield(asyncio.ensure_future(bounded(self._close(close), seconds)))
+                await asyncio.shield(asyncio.ensure_future(limit_time(self._close(close), seconds)))
         finally:
             self.threads.close()
 
     async def _close(self, close: Callable[[], Any]) -> None:
+        """Call the object's `close`, sync or async."""
         if inspect.iscoroutinefunction(close):
             await self._on_loop(close())
             return
@@ -470,6 +475,7 @@ class Instance:
             await self._on_loop(value)
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
+        """Await on the event loop, and count as overdue after the limit."""
         deadline = time.monotonic() + 0.9 * self._limit_s
         return _unwrap(
             await attempt_async(
@@ -489,9 +495,9 @@ def _unwrap(outcome: Any) -> Any:
     raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-def _close_in_thread(made: Any) -> None:
+def _close_in_thread(obj: Any) -> None:
     """Close an object in a thread that has no event loop."""
-    close = getattr(made, "close", None)
+    close = getattr(obj, "close", None)
     value = close() if close is not None else None
     if inspect.isawaitable(value):
         with asyncio.Runner() as runner:

@@ -39,7 +39,7 @@ class Environments:
         stop_tools: Sequence[str] = (),
         max_stuck: int = 32,
     ) -> None:
-        """Names of other toolboxes in `stop_tools` are ignored; `max_stuck` is for `check_stuck`.
+        """Names of other toolboxes in `stop_tools` are ignored. `max_stuck` is for `check_stuck`.
 
         Raises ValueError, with the text to add, for a method of which no schema can be made.
         """
@@ -98,31 +98,31 @@ class Environments:
         return tuple(name for name, kind in self.kinds.items() if kind.has_reward)
 
     def kind_of(self, task: Task) -> EnvironmentKind | None:
-        """Return the task's environment; None if the run has none.
+        """Return the task's environment. None: the run has none.
 
         Raises ValueError, with a remedy, for a row that names none of several, or an unknown one.
         """
         if not self.kinds:
             return None
-        known = ", ".join(self.kinds)
+        names = ", ".join(self.kinds)
         name = task.columns.get(COLUMN)
         if name is None and len(self.kinds) == 1:
             return next(iter(self.kinds.values()))
         if name is None:
-            first = next(iter(self.kinds))
+            example = next(iter(self.kinds))
             raise ValueError(
-                f"it has no column {COLUMN!r}, and the run has several environments: {known}; add "
-                f'the column, e.g. "{COLUMN}": "{first}"'
+                f"it has no column {COLUMN!r}, and the run has several environments: {names}; add "
+                f'the column, e.g. "{COLUMN}": "{example}"'
             )
         if name not in self.kinds:
             raise ValueError(
                 f"{COLUMN}={name!r}: there is no such environment"
-                f"{did_you_mean(str(name), self.kinds)}; there are: {known}"
+                f"{did_you_mean(str(name), self.kinds)}; there are: {names}"
             )
         return self.kinds[name]
 
     def toolbox_of(self, kind: EnvironmentKind | None) -> Toolbox:
-        """Return the toolbox of an environment's methods; an empty one for None."""
+        """Return the toolbox of an environment's methods, or an empty one for None."""
         return self._empty if kind is None else self.toolboxes.get(kind.name, self._empty)
 
     def warn_uneven_prompts(self, groups: int, total: int) -> None:
@@ -145,7 +145,7 @@ class Environments:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Method:
-    """A method as a tool; a call reaches the instance of the rollout that calls."""
+    """A method as a tool. A call reaches the instance of the rollout that calls."""
 
     name: str
     schema: dict[str, Any]
@@ -162,7 +162,7 @@ class _Method:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Described:
-    """A tool that the class described for its arguments; `call_tool` runs its calls."""
+    """A tool that the class described for its arguments. `call_tool` runs its calls."""
 
     name: str
     schema: dict[str, Any]

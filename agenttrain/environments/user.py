@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 from agenttrain.environments.config import UserSettings
-from agenttrain.environments.environment import NO_ALARM, TookTooLong, bounded
+from agenttrain.environments.environment import NO_ALARM, TookTooLong, limit_time
 from agenttrain.types import Message, Task, ToolUnavailable
 from agenttrain.utils.alarms import warn_of_alarm
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
@@ -29,10 +29,10 @@ from agenttrain.utils.threads import DaemonThreads, attempt, blocks
 
 
 class UserFunction(Protocol):
-    """Target of `user._target_`: a function, or a class whose instances are called; sync or async.
+    """Target of `user._target_`: a sync or async function, or a class whose instances are called.
 
-    `spoken` are the user's messages and the answers that the user has heard, the last one of them
-    last. It returns what the user says, or None to end the conversation. The same arguments should
+    `spoken` are the messages of the user, and the answers that the user has heard, in their order.
+    It returns the user's next message, or None to end the conversation. The same arguments should
     give the same reply, so that a run can be repeated.
     """
 
@@ -40,7 +40,7 @@ class UserFunction(Protocol):
 
 
 class SimulatedUser:
-    """The user of all rollouts of a run; its failures end a rollout as `error`."""
+    """The user of all rollouts of a run. Its failures end a rollout as `error`."""
 
     def __init__(self, function: UserFunction, settings: UserSettings | None = None) -> None:
         self.function, self.settings = function, settings or UserSettings()
@@ -52,7 +52,7 @@ class SimulatedUser:
     async def reply(
         self, task: Task, spoken: Sequence[Message], *, replies: int, seed: int
     ) -> str | None:
-        """Return what the user says after `replies` earlier ones; None ends the conversation.
+        """Return the user's reply after `replies` earlier ones. None ends the conversation.
 
         Raises ToolUnavailable if there is no reply.
         """
@@ -60,7 +60,7 @@ class SimulatedUser:
             return None
         async with self._slots:
             try:
-                text = await bounded(self._ask(task, spoken, seed), self.settings.timeout_s)
+                text = await limit_time(self._ask(task, spoken, seed), self.settings.timeout_s)
             except TookTooLong as error:
                 limit = f"user.timeout_s={self.settings.timeout_s:g}"
                 raise ToolUnavailable(f"user: {error}; {limit} is the limit") from error
@@ -75,11 +75,12 @@ class SimulatedUser:
         return text
 
     async def _ask(self, task: Task, spoken: Sequence[Message], seed: int) -> Any:
-        given = [dict(message) for message in spoken]
+        """Call the function, in a thread if it blocks, and raise its errors."""
+        messages = [dict(message) for message in spoken]  # copies, which the function may change
         if not blocks(self.function):
-            return await self.function(task, given, seed)
+            return await self.function(task, messages, seed)
         outcome = await self._threads.run(
-            lambda: attempt(lambda: self.function(task, given, seed)), label="user"
+            lambda: attempt(lambda: self.function(task, messages, seed)), label="user"
         )
         result: Any = outcome.value
         if result.alarm:
@@ -95,7 +96,7 @@ class Dialogue:
     """Messages that the user of one rollout has sent and received since the prompt."""
 
     def __init__(self, user: SimulatedUser | None, seed: int) -> None:
-        """`seed` is the rollout's; each reply has its own."""
+        """`seed` is the rollout's, of which each reply gets another one."""
         self._user, self._seed = user, seed
         self._spoken: list[Message] = []
         self._replies = 0
@@ -103,16 +104,16 @@ class Dialogue:
         """Messages of the user."""
 
     def hear(self, answer: str) -> None:
-        """Note an answer of the model."""
+        """Record an answer of the model."""
         self._spoken.append({"role": "assistant", "content": answer})
 
     def say(self, text: str) -> None:
-        """Note a message of the user, whoever wrote it."""
+        """Record a message of the user, whoever wrote it."""
         self._spoken.append({"role": "user", "content": text})
         self.said += 1
 
     async def reply(self, task: Task) -> str | None:
-        """Return the simulated user's reply to the last answer; None if there is none.
+        """Return the simulated user's reply to the last answer. None: there is no reply.
 
         Raises ToolUnavailable if it fails.
         """
@@ -130,12 +131,12 @@ class LlmUser:
     """A language model that plays the user, over the chat API of OpenAI, vLLM and others.
 
     `prompt` says who the user is and what they want, with columns of the row: ``{{ wish }}``. It is
-    the system message; then comes `greeting` (null: none), as said by the agent, because many chat
-    templates begin with a user, and the conversation with both roles exchanged. The model hears the
-    agent's answers, and neither its calls nor their results. A reply with the text `stop` ends the
-    conversation.
+    the system message. Then comes `greeting` (null: none) as the agent's first message, because
+    many chat templates must begin with a user, and then the conversation with both roles exchanged.
+    The model hears the agent's answers, and neither its calls nor their results. A reply with the
+    text `stop` ends the conversation.
 
-    The rollouts of a run ask with seeds of their own, if `seeded`; the other settings are those of
+    If `seeded`, every request has a seed of its own. The other settings are those of
     `agenttrain.utils.chat_api.ChatApi`.
     """
 
@@ -190,13 +191,14 @@ class LlmUser:
 
 
 def _not_empty(text: str) -> str:
+    """Return the stripped reply. Raises Transient, so that an empty one is asked for again."""
     if not text.strip():
         raise Transient("the reply is empty")
     return text.strip()
 
 
 def build_user(section: Mapping[str, Any]) -> SimulatedUser | None:
-    """Build the user of a `user:` section; None for an empty one.
+    """Build the user of a `user:` section. None: the section is empty.
 
     Raises ValueError with key, value and remedy.
     """

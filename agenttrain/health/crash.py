@@ -61,7 +61,7 @@ class Evidence:
         """Write a bundle if an error in the block ends the step.
 
         The error's message then names the bundle, or says why there is none. `rollouts` are those
-        of the step so far; a RewardError brings its own.
+        of the step so far. A RewardError has its own.
         """
         world = self.policy.world
         bundle = self.folder / "crash" / f"step-{step:06d}"
@@ -73,20 +73,24 @@ class Evidence:
             if isinstance(error, RewardError) and not world.is_main:
                 bundle = bundle.with_name(f"{bundle.name}-rank-{world.rank}")
             outcome = f"To see it again: agenttrain replay {quote(str(bundle))}"
-            shown = error.rollouts if isinstance(error, RewardError) else rollouts
-            if any(one.images for rollout in shown for one in rollout.trajectories):
+            bundle_rollouts = error.rollouts if isinstance(error, RewardError) else rollouts
+            trajectories = (each for rollout in bundle_rollouts for each in rollout.trajectories)
+            if any(trajectory.images for trajectory in trajectories):
                 outcome += " (it holds the images of its rollouts)"
             try:
                 if isinstance(error, RewardError):
                     self._write_files(bundle, step, error, error.rollouts)
                 else:
-                    everyone = world.to_main(rollouts, "the rollouts of a step that failed")
+                    all_rollouts = world.to_main(rollouts, "the rollouts of a step that failed")
                     with world.together("the evidence of a step that failed", OSError):
                         if world.is_main:
-                            self._write_files(bundle, step, error, everyone)
+                            self._write_files(bundle, step, error, all_rollouts)
                     tokenizer, folder = self.checkpoints.tokenizer, bundle / "checkpoints"
-                    own = Checkpoints(folder, tokenizer=tokenizer, keep=1, main=world.is_main)
-                    own.save(self.policy, step=step - 1)
+                    # A folder of its own: the run's checkpoints are not pruned for it.
+                    checkpoints = Checkpoints(
+                        folder, tokenizer=tokenizer, keep=1, main=world.is_main
+                    )
+                    checkpoints.save(self.policy, step=step - 1)
             except (OSError, CheckpointError, PeerFailed) as problem:
                 outcome = f"The evidence could not be written: {problem}"
             error.args = (f"{error}. {outcome}",)
@@ -110,7 +114,7 @@ class Evidence:
         write_step(bundle, step, rollouts)
         if isinstance(error, BrokenUpdate):
             # Tensors, because JSON has no NaN.
-            saved = [
+            records = [
                 {
                     "rollout_id": sequence.rollout.rollout_id,
                     "trajectory": sequence.trajectory.index,
@@ -119,22 +123,22 @@ class Evidence:
                 }
                 for sequence in error.sequences
             ]
-            torch.save(saved, bundle / "batch.pt")
+            torch.save(records, bundle / "batch.pt")
         write_atomically(bundle / "crash.json", json.dumps(record, indent=2) + "\n")
 
 
 def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
-    """Read the sequences of a failed update; `rollouts` are those of the bundle."""
+    """Read the sequences of a failed update. `rollouts` are those of the bundle."""
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     sequences = []
-    for saved in read_tensors(bundle / "batch.pt"):
-        rollout = by_id[saved["rollout_id"]]
-        tensors: dict[str, Any] = {name: saved[name] for name in TENSORS}
+    for record in read_tensors(bundle / "batch.pt"):
+        rollout = by_id[record["rollout_id"]]
+        tensors: dict[str, Any] = {name: record[name] for name in TENSORS}
         # Older bundles do not name the trajectory, and have one advantage.
-        trajectory = rollout.trajectories[saved.get("trajectory", 0)]
-        if "advantages" in saved:
-            trajectory.advantages = array("d", saved["advantages"])
+        trajectory = rollout.trajectories[record.get("trajectory", 0)]
+        if "advantages" in record:
+            trajectory.advantages = array("d", record["advantages"])
         else:
-            set_advantages(rollout, saved["advantage"])
+            set_advantages(rollout, record["advantage"])
         sequences.append(TrainingSequence(rollout=rollout, trajectory=trajectory, **tensors))
     return sequences

@@ -14,7 +14,7 @@ from agenttrain.types import AgenttrainError, Rollout, ToolError
 
 
 class GuardTripped(AgenttrainError):
-    """A guard with action=stop was tripped; the message names metric, limit and key."""
+    """A guard with action=stop was tripped. The message names metric, limit and key."""
 
 
 NOT_THE_TOOLS = (ToolError.malformed, ToolError.unknown_tool, ToolError.limit, ToolError.parallel)
@@ -25,20 +25,20 @@ NOT_THE_TOOLS = (ToolError.malformed, ToolError.unknown_tool, ToolError.limit, T
 class Calls:
     """Calls of one tool since it was last judged."""
 
-    made: int = 0
-    failed: int = 0
+    count: int = 0
+    failures: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of each error text that the model read."""
 
-    def failing(self, tool: str, config: ToolFailures) -> str | None:
-        """Return the problem with these calls; None if there is none or they are too few."""
+    def problem(self, tool: str, config: ToolFailures) -> str | None:
+        """Return the problem with these calls. None: there is none, or they are too few."""
         assert config.limit is not None
-        if self.made < config.calls or self.failed < config.limit * self.made:
+        if self.count < config.calls or self.failures < config.limit * self.count:
             return None
-        often = self.reasons.most_common(1)
-        reason = f"; most often: {often[0][0]}" if often else ""
+        most_common = self.reasons.most_common(1)
+        reason = f"; most often: {most_common[0][0]}" if most_common else ""
         return (
-            f"{self.failed} of {self.made} calls of the tool {tool} failed, which is not below "
+            f"{self.failures} of {self.count} calls of the tool {tool} failed, which is not below "
             f"guards.tool_failures.limit={config.limit:g}{reason}"
         )
 
@@ -63,7 +63,7 @@ class Guards:
         rollouts: Sequence[Rollout],
         warn: Callable[[str], None],
     ) -> None:
-        """Check a finished step; warn, or raise GuardTripped for a guard with action=stop.
+        """Check a finished step. Warn, or raise GuardTripped for a guard with action=stop.
 
         Example: ``kl`` 0.31 with ``guards.kl.limit=0.2`` warns: "step 40: kl is 0.31, above
         guards.kl.limit=0.2".
@@ -76,14 +76,14 @@ class Guards:
         self.streak = 0 if has_advantage else self.streak + 1
         guards, no_variance = self.config, self.config.no_variance.limit
         # NaN (nothing was measured) is neither above nor below a limit.
-        compared = f"{GAP}_fresh_max" if self.asynchronous else f"{GAP}_max"
-        gap = metrics.get(compared, math.nan)
+        gap_name = f"{GAP}_fresh_max" if self.asynchronous else f"{GAP}_max"
+        gap = metrics.get(gap_name, math.nan)
         kl, entropy = metrics.get("kl", math.nan), metrics.get("entropy", math.nan)
         problems: dict[str, str | None] = dict.fromkeys(
             ("logprob_gap", "kl", "entropy", "no_variance")
         )
         if guards.logprob_gap.limit is not None and gap > guards.logprob_gap.limit:
-            problems["logprob_gap"] = f"{compared} is {gap:.3g}, above"
+            problems["logprob_gap"] = f"{gap_name} is {gap:.3g}, above"
         if guards.kl.limit is not None and kl > guards.kl.limit:
             problems["kl"] = f"kl is {kl:.3g}, above"
         if guards.entropy.limit is not None and entropy < guards.entropy.limit:
@@ -104,41 +104,41 @@ class Guards:
             return
         _count(rollouts, self._calls)
         enough = guards.tool_failures.calls
-        judged = [tool for tool, calls in self._calls.items() if calls.made >= enough]
+        tools = [tool for tool, calls in self._calls.items() if calls.count >= enough]
         # Take all of them out before one stops the run: a later step counts from 0.
-        failing = {t: self._calls.pop(t).failing(t, guards.tool_failures) for t in judged}
-        for tool, problem in failing.items():
+        tool_problems = {t: self._calls.pop(t).problem(t, guards.tool_failures) for t in tools}
+        for tool, problem in tool_problems.items():
             self._report("tool_failures", f"tool_failures {tool}", problem, f"step {step}", warn)
 
     def check_evaluation(
         self, label: str, rollouts: Sequence[Rollout], warn: Callable[[str], None]
     ) -> None:
-        """Warn of tools that fail in an evaluation; evaluations are never stopped."""
+        """Warn of tools that fail in an evaluation, which is never stopped."""
         if self.config.tool_failures.limit is None:
             return
-        calls: dict[str, Calls] = {}
-        _count(rollouts, calls)
-        for tool, counted in calls.items():
+        calls_by_tool: dict[str, Calls] = {}
+        _count(rollouts, calls_by_tool)
+        for tool, calls in calls_by_tool.items():
             key = f"tool_failures {tool}"
-            problem = counted.failing(tool, self.config.tool_failures)
+            problem = calls.problem(tool, self.config.tool_failures)
             if problem is not None and key not in self._tripped:
                 self._tripped.add(key)
                 warn(f"guard: {label}: {problem}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state that later steps' guards depend on."""
-        calls = {tool: [calls.made, calls.failed] for tool, calls in self._calls.items()}
+        calls = {tool: [calls.count, calls.failures] for tool, calls in self._calls.items()}
         return {"streak": self.streak, "tool_calls": calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; older checkpoints have no calls."""
+        """Continue from `state_dict()`. Older checkpoints have no calls."""
         self.streak = state["streak"]
         self._calls = {tool: Calls(*counts) for tool, counts in state.get("tool_calls", {}).items()}
 
     def _report(
         self, name: str, key: str, problem: str | None, when: str, warn: Callable[[str], None]
     ) -> None:
-        """Warn or stop as the guard `name` is set; once per `key` while it is beyond its limit."""
+        """Warn or stop as the guard `name` is set, once per `key` while it is beyond its limit."""
         if problem is None:
             self._tripped.discard(key)
             return
@@ -149,14 +149,14 @@ class Guards:
             warn(f"guard: {when}: {problem}")
 
 
-def _count(rollouts: Sequence[Rollout], calls: dict[str, Calls]) -> None:
-    """Count the rollouts' calls by tool; a row's own tool counts as its executor."""
+def _count(rollouts: Sequence[Rollout], calls_by_tool: dict[str, Calls]) -> None:
+    """Add the rollouts' calls to the counts by tool. A row's own tool counts as its executor."""
     for rollout in rollouts:
         for result in rollout.tool_results:
             if result.error in NOT_THE_TOOLS:
                 continue
-            counted = calls.setdefault(result.executor or result.call.name, Calls())
-            counted.made += 1
+            calls = calls_by_tool.setdefault(result.executor or result.call.name, Calls())
+            calls.count += 1
             if result.error is not None:
-                counted.failed += 1
-                counted.reasons[f"{result.error}: {result.content[:200]}"] += 1
+                calls.failures += 1
+                calls.reasons[f"{result.error}: {result.content[:200]}"] += 1

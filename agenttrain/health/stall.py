@@ -49,13 +49,13 @@ class Stall:
         if self.tasks:
             yield "\nwhere their coroutines wait, the innermost call last:"
         for name, task in self.tasks[:SHOWN]:
-            calls, waits = [], task.get_coro()
-            while waits is not None:  # a task's own stack ends at its first await
-                frame: FrameType | None = _first(waits, "cr_frame", "gi_frame", "ag_frame")
+            calls, coroutine = [], task.get_coro()
+            while coroutine is not None:  # a task's own stack ends at its first await
+                frame: FrameType | None = _attribute(coroutine, "cr_frame", "gi_frame", "ag_frame")
                 if frame is not None:
                     code = frame.f_code
                     calls.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
-                waits = _first(waits, "cr_await", "gi_yieldfrom", "ag_await")
+                coroutine = _attribute(coroutine, "cr_await", "gi_yieldfrom", "ag_await")
             yield f"{name}: {' > '.join(calls) or 'at its end'}"
         yield "\nstacks of all threads, the innermost call first:"
         yield from stacks()
@@ -64,7 +64,7 @@ class Stall:
 def end_run(stall: Stall, path: Path, record: Callable[[], None]) -> None:
     """Write the evidence to `path` and stderr, call `record`, kill all children, end this process.
 
-    Does not return; the exit code is STALLED.
+    Does not return. The exit code is STALLED.
     """
 
     def write_to_stderr() -> None:
@@ -95,11 +95,11 @@ def end_run(stall: Stall, path: Path, record: Callable[[], None]) -> None:
             thread.start()
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0))
-        # Kill all descendants (engines, tools) but trackers, which tell of the stall and end.
+        # Kill all descendants (engines, tools) but trackers, which report the stall and end.
         with suppress(psutil.Error):
-            every = psutil.Process().children(recursive=True)
-            spared = tracker_processes(every)
-            children = [child for child in every if child.pid not in spared]
+            descendants = psutil.Process().children(recursive=True)
+            tracker_pids = tracker_processes(descendants)
+            children = [child for child in descendants if child.pid not in tracker_pids]
             for child in children:
                 with suppress(psutil.Error):
                     child.send_signal(signal.SIGKILL)
@@ -122,5 +122,10 @@ def stacks() -> Iterator[str]:
             frame = frame.f_back
 
 
-def _first(thing: Any, *names: str) -> Any:
-    return next((v for name in names if (v := getattr(thing, name, None)) is not None), None)
+def _attribute(awaitable: Any, *names: str) -> Any:
+    """Return the first of these attributes that is set: its name depends on the kind of awaitable.
+
+    None: it has none of them.
+    """
+    values = (getattr(awaitable, name, None) for name in names)
+    return next((value for value in values if value is not None), None)

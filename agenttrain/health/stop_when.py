@@ -13,13 +13,13 @@ from agenttrain.health.config import StopWhenConfig
 
 @dataclass(slots=True)
 class StopWhen:
-    """The last `patience` values of the metric, and whether their mean has passed."""
+    """The last `patience` values of the metric, whose mean may end the run."""
 
     config: StopWhenConfig
     values: deque[float] = field(default_factory=deque)
 
     def add(self, value: float | None) -> None:
-        """Add the value of a finished step; None and NaN mean that nothing was measured."""
+        """Add the value of a finished step. None and NaN mean that nothing was measured."""
         if value is not None and not math.isnan(value):
             self.values.append(value)
             while len(self.values) > self.config.patience:
@@ -27,7 +27,7 @@ class StopWhen:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """Return the settings and the mean that has passed, for summary.json; None before that.
+        """Return the settings and the mean that ended the run, for summary.json. None: it goes on.
 
         Example: ``{"metric": "reward", "above": 0.93, "below": None, "patience": 5, "mean": 0.94}``
         """
@@ -42,10 +42,10 @@ class StopWhen:
         return {"stop_when": {"metric": self.config.metric, "values": values}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; the values of another metric do not count.
+        """Continue from `state_dict()`. The values of another metric do not count.
 
         Checkpoints of earlier versions have none.
         """
-        saved = state.get("stop_when", {})
-        same = saved.get("metric") == self.config.metric
-        self.values = deque(saved["values"][-self.config.patience :] if same else ())
+        section = state.get("stop_when", {})
+        is_same_metric = section.get("metric") == self.config.metric
+        self.values = deque(section["values"][-self.config.patience :] if is_same_metric else ())

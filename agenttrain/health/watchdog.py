@@ -39,7 +39,7 @@ LONGEST_TICK_S = 2.0
 
 
 class Watched(Protocol):
-    """Rollouts in flight, of this process or another one; a Collector has them."""
+    """Rollouts in flight, of this process or another one. A Collector has them."""
 
     @property
     def in_flight(self) -> InFlight:
@@ -47,7 +47,7 @@ class Watched(Protocol):
         ...
 
     def waiting(self) -> list[Waiting]:
-        """Return the rollouts and what each waits for; callable from any thread."""
+        """Return the rollouts and what each waits for. Callable from any thread."""
         ...
 
     def print_stacks(self) -> None:
@@ -72,7 +72,7 @@ class Watchdog:
          "step": 3, "since": 1789999990.0, "last_progress": 1789999998.7,
          "in_flight": {"engine": 60, "tool": 3, "other": 1}}
 
-    Times are seconds since 1970; `since` is when the phase began. `phase` is null between phases
+    Times are seconds since 1970. `since` is when the phase began. `phase` is null between phases
     and when the run is over.
     """
 
@@ -89,18 +89,18 @@ class Watchdog:
         self._step: int | None = None
         self._since = time.time()
         self._count = 0
-        """Counter of progress; the run raises it, the thread only compares it."""
+        """Counter of progress. The run raises it, and the thread only compares it."""
         self._collector: Watched | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._before: Any = None
+        self._former_handler: Any = None
 
     def __enter__(self) -> Watchdog:
         if self._folder is not None:
             self._over.clear()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
-            self._before = _on_stop(_stop)
+            self._former_handler = _on_stop(_stop)
         return self
 
     def __exit__(
@@ -114,11 +114,11 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(LONGEST_TICK_S)
             faulthandler.cancel_dump_traceback_later()
-            _on_stop(self._before)
+            _on_stop(self._former_handler)
             self._beat(time.time())
 
     def begin(self, phase: str | None, step: int | None = None) -> None:
-        """Enter a phase; the run has until the phase's deadline to progress."""
+        """Enter a phase. The run has until the phase's deadline to progress."""
         self._since = time.time()
         self._step = step
         self._phase = phase
@@ -136,48 +136,50 @@ class Watchdog:
             self.begin(None, step)
 
     def watch(self, collector: Watched | None, embeddings: Any = None) -> None:
-        """Watch a collector's rollouts; each forward pass of a model's `embeddings` is progress."""
+        """Watch a collector's rollouts. Each forward pass of a model's `embeddings` is progress."""
         self._collector = collector
         if embeddings is not None:
             # A weak reference: a model may outlive its run if several runs share a process.
             reference = weakref.ref(self)
 
-            def progressed(*_: Any) -> None:
+            def count_pass(*_: Any) -> None:
                 if (watchdog := reference()) is not None:
                     watchdog._count += 1
 
-            embeddings.register_forward_hook(progressed)
+            embeddings.register_forward_hook(count_pass)
 
     def _watch(self) -> None:
-        seen, idle_s = -1, 0.0
-        before = time.monotonic()
-        progressed, beaten, armed = time.time(), -math.inf, -math.inf
+        """Write heartbeats and compare counters, until the run is over or has stalled."""
+        last_count, idle_s = -1, 0.0
+        last_tick = time.monotonic()
+        last_progress, last_beat, last_arm = time.time(), -math.inf, -math.inf
         while not self._over.wait(TICK_S):
             now = time.monotonic()
-            name, deadline_s = self._config.deadline_of(self._phase)
-            idle_s += min(now - before, longest_tick_s(deadline_s))
-            before = now
-            if (count := self._progress()) != seen:
-                seen, idle_s, progressed = count, 0.0, time.time()
-            if now - beaten >= self._config.heartbeat_s:
-                beaten = now
-                self._beat(progressed)
-            if now - armed >= ARM_S:
-                armed = now
+            setting, deadline_s = self._config.deadline_of(self._phase)
+            # Not `now - last_tick`: time in which the whole process was stopped does not count.
+            idle_s += min(now - last_tick, longest_tick_s(deadline_s))
+            last_tick = now
+            if (count := self._progress()) != last_count:
+                last_count, idle_s, last_progress = count, 0.0, time.time()
+            if now - last_beat >= self._config.heartbeat_s:
+                last_beat = now
+                self._beat(last_progress)
+            if now - last_arm >= ARM_S:
+                last_arm = now
                 _arm(deadline_s)
-            if deadline_s is not None and idle_s > deadline_s and self._progress() == seen:
-                break
-        else:
-            return
+            # Compared again: the run may have progressed while the heartbeat was written.
+            if deadline_s is not None and idle_s > deadline_s and self._progress() == last_count:
+                self._end_stalled_run(setting, deadline_s, idle_s)
 
-        # The run has stalled: end it.
+    def _end_stalled_run(self, setting: str, deadline_s: float, idle_s: float) -> None:
+        """Write the evidence and end this process. Does not return."""
         folder, phase, step = self._folder, self._phase, self._step
         assert folder is not None
         path = folder / f"stall-{self.rank}.txt"
         at = f"phase {phase}" + ("" if step is None else f" of step {step}")
         message = (
-            f"stalled: {at} made no progress for {idle_s:.1f} s (watchdog.{name}={deadline_s:g}); "
-            f"stacks and rollouts in flight: {path}"
+            f"stalled: {at} made no progress for {idle_s:.1f} s "
+            f"(watchdog.{setting}={deadline_s:g}); stacks and rollouts in flight: {path}"
         )
 
         def record() -> None:
@@ -190,19 +192,22 @@ class Watchdog:
         end_run(Stall(message=message, waiting=self._waiting(), tasks=tasks), path, record)
 
     def _progress(self) -> int:
+        """Return the sum of all counters of progress."""
         collector = self._collector
         rollouts = 0 if collector is None else collector.in_flight.progress
         waits = 0 if self._world is None else self._world.progress
         return self._count + rollouts + waits
 
     def _waiting(self) -> list[Waiting]:
+        """Return the rollouts in flight. Nothing is locked, so the table is read until it stays."""
         collector = self._collector
         for _ in range(READ_ATTEMPTS):
             with suppress(RuntimeError):  # the event loop changed what was being read
                 return [] if collector is None else collector.waiting()
         return []
 
-    def _beat(self, progressed: float) -> None:
+    def _beat(self, last_progress: float) -> None:
+        """Write the heartbeat."""
         assert self._folder is not None
         kinds = Counter(waiting.kind for waiting in self._waiting())
         beat = {
@@ -213,7 +218,7 @@ class Watchdog:
             "phase": self._phase,
             "step": self._step,
             "since": self._since,
-            "last_progress": progressed,
+            "last_progress": last_progress,
             "in_flight": {kind: kinds[kind] for kind in (ENGINE, TOOL, OTHER)},
         }
         name = "heartbeat.json" if self.rank == 0 else f"heartbeat-{self.rank}.json"
@@ -236,15 +241,15 @@ def _arm(deadline_s: float | None) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Stop at Ctrl-Z without the timer of C, which would go on; the next check restarts it."""
+    """Stop at Ctrl-Z without the timer of C, which would go on. The next check restarts it."""
     faulthandler.cancel_dump_traceback_later()
     kill(getpid(), signal.SIGSTOP)
 
 
 def _on_stop(handler: Any) -> Any:
-    """Install `handler` for SIGTSTP unless other code has one; return its predecessor."""
-    before = signal.getsignal(signal.SIGTSTP)
-    ours = before in (signal.SIG_DFL, _stop) and handler is not None
-    if ours and threading.current_thread() is threading.main_thread():
+    """Install `handler` for SIGTSTP unless other code has one. Return the former handler."""
+    former = signal.getsignal(signal.SIGTSTP)
+    is_ours = former in (signal.SIG_DFL, _stop) and handler is not None
+    if is_ours and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTSTP, handler)
-    return before
+    return former

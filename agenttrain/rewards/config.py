@@ -22,7 +22,7 @@ class OnUnavailable(StrEnum):
 
 @dataclass(config=SETTINGS)
 class RewardSettings:
-    """Settings of one reward; they stand beside its `_target_`."""
+    """Settings of one reward, beside its `_target_`."""
 
     weight: Number = 1.0
     """Factor in the rollout's reward, which is the sum; may be negative."""

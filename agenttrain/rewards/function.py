@@ -37,7 +37,7 @@ from agenttrain.utils.threads import (
 )
 
 RewardFunction = Callable[..., Any]
-"""``(rollout, **columns) -> float | None``, sync or async; None: not applicable.
+"""``(rollout, **columns) -> float | None``, sync or async. None: not applicable.
 
 It gets the columns that its signature names, or all of them with ``**columns``. Example::
 
@@ -47,14 +47,14 @@ It gets the columns that its signature names, or all of them with ``**columns``.
 
 
 class RewardError(AgenttrainError):
-    """A reward function failed or returned no reward; ends the run."""
+    """A reward function failed or returned no reward. It ends the run."""
 
     def __init__(self, message: str, *, culprits: Sequence[str] = ()) -> None:
         """`culprits` are the ids of the rollouts that it failed on."""
         super().__init__(message)
         self.culprits = tuple(culprits)
         self.rollouts: Sequence[Rollout] = ()
-        """All rollouts that were to be scored; the collector sets them."""
+        """All rollouts that were to be scored. The collector sets them."""
 
 
 class RewardUnavailable(AgenttrainError):
@@ -73,7 +73,7 @@ Schemas = tuple[Mapping[str, Any], ...]
 VISIT_S = 0.02
 """Seconds after which a thread that runs short calls returns the outcomes so far."""
 Call = Callable[[], Any]
-KNOWN = ("builtins", "numpy", "torch")
+TRUSTED_PACKAGES = ("builtins", "numpy", "torch")
 """Packages whose numbers can be read without running user code."""
 Score = float | tuple[float, ...] | None | RewardUnavailable
 """A reward, one for each turn, None if the function does not apply, or the reason why there is
@@ -105,31 +105,32 @@ class FunctionScorer:
         self._timeout_s = timeout_s
         self._at_once = concurrency or (1 if self._blocks else None)
         self._gates = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
-        """Bounds the calls at once; a semaphore belongs to one event loop."""
+        """Bounds the calls at once. A semaphore belongs to one event loop."""
         self._threads = DaemonThreads()
         self.sets_alarms = False
         """True once a call has tried to set an alarm: from then on calls run in the main thread."""
         self.strict = True
-        """True if a value that is no number raises; else it becomes NoNumber."""
+        """True if a value that is no number raises. False: it becomes NoNumber."""
         kinds = inspect.Parameter
         parameters = list(inspect.signature(function).parameters.values())
-        first = [] if self._trl else parameters[:1]  # the rollout
-        self._taken = {*bound, *(parameter.name for parameter in first)}
-        wanted = [parameter for parameter in parameters if parameter.name not in self._taken]
-        self._takes_all = any(parameter.kind is kinds.VAR_KEYWORD for parameter in wanted)
-        named = [p for p in wanted if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-        self._names = [parameter.name for parameter in named]
-        self._required = [p.name for p in named if p.default is kinds.empty]
+        rollout_parameters = [] if self._trl else parameters[:1]
+        self._no_columns = {*bound, *(parameter.name for parameter in rollout_parameters)}
+        column_parameters = [p for p in parameters if p.name not in self._no_columns]
+        self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in column_parameters)
+        by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+        column_parameters = [p for p in column_parameters if p.kind in by_name]
+        self._names = [parameter.name for parameter in column_parameters]
+        self._required = [p.name for p in column_parameters if p.default is kinds.empty]
         # A callable may also name columns in an attribute `columns`.
-        declared = (*getattr(function, "columns", ()), *self._required)
-        given = batch_arguments(()) if self._trl else {}
-        self.columns = tuple(dict.fromkeys(name for name in declared if name not in given))
+        names = (*getattr(function, "columns", ()), *self._required)
+        trl_arguments = batch_arguments(()) if self._trl else {}
+        self.columns = tuple(dict.fromkeys(name for name in names if name not in trl_arguments))
         """Columns that every row must have."""
         self.tools: tuple[str, ...] = tuple(getattr(function, "tools", ()))
         """Tools that the function needs."""
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """Return one value per rollout; raises RewardError naming function and rollout."""
+        """Return one value per rollout. Raises RewardError naming function and rollout."""
         if not rollouts:
             return []
         if self._trl:
@@ -156,7 +157,7 @@ class FunctionScorer:
 
         outcomes: list[Outcome] = []
         if self._blocks and self._at_once == 1:
-            # One after the other; short calls share a visit to a thread.
+            # One after the other. Short calls share a visit to a thread.
             while len(outcomes) < len(calls):
                 async with self._slot():
                     outcomes += await self._visit(calls[len(outcomes) :])
@@ -181,49 +182,53 @@ class FunctionScorer:
         return gate
 
     async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Run calls in a thread for a moment; return the outcomes of at least one."""
+        """Run calls in a thread for a moment. Return the outcomes of at least one.
+
+        A call that sets an alarm, or returns an awaitable, ends the visit: it goes on elsewhere.
+        """
         if self.sets_alarms:
             return [await self._run(calls[0])]
-        begun: list[Call] = []
+        started_calls: list[Call] = []
         outcomes: list[Outcome] = []
         until = time.monotonic() + VISIT_S
 
-        def some() -> None:
+        def run_some() -> None:
             for call in calls:
-                begun.append(call)
-                outcomes.append(attempt(call))
-                last = outcomes[-1]
-                if last.alarm or inspect.isawaitable(last.value) or time.monotonic() > until:
+                started_calls.append(call)
+                outcome = attempt(call)
+                outcomes.append(outcome)
+                if outcome.alarm or inspect.isawaitable(outcome.value) or time.monotonic() > until:
                     return
 
         try:
             # The last call begins before `until`, so it had all of its time at this limit.
             async with asyncio.timeout(self._timeout_s and self._timeout_s + VISIT_S):
-                await self._threads.run(some, label=self.name)
+                await self._threads.run(run_some, label=self.name)
                 if inspect.isawaitable(outcomes[-1].value) and not outcomes[-1].alarm:
                     outcomes[-1] = await attempt_async(outcomes[-1].value)
         except TimeoutError:
-            done = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
-            return [*done, self._late()] if len(done) < len(begun) else done
+            # The call that took too long has no outcome yet, or one that is not awaited.
+            finished = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
+            return [*finished, self._late()] if len(finished) < len(started_calls) else finished
         if outcomes[-1].alarm:
-            outcomes[-1] = await self._run_in_main_thread(begun[-1])
+            outcomes[-1] = await self._run_in_main_thread(started_calls[-1])
         return outcomes
 
     def _call(self, rollout: Rollout) -> Any:
         """Call the function on a copy of the rollout, which it must not change."""
-        given = copy_rollout(rollout)
+        rollout_copy = copy_rollout(rollout)
         columns = self._columns_of(rollout.task.columns)
-        value = self._function(given, **{name: copy_value(v) for name, v in columns.items()})
+        value = self._function(rollout_copy, **{name: copy_value(v) for name, v in columns.items()})
         if not inspect.isawaitable(value):
-            check_unchanged(given, rollout)
+            check_unchanged(rollout_copy, rollout)
             return value
 
-        async def checked() -> Any:
+        async def await_and_check() -> Any:
             result = await value
-            check_unchanged(given, rollout)
+            check_unchanged(rollout_copy, rollout)
             return result
 
-        return checked()
+        return await_and_check()
 
     def _columns_of(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns to pass. Raises KeyError, naming a required column that is missing."""
@@ -233,10 +238,10 @@ class FunctionScorer:
                     f"it needs the column {name!r}, and the row has {sorted(available) or 'none'}"
                 )
         names = available if self._takes_all else self._names
-        return {k: available[k] for k in names if k in available and k not in self._taken}
+        return {k: available[k] for k in names if k in available and k not in self._no_columns}
 
     async def _run(self, call: Call) -> Outcome:
-        """Return the outcome of one call; RewardUnavailable if it took too long."""
+        """Return the outcome of one call. It is RewardUnavailable if the call took too long."""
         if self.sets_alarms:
             return await self._run_in_main_thread(call)
         try:
@@ -252,7 +257,7 @@ class FunctionScorer:
         return await self._run_in_main_thread(call) if outcome.alarm else outcome
 
     async def _run_in_main_thread(self, call: Call) -> Outcome:
-        """Return the outcome of a call that sets alarms; rollouts wait meanwhile."""
+        """Return the outcome of a call that sets alarms. Rollouts wait meanwhile."""
         if not self.sets_alarms:  # noticed in a thread just now
             self.sets_alarms = True
             warnings.warn(alarm_text(self.name, self._timeout_s), RuntimeWarning, stacklevel=1)
@@ -267,13 +272,14 @@ class FunctionScorer:
         return outcome
 
     def _late(self) -> Outcome:
+        """Return the outcome of a call that took too long."""
         limit = f"reward.{self.name}.timeout_s={self._timeout_s:g}"
         return Outcome(error=RewardUnavailable(f"a call took longer than {limit}"))
 
     async def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
         """Return the reward of a call's outcome. Raises RewardError if it is none."""
         value = outcome.value
-        known = type(value).__module__.partition(".")[0] in KNOWN
+        is_trusted = type(value).__module__.partition(".")[0] in TRUSTED_PACKAGES
 
         def read() -> Score:
             try:
@@ -281,7 +287,7 @@ class FunctionScorer:
             except (TypeError, ValueError) as error:
                 return NoNumber(str(error))
 
-        if outcome.error is None and not known and not isinstance(value, RewardUnavailable):
+        if outcome.error is None and not is_trusted and not isinstance(value, RewardUnavailable):
             # An object of a user's class: its `item`, `__float__` and `__repr__` may be slow.
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -307,7 +313,7 @@ class FunctionScorer:
 
 
 def alarm_text(name: str, timeout_s: float | None = None) -> str:
-    """Return what to know of a reward function whose calls set alarms."""
+    """Return a note on a reward function whose calls set alarms."""
     limit = "" if timeout_s is None else f", and reward.{name}.timeout_s does not end a call"
     return (
         f"reward.{name}: it limits its time by an alarm (signal.alarm), which works in the main "
@@ -341,7 +347,7 @@ def as_score(value: Any, rollout: Rollout) -> float | tuple[float, ...] | None:
 
 
 def as_reward(value: Any) -> float | None:
-    """Return `value` as a reward; raise ValueError unless it is None or a number up to `LARGEST`.
+    """Return `value` as a reward. Raises ValueError unless it is None or a number up to `LARGEST`.
 
     Numbers of numpy and torch are numbers. Example: ``as_reward(True) == 1.0``
     """
@@ -356,7 +362,7 @@ def as_reward(value: Any) -> float | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Return `value` as a float; NaN and infinity pass, and too large an integer is infinite."""
+    """Return `value` as a float. NaN and infinity pass, and too large an integer is infinite."""
     if value is None:
         return None
     if not isinstance(value, Real) and hasattr(value, "item"):
@@ -371,6 +377,7 @@ def as_number(value: Any) -> float | None:
 
 
 def _excerpt(value: Any) -> str:
+    """Return the beginning of a value's repr."""
     try:
         text = repr(value)
     except ValueError:  # Python prints no integer of more than 4,300 digits
@@ -397,7 +404,7 @@ def error_prefix(name: str, rollout: Rollout) -> str:
 
 
 TRL_PARAMETERS = ("prompts", "completions", "completion_ids")
-"""Parameters that TRL passes besides the row's columns; a function may take only one of them."""
+"""Parameters that TRL passes besides the row's columns. A function need not take all of them."""
 
 
 def is_trl(function: Callable[..., Any]) -> bool:
@@ -417,12 +424,12 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     nothing and `trainer_state` is None.
     """
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.task.columns)
-    last = [last_main(rollout) for rollout in rollouts]
+    trajectories = [last_main(rollout) for rollout in rollouts]
     return {
         **{name: [rollout.task.columns.get(name) for rollout in rollouts] for name in names},
         "prompts": [list(rollout.task.messages) for rollout in rollouts],
-        "completions": [t.added_messages for t in last],
-        "completion_ids": [list(t.own_ids[t.prompt_length :]) for t in last],
+        "completions": [t.added_messages for t in trajectories],
+        "completion_ids": [list(t.own_ids[t.prompt_length :]) for t in trajectories],
         "trainer_state": None,
         "log_extra": _no_log,
         "log_metric": _no_log,
@@ -431,7 +438,7 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def last_main(rollout: Rollout) -> Trajectory:
     """Return the last trajectory that attempts the task itself: no summary, no sub-agent."""
-    return next(one for one in reversed(rollout.trajectories) if one.role == MAIN)
+    return next(each for each in reversed(rollout.trajectories) if each.role == MAIN)
 
 
 def _no_log(name: str, value: object) -> None: ...
@@ -447,7 +454,7 @@ class ChangedRollout(AgenttrainError):
 def copy_rollout(rollout: Rollout) -> Rollout:
     """Return a copy that shares nothing with the rollout that can be changed.
 
-    Costs O(messages) and one copy of the ids; immutable strings and spans are shared.
+    Costs O(messages) and one copy of the ids. Immutable strings and spans are shared.
     """
     results = [
         replace(result, call=replace(result.call, arguments=copy_value(result.call.arguments)))
@@ -490,13 +497,13 @@ def _copy_delegation(delegation: Delegation | None) -> Delegation | None:
 
 
 def copy_task(task: Task) -> Task:
-    """Return a copy of the task; columns that cannot be copied (an open file, say) are shared."""
+    """Return a copy of the task. Columns that cannot be copied (an open file, say) are shared."""
     messages = tuple(copy_value(message) for message in task.messages)
     return replace(task, messages=messages, columns=copy_value(task.columns))
 
 
 def copy_value(value: Any) -> Any:
-    """Return a deep copy; JSON values are copied faster than by `copy.deepcopy`."""
+    """Return a deep copy. JSON values are copied faster than by `copy.deepcopy`."""
     if isinstance(value, str | int | float | None):
         return value
     if type(value) is dict:
@@ -509,50 +516,49 @@ def copy_value(value: Any) -> Any:
         return value
 
 
-def check_unchanged(given: Rollout, rollout: Rollout) -> None:
-    """Raise ChangedRollout, naming the fields, if `given` differs from the rollout."""
-    changed = _fields_changed(given, rollout)
-    trajectories = given.trajectories if type(given.trajectories) is list else []
+def check_unchanged(rollout_copy: Rollout, rollout: Rollout) -> None:
+    """Raise ChangedRollout, naming the fields, if the copy differs from the rollout."""
+    fields = _different_fields(rollout_copy, rollout)
+    trajectories = rollout_copy.trajectories if type(rollout_copy.trajectories) is list else []
     kinds = [type(trajectory) for trajectory in trajectories]
-    if "trajectories" in changed and kinds == [Trajectory] * len(rollout.trajectories):
-        # Say which: `trajectories[0].messages`.
-        changed.remove("trajectories")
-        for index, pair in enumerate(zip(given.trajectories, rollout.trajectories, strict=True)):
-            changed += [f"trajectories[{index}].{name}" for name in _fields_changed(*pair)]
-    if changed:
+    if "trajectories" in fields and kinds == [Trajectory] * len(rollout.trajectories):
+        # Name the fields of each trajectory: `trajectories[0].messages`.
+        fields.remove("trajectories")
+        for index, pair in enumerate(zip(trajectories, rollout.trajectories, strict=True)):
+            fields += [f"trajectories[{index}].{name}" for name in _different_fields(*pair)]
+    if fields:
         raise ChangedRollout(
-            f"it changed the rollout that it was given ({', '.join(changed)}), which changes "
+            f"it changed the rollout that it was given ({', '.join(fields)}), which changes "
             "nothing that is trained or that other rewards see; change a copy, such as "
             "copy.deepcopy(rollout.trajectories), and return the reward"
         )
 
 
-def _fields_changed(given: Any, original: Any) -> list[str]:
+def _different_fields(record: Any, original: Any) -> list[str]:
+    """Return the names of the fields in which a record differs from the original."""
     return [
         name.removeprefix("_")
         for name in original.__dataclass_fields__
-        if not _same(getattr(given, name), getattr(original, name))
+        if not _is_equal(getattr(record, name), getattr(original, name))
     ]
 
 
-def _same(given: Any, original: Any) -> bool:
-    """Compare JSON values and our records; other objects count as equal."""
-    if given is original:
+def _is_equal(value: Any, original: Any) -> bool:
+    """Compare JSON values and our records. Other objects count as equal."""
+    if value is original:
         return True
-    kind = type(given)
+    kind = type(value)
     if kind is not type(original):
         return False
     if kind is dict:
-        return given.keys() == original.keys() and all(
-            _same(item, original[key]) for key, item in given.items()
+        return value.keys() == original.keys() and all(
+            _is_equal(item, original[key]) for key, item in value.items()
         )
     if kind is list or kind is tuple:
-        return len(given) == len(original) and all(map(_same, given, original))
+        return len(value) == len(original) and all(map(_is_equal, value, original))
     if kind in _PLAIN:
-        return bool(given == original or (given != given and original != original))
-    if is_dataclass(given):
-        return all(
-            _same(getattr(given, name), getattr(original, name))
-            for name in given.__dataclass_fields__
-        )
+        # NaN is equal to NaN here.
+        return bool(value == original or (value != value and original != original))
+    if is_dataclass(value):
+        return not _different_fields(value, original)
     return True

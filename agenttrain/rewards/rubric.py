@@ -32,8 +32,8 @@ from agenttrain.utils.sections import beside
 class Rubric:
     """A rollout's reward is the weighted sum over the functions that apply to it.
 
-    Example: with weights ``{"exact": 1.0, "short": 0.5}`` and rewards ``{"exact": 1.0, "short":
-    0.2}`` it is 1.1; with ``{"exact": None, "short": 0.2}`` 0.1; None when both are None.
+    Example with weights ``{"exact": 1.0, "short": 0.5}``: rewards ``{"exact": 1.0, "short": 0.2}``
+    make 1.1, and ``{"exact": None, "short": 0.2}`` make 0.1. If both are None, so is the sum.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Rubric:
         *,
         on_unavailable: Mapping[str, OnUnavailable] | None = None,
     ) -> None:
-        """Take functions by name; weights default to 1, `on_unavailable` to `stop`.
+        """Take functions by name. Weights default to 1, `on_unavailable` to `stop`.
 
         Raises ValueError for a weight without a function, or one that is not finite.
         """
@@ -67,7 +67,7 @@ class Rubric:
         """Columns that every row must have, by function."""
 
     def alarms(self) -> list[str]:
-        """Return what to know of each function that sets alarms, or whose code may do so."""
+        """Return a note on each function that sets alarms, or whose code may do so."""
         texts = []
         for scorer in self._scorers:
             if scorer.sets_alarms:
@@ -78,12 +78,12 @@ class Rubric:
 
     def lenient(self) -> Rubric:
         """Return a copy for evaluation: NaN leaves its rollout unscored, and the run goes on."""
-        other = copy.copy(self)
-        other.strict = False
-        other._scorers = [copy.copy(scorer) for scorer in self._scorers]
-        for scorer in other._scorers:
+        rubric = copy.copy(self)
+        rubric.strict = False
+        rubric._scorers = [copy.copy(scorer) for scorer in self._scorers]
+        for scorer in rubric._scorers:
             scorer.strict = False
-        return other
+        return rubric
 
     def check_tools(self, names: Collection[str]) -> None:
         """Raise ValueError if a function needs a tool that is not among the run's `names`."""
@@ -100,9 +100,9 @@ class Rubric:
     async def score(self, rollouts: Sequence[Rollout]) -> list[str]:
         """Set `rewards` and `reward` of every rollout, one function after the other.
 
-        Returns the reasons why rollouts that should have a reward have none; their `error` has it
-        too. Raises RewardError, leaving all rollouts unchanged, if a function raises, returns no
-        finite number, or is unavailable and that stops the run.
+        Returns the reasons why rollouts that should have a reward have none. Their `error` has the
+        reason too. Raises RewardError, leaving all rollouts unchanged, if a function raises,
+        returns no finite number, or is unavailable and that stops the run.
         """
         values: dict[str, list[Score]] = {}
         for scorer in self._scorers:
@@ -116,7 +116,8 @@ class Rubric:
                         f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)",
                         culprits=[rollout.rollout_id],
                     ) from score
-        scored: list[
+        # Collected first and set at the end: an error must leave all rollouts unchanged.
+        results: list[
             tuple[dict[str, float | None], dict[str, tuple[float, ...]], float | None, str | None]
         ] = []
         for index, rollout in enumerate(rollouts):
@@ -138,15 +139,15 @@ class Rubric:
                 if self.strict:
                     raise RewardError(reason, culprits=[rollout.rollout_id]) from error
                 total = None
-            scored.append((rewards, turns, total, reason))
-        for rollout, (rewards, turns, total, reason) in zip(rollouts, scored, strict=True):
+            results.append((rewards, turns, total, reason))
+        for rollout, (rewards, turns, total, reason) in zip(rollouts, results, strict=True):
             rollout.rewards, rollout.turn_scores, rollout.reward = rewards, turns, total
             if reason:
                 rollout.error = reason
-        return [reason for *_, reason in scored if reason]
+        return [reason for *_, reason in results if reason]
 
     def weighted_sum(self, rewards: Mapping[str, float | None]) -> float | None:
-        """Return the weighted sum; None if no function applies. Raises ValueError if too large."""
+        """Return the weighted sum. None: no function applies. Raises ValueError if too large."""
         applicable = {n: value for n, value in rewards.items() if value is not None}
         if not applicable:
             return None
@@ -157,8 +158,8 @@ class Rubric:
             and abs(total := math.fsum(terms)) <= LARGEST
         ):
             return total
-        listed = ", ".join(f"{n} {v:g} (weight {self.weights[n]:g})" for n, v in applicable.items())
-        raise ValueError(f"the weighted sum of its rewards is beyond {LARGEST:g}: {listed}")
+        text = ", ".join(f"{n} {v:g} (weight {self.weights[n]:g})" for n, v in applicable.items())
+        raise ValueError(f"the weighted sum of its rewards is beyond {LARGEST:g}: {text}")
 
 
 def build_rubric(reward: Mapping[str, Any]) -> Rubric:
@@ -180,14 +181,15 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
         scorers[name] = _build_scorer(located.target, name, bound, located.where, settings[name])
     return Rubric(
         scorers,
-        {name: beside.weight for name, beside in settings.items()},
-        on_unavailable={name: beside.on_unavailable for name, beside in settings.items()},
+        {name: each.weight for name, each in settings.items()},
+        on_unavailable={name: each.on_unavailable for name, each in settings.items()},
     )
 
 
 def _build_scorer(
     target: Any, name: str, bound: dict[str, Any], where: str, settings: RewardSettings
 ) -> FunctionScorer:
+    """Build the scorer of a function or class, to which `bound` settings are given."""
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     try:

@@ -63,7 +63,7 @@ from agenttrain.training.checkpoint_files import (
     set_stop_tokens,
 )
 from agenttrain.training.policy import Policy
-from agenttrain.training.teacher import Teacher
+from agenttrain.training.teacher_scores import Teacher
 from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.training.world import PeerFailed, World
 from agenttrain.types import AgenttrainError, ConfigError, Rollout

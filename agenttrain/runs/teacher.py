@@ -27,7 +27,7 @@ from agenttrain.training.sliced_weights import (
     load_whole,
     why_not_sliced,
 )
-from agenttrain.training.teacher import ModelTeacher, PromptIds, ServedTeacher, Teacher
+from agenttrain.training.teacher_scores import ModelTeacher, PromptIds, ServedTeacher, Teacher
 from agenttrain.types import ConfigError, Message, Rollout, Task, Trajectory
 from agenttrain.utils.model_path import (
     ADAPTER_CONFIG,

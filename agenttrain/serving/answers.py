@@ -23,11 +23,11 @@ from agenttrain.chat.wire.openai import (
 )
 from agenttrain.engines.base import Engine, EngineError, Streaming
 from agenttrain.engines.config import Sampling
-from agenttrain.serving.conversations import Conversations, Prompt
+from agenttrain.serving.exchanges import Conversations, Prompt
 from agenttrain.types import AssistantTurn, Finish, Message
 
 PARSED_S = 0.05
-"""Least seconds between two looks at an answer that is being streamed."""
+"""Least seconds between two readings of an answer that is being streamed."""
 LONGEST_MARK = 16
 """Characters of a mark that tells reasoning from content, at most."""
 
@@ -47,7 +47,7 @@ class Answering:
     """Tokens so far, where the engine reports them."""
 
     @property
-    def after(self) -> str:
+    def previous_role(self) -> str:
         """Role of the message before the answer."""
         return str(self.messages[-1]["role"])
 
@@ -81,18 +81,18 @@ class ChatServer:
         self.conversations = Conversations(self.chat)
 
     async def answer(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the `chat.completion`; raises RequestError. Cancelling it aborts the sampling."""
+        """Return the `chat.completion`. Raises RequestError. Cancelling it aborts the sampling."""
         return await self.complete(self.begin(request))
 
     async def complete(self, answering: Answering) -> dict[str, Any]:
-        """Return the `chat.completion` of a request that was begun, as `answer`."""
-        sampled = await self._sample(answering)
-        message = await self._remember(answering, sampled)
+        """Return the `chat.completion` of a request that `begin` has read, as `answer` does."""
+        answer = await self._sample(answering)
+        message = await self._remember(answering, answer)
         choice: dict[str, Any] = {
             "index": 0,
             "message": message,
             "logprobs": None,
-            "finish_reason": finish_reason(sampled.finish, message),
+            "finish_reason": finish_reason(answer.finish, message),
         }
         body: dict[str, Any] = {
             "id": answering.id,
@@ -100,66 +100,66 @@ class ChatServer:
             "created": answering.created,
             "model": self.model,
             "choices": [choice],
-            "usage": _usage(answering.prompt, sampled),
+            "usage": _usage(answering.prompt, answer),
         }
         if answering.request.return_token_ids:
-            choice["token_ids"] = list(sampled.token_ids)
+            choice["token_ids"] = list(answer.token_ids)
             body["prompt_token_ids"] = list(answering.prompt.token_ids)
         return body
 
     async def stream(self, answering: Answering) -> AsyncGenerator[dict[str, Any] | None]:
-        """Yield `chat.completion.chunk` objects; None is a sign of life.
+        """Yield `chat.completion.chunk` objects. None is a sign of life.
 
         The content is streamed as it is sampled if the engine reports tokens and the request has no
-        tools: with tools, only the complete text shows which part of it is a call.
+        tools. With tools, only the complete text shows which part of it is a call.
         """
         request = answering.request
         live = isinstance(self.engine, Streaming) and not answering.schemas and not request.stops
-        first: dict[str, Any] = {"role": "assistant", "content": ""}
-        sent = {"content": "", "reasoning_content": ""}
+        opening: dict[str, Any] = {"role": "assistant", "content": ""}
+        sent_text = {"content": "", "reasoning_content": ""}
         sampling = asyncio.create_task(self._sample(answering))
         try:
-            yield self._chunk(answering, first)
-            silent_since, parsed = time.monotonic(), 0
+            yield self._chunk(answering, opening)
+            silent_since, tokens_read = time.monotonic(), 0
             while not sampling.done():
                 await asyncio.wait((sampling,), timeout=PARSED_S if live else KEPT_ALIVE_S)
-                if live and len(answering.sampled) > parsed and not sampling.done():
-                    parsed = len(answering.sampled)
+                if live and len(answering.sampled) > tokens_read and not sampling.done():
+                    tokens_read = len(answering.sampled)
                     text = self.chat.text_of(answering.sampled)
-                    delta = _delta(self._parse(answering, text), sent)
+                    delta = _delta(self._parse(answering, text), sent_text)
                     if delta:
                         silent_since = time.monotonic()
                         yield self._chunk(answering, delta)
                 if time.monotonic() - silent_since >= KEPT_ALIVE_S:
                     silent_since = time.monotonic()
                     yield None
-            sampled = sampling.result()
+            answer = sampling.result()
         finally:
             sampling.cancel()
-        message = await self._remember(answering, sampled)
+        message = await self._remember(answering, answer)
         final: dict[str, Any] = {}
-        for key, before in sent.items():
+        for key, sent_part in sent_text.items():
             text = message.get(key) or ""
-            if text.startswith(before):
-                if len(text) > len(before):
-                    final[key] = text[len(before) :]
-            elif not before.startswith(text):  # what was sent turned out to be something else
+            if text.startswith(sent_part):
+                if len(text) > len(sent_part):
+                    final[key] = text[len(sent_part) :]
+            elif not sent_part.startswith(text):  # the complete text reads differently: send all
                 final[key] = text
         if calls := message.get("tool_calls"):
             final["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         if final:
             yield self._chunk(answering, final)
-        end = self._chunk(answering, {}, finish_reason(sampled.finish, message))
+        end = self._chunk(answering, {}, finish_reason(answer.finish, message))
         if request.return_token_ids:
             end["prompt_token_ids"] = list(answering.prompt.token_ids)
-            end["choices"][0]["token_ids"] = list(sampled.token_ids)
+            end["choices"][0]["token_ids"] = list(answer.token_ids)
         yield end
         if (request.stream_options or {}).get("include_usage"):
-            usage = _usage(answering.prompt, sampled)
+            usage = _usage(answering.prompt, answer)
             yield {**self._chunk(answering, {}), "choices": [], "usage": usage}
 
     def begin(self, request: ChatRequest) -> Answering:
-        """Render or continue the request's conversation; raises RequestError."""
+        """Render or continue the request's conversation. Raises RequestError."""
         if request.model not in (None, self.model):
             raise RequestError(
                 f"model={request.model}: is not served here; the model is {self.model}",
@@ -180,18 +180,18 @@ class ChatServer:
                 param="messages",
                 code="context_length_exceeded",
             )
-        most = request.max_completion_tokens or request.max_tokens or room
-        named: dict[str, Any] = {
+        limit = request.max_completion_tokens or request.max_tokens or room
+        options: dict[str, Any] = {
             name: value
             for name in ("temperature", "top_p", "top_k", "min_p")
             if (value := getattr(request, name)) is not None
         }
-        if "top_k" in named:
-            named["top_k"] = max(named["top_k"], 0)  # some clients write -1 for all tokens
+        if "top_k" in options:
+            options["top_k"] = max(options["top_k"], 0)  # some clients write -1 for all tokens
         sampling = replace(
             self.defaults,
-            **named,
-            max_tokens=min(most, room),
+            **options,
+            max_tokens=min(limit, room),
             stop_token_ids=self.chat.stop_token_ids,
             seed=secrets.randbits(62) if request.seed is None else abs(request.seed),
         )
@@ -200,7 +200,7 @@ class ChatServer:
         )
 
     async def _sample(self, answering: Answering) -> Sampled:
-        """Sample and parse an answer; an engine that reports tokens ends it at a text of `stop`."""
+        """Sample and parse an answer. An engine that reports tokens ends it at a text of `stop`."""
         session, stops = answering.prompt.session, answering.request.stops
         scan = StopScan(self.chat.text_of, stops)
         generating = asyncio.ensure_future(
@@ -231,7 +231,7 @@ class ChatServer:
         for token_id in token_ids[scan.count :]:
             scan.push(token_id)
         scan.finish()
-        # What follows a stop text is no part of the answer: nothing continues from there.
+        # Text after a stop text is no part of the answer: nothing continues from there.
         return Sampled(
             token_ids=token_ids[: scan.end],
             finish=finish if scan.end is None else Finish.abort,
@@ -239,37 +239,41 @@ class ChatServer:
         )
 
     def _parse(self, answering: Answering, text: str) -> AssistantTurn:
+        """Read the text of an answer, complete or not."""
         turns = sum(message["role"] == "assistant" for message in answering.messages)
-        return self.chat.parse_text(text, answering.schemas, turn=turns, after=answering.after)
+        return self.chat.parse_text(
+            text, answering.schemas, turn=turns, after=answering.previous_role
+        )
 
-    async def _remember(self, answering: Answering, sampled: Sampled) -> dict[str, Any]:
+    async def _remember(self, answering: Answering, answer: Sampled) -> dict[str, Any]:
         """Return the answer's message, and remember it for the request that continues it."""
-        turn = sampled.turn
+        turn = answer.turn
         call_ids = [f"call_{secrets.token_hex(12)}" for _ in well_formed(turn)]
         message = answer_message(turn, call_ids)
         for key in ("content", "reasoning_content"):
-            if text := message.get(key):  # its parts may complete a stop text once they are joined
+            if text := message.get(key):  # a stop text may only appear once the parts are joined
                 message[key] = before_stop(text, answering.request.stops)
-        if sampled.finish is not Finish.abort:  # its end is not the model's
-            forgotten = self.conversations.record(
+        if answer.finish is not Finish.abort:  # an aborted answer's end is not the model's
+            sessions = self.conversations.record(
                 answering.messages,
                 answering.schemas,
                 answering.prompt,
-                sampled.token_ids,
-                sampled.finish,
+                answer.token_ids,
+                answer.finish,
                 turn,
                 message,
                 call_ids,
             )
         else:
-            forgotten = [answering.prompt.session]
-        for session in forgotten:
+            sessions = [answering.prompt.session]
+        for session in sessions:
             await self.engine.release(session)
         return message
 
     def _chunk(
         self, answering: Answering, delta: dict[str, Any], finish: str | None = None
     ) -> dict[str, Any]:
+        """Return a `chat.completion.chunk`."""
         return {
             "id": answering.id,
             "object": "chat.completion.chunk",
@@ -279,24 +283,25 @@ class ChatServer:
         }
 
 
-def _usage(prompt: Prompt, sampled: Sampled) -> dict[str, Any]:
-    count, answered = len(prompt.token_ids), len(sampled.token_ids)
+def _usage(prompt: Prompt, answer: Sampled) -> dict[str, Any]:
+    """Return the `usage` of a response."""
+    prompt_tokens, completion_tokens = len(prompt.token_ids), len(answer.token_ids)
     return {
-        "prompt_tokens": count,
-        "completion_tokens": answered,
-        "total_tokens": count + answered,
-        "prompt_tokens_details": {"cached_tokens": prompt.known},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": prompt.reused},
     }
 
 
-def _delta(turn: AssistantTurn, sent: dict[str, str]) -> dict[str, str]:
-    """Return the text that an unfinished answer has gained, and add it to `sent`."""
+def _delta(turn: AssistantTurn, sent_text: dict[str, str]) -> dict[str, str]:
+    """Return the text that an unfinished answer has gained, and add it to `sent_text`."""
     delta = {}
     for key, text in (("reasoning_content", turn.reasoning or ""), ("content", turn.content)):
         text = text.rstrip("\ufffd")  # the first bytes of a character
         if (mark := text.rfind("<", max(len(text) - LONGEST_MARK, 0))) >= 0:
             text = text[:mark]  # perhaps the beginning of a mark such as <think>
-        if text.startswith(sent[key]) and len(text) > len(sent[key]):
-            delta[key] = text[len(sent[key]) :]
-            sent[key] = text
+        if text.startswith(sent_text[key]) and len(text) > len(sent_text[key]):
+            delta[key] = text[len(sent_text[key]) :]
+            sent_text[key] = text
     return delta

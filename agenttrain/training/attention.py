@@ -45,7 +45,7 @@ class UnsupportedAttention(AgenttrainError):
 
 @dataclass(frozen=True, slots=True)
 class WindowMask:
-    """Mask of the layers with a sliding window; other layers get None.
+    """Mask of the layers with a sliding window. Other layers get None.
 
     As in transformers' own attention the mask counts, not the keyword `sliding_window`: some models
     (PhiMoE, Qwen2-MoE) make a windowed mask and never pass the keyword.
@@ -70,9 +70,10 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: returns [1, T, heads, head size] and no weights.
 
-    `sliding_window` includes the token itself, `s_aux` [heads] are the scores of the sinks. Raises
+    `sliding_window` includes the token itself. `s_aux` [heads] are the scores of the sinks. Raises
     UnsupportedAttention for other masks, caches, dropout and unknown keywords.
     """
+    # A mask or window that is not honoured joins the unknown keywords, which are refused together.
     window = attention_mask.window if isinstance(attention_mask, WindowMask) else None
     if window is None:
         keywords["attention_mask"] = attention_mask
@@ -84,7 +85,7 @@ def packed_attention(
             f"{type(module).__name__} does not pass the keyword `blocks` on to its attention"
         )
     scoring = Scoring(scale=scaling, window=window, softcap=softcap, sinks=s_aux)
-    states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, d]
     if blocks.use_varlen and (kernel := varlen_kernel()) is not None:
         short = in_format(*states)
         if takes(short[0], short[2], scoring):
@@ -94,11 +95,13 @@ def packed_attention(
     sizes = [block.tokens for block in blocks.blocks]
     queries, keys, values = (tensor.split(sizes) for tensor in states)
     outputs = []
-    for block, own, own_key, own_value in zip(blocks.blocks, queries, keys, values, strict=True):
+    for block, query_block, key_block, value_block in zip(
+        blocks.blocks, queries, keys, values, strict=True
+    ):
         output = attend(
-            _padded(block, own),
-            _padded(block, own_key, keys),
-            _padded(block, own_value, values),
+            _lay_out(block, query_block),
+            _lay_out(block, key_block, keys),
+            _lay_out(block, value_block, values),
             scoring,
         )
         output = output.transpose(1, 2).flatten(0, 1)
@@ -111,41 +114,43 @@ def packed_attention(
 class _Select(torch.autograd.Function):
     """Select tokens by position, with a gradient that is a selection too instead of a scatter-add.
 
-    `there` [selected] holds the position that each selected token comes from, `back` [before] one
-    place where each token went, and `unused` the positions that went nowhere, if any. For a token
-    selected several times only the place in `back` contributes to its gradient. That is exact here:
-    the other places are padding, to which nothing attends and whose outputs are dropped.
+    `sources` [selected] holds the position that each selected token comes from, `places` [tokens]
+    one place that each token went to, and `unselected` the positions that went nowhere, if any.
+
+    For a token that is selected several times, only the place in `places` contributes to its
+    gradient. That is exact here: the other places are padding, to which nothing attends and whose
+    outputs are dropped.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, there: Tensor, back: Tensor, unused: Tensor | None
+        ctx: Any, tokens: Tensor, sources: Tensor, places: Tensor, unselected: Tensor | None
     ) -> Tensor:
-        ctx.back, ctx.unused = back, unused
-        return tokens.index_select(0, there)
+        ctx.places, ctx.unselected = places, unselected
+        return tokens.index_select(0, sources)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        tokens = gradient.index_select(0, ctx.back)
-        if ctx.unused is not None:
-            tokens = tokens.index_fill_(0, ctx.unused, 0)
+        tokens = gradient.index_select(0, ctx.places)
+        if ctx.unselected is not None:
+            tokens = tokens.index_fill_(0, ctx.unselected, 0)
         return tokens, None, None, None
 
 
-def _padded(block: Block, own: Tensor, blocks: Sequence[Tensor] = ()) -> Tensor:
+def _lay_out(block: Block, tokens: Tensor, blocks: Sequence[Tensor] = ()) -> Tensor:
     """Lay out a block's tokens [tokens, heads, d] as [segments, heads, length, d].
 
     With the tokens of all `blocks`, each segment follows the shared prefix.
     """
     if block.padding.numel():
-        own = _Select.apply(own, block.gather, block.scatter, None)
-    padded = own.unflatten(0, (block.segments, block.length)).transpose(1, 2)
+        tokens = _Select.apply(tokens, block.gather, block.scatter, None)
+    padded = tokens.unflatten(0, (block.segments, block.length)).transpose(1, 2)
     if not blocks or not block.prefix:
         return padded
     prefix = [
-        blocks[index][first:last].transpose(0, 1).expand(block.segments, -1, -1, -1)
-        for index, first, last in block.prefix
+        blocks[index][start:end].transpose(0, 1).expand(block.segments, -1, -1, -1)
+        for index, start, end in block.prefix
     ]
     return torch.cat((*prefix, padded), dim=2)
 
@@ -155,21 +160,21 @@ def _check_supported(
 ) -> None:
     """Raise UnsupportedAttention for keywords that change attention, and for a cache."""
     causal = keywords.pop("is_causal", None)
-    asked = sorted(
+    unsupported = sorted(
         name
         for name, value in keywords.items()
         if name not in HARMLESS
         and value is not None
-        and not (isinstance(value, int | float) and value == 0)
+        and not (isinstance(value, int | float) and value == 0)  # False, or a dropout of 0.0
     )
     if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
-        asked.append("is_causal=False")
+        unsupported.append("is_causal=False")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        asked.append(f"queries {tuple(query.shape)} over keys {tuple(key.shape)}")
-    if asked:
+        unsupported.append(f"queries {tuple(query.shape)} over keys {tuple(key.shape)}")
+    if unsupported:
         raise UnsupportedAttention(
-            f"{type(module).__name__} asks its attention for {', '.join(asked)}, which packed "
-            "attention does not honour"
+            f"{type(module).__name__} asks its attention for {', '.join(unsupported)}, which "
+            "packed attention does not honour"
         )
 
 
@@ -199,7 +204,7 @@ AttentionMaskInterface.register(NAME, packed_mask)
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the model without its head; `base_model` does not find it in some models (Llama4)."""
+    """Return the model without its head. `base_model` does not find it in some models (Llama4)."""
     return model.model if model.base_model is model else model.base_model
 
 
@@ -219,12 +224,12 @@ def packing(model: PreTrainedModel) -> Iterator[None]:
         with language_attention(model, NAME):
             yield
         return
-    before = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(implementation)
 
 
 QUERIES = 256
@@ -234,7 +239,7 @@ over 256 queries, each up to its own last key, take 0.7 to 0.95 times as long fr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Deviations of a model's attention scores from plain attention; None: no deviation."""
+    """Deviations of a model's attention scores from plain attention. None: no deviation."""
 
     scale: float | None = None
     window: int | None = None
@@ -252,24 +257,25 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
     """
     queries, offset = query.shape[2], key.shape[2] - query.shape[2]
     if is_slow_backward(query):
+        # Without autocast, which would cast the states back to bfloat16.
         with torch.autocast("cpu", enabled=False):
             exact = attend(query.float(), key.float(), value.float(), scoring)
         return exact.to(query.dtype)
     in_parts = query.device.type == "cpu" or offset or scoring.window or scoring.softcap
     size = QUERIES if in_parts else queries
     parts = []
-    for first in range(0, queries, size):
-        last = min(first + size, queries)
-        low = 0 if scoring.window is None else max(0, offset + first - scoring.window + 1)
-        seen = slice(low, offset + last)
-        states = query[:, :, first:last], key[:, :, seen], value[:, :, seen]
+    for start in range(0, queries, size):
+        end = min(start + size, queries)
+        first_key = 0 if scoring.window is None else max(0, offset + start - scoring.window + 1)
+        keys = slice(first_key, offset + end)
+        states = query[:, :, start:end], key[:, :, keys], value[:, :, keys]
         if scoring.softcap is not None:
-            parts.append(_explicit(*states, scoring))
+            parts.append(_attend_explicitly(*states, scoring))
         elif scoring.sinks is not None:
-            parts.append(_with_sinks(*states, scoring))
+            parts.append(_attend_with_sinks(*states, scoring))
         else:
-            mask = _mask(last - first, states[1].shape[2], scoring.window, query.device)
-            parts.append(_kernel(*states, mask, scoring.scale))
+            mask = _mask(end - start, states[1].shape[2], scoring.window, query.device)
+            parts.append(_call_kernel(*states, mask, scoring.scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -277,20 +283,20 @@ def is_slow_backward(query: Tensor) -> bool:
     """Return True if the backward pass is faster in float32: on a CPU, bfloat16, few queries.
 
     With 16 to 200 queries over 115 to 256 keys, torch's kernel in bfloat16 takes 1.5 to 2.5
-    times as long for both passes, casts included; from 256 queries on it is no slower.
+    times as long for both passes, casts included. From 256 queries on it is no slower.
     """
     short = query.dtype is torch.bfloat16 and query.shape[2] < QUERIES
     return short and query.device.type == "cpu" and query.requires_grad
 
 
-def _kernel(
+def _call_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Call torch's attention; its kernels need one head size, so smaller values are padded."""
+    """Call torch's attention. Its kernels need one head size, so narrower values are padded."""
     size = value.shape[-1]
-    missing = query.shape[-1] - size
-    if missing > 0:
-        value = pad(value, (0, missing))
+    padding = query.shape[-1] - size
+    if padding > 0:
+        value = pad(value, (0, padding))
     if is_restrictive(query.device):
         query, key, value, scale = fit(query, key, value, mask, scale)
     output = scaled_dot_product_attention(
@@ -300,16 +306,16 @@ def _kernel(
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return [m, n], True where a query attends to a key; None for plain causal attention."""
-    before = keys - queries
-    windowed = window is not None and window < keys
-    if before == 0 and not windowed:
+    """Return [m, n], True where a query attends to a key. None for plain causal attention."""
+    offset = keys - queries
+    has_window = window is not None and window < keys
+    if offset == 0 and not has_window:
         return None
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
-    return seen.triu(before - window + 1) if window is not None and windowed else seen
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(offset)
+    return mask.triu(offset - window + 1) if window is not None and has_window else mask
 
 
-def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def _attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Attend with each sink as a first key without a value.
 
     An additional dimension of queries and keys carries the sink's score.
@@ -318,6 +324,8 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    # Queries are 1 in the additional dimension, keys 0 and the sink's key its score / scale, so
+    # that the scaled product is exactly the score.
     sinks = (scoring.sinks.to(query.dtype) / scale)[None, :, None, None]
     sink = pad(sinks.expand(key.shape[0], -1, 1, 1), (query.shape[-1], 0))
     query = pad(query, (0, 1), value=1.0)
@@ -325,12 +333,12 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
     value = pad(value, (0, 0, 1, 0))
     mask = _mask(query.shape[2], key.shape[2] - 1, scoring.window, query.device)
     if mask is not None:
-        return _kernel(query, key, value, pad(mask, (1, 0), value=True), scale)
+        return _call_kernel(query, key, value, pad(mask, (1, 0), value=True), scale)
     # One more query in front allows the causal kernel: query i attends to the sink and keys 0 … i.
-    return _kernel(pad(query, (0, 0, 1, 0)), key, value, None, scale)[:, :, 1:]
+    return _call_kernel(pad(query, (0, 0, 1, 0)), key, value, None, scale)[:, :, 1:]
 
 
-def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def _attend_explicitly(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Attend with all scores in memory, m x n per head: no fused kernel supports soft caps."""
     assert scoring.softcap is not None
     count_call(Kernel.math)
@@ -345,6 +353,7 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Te
     if scoring.sinks is not None:
         sinks = scoring.sinks.to(scores.dtype)[None, :, None, None]
         scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    # A sink takes its share of the softmax, and its column is dropped: it has no value.
     weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, scores.dtype))
     return weights[..., : key.shape[2]].to(value.dtype) @ value
 
@@ -372,7 +381,7 @@ class Varlen:
     longest_query: int
     longest_key: int
     gather_U: Tensor | None
-    """Packed position of every key; None if no prefix is shared: keys are the packed tokens."""
+    """Packed position of every key. None if no prefix is shared: keys are the packed tokens."""
 
 
 def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
@@ -425,7 +434,7 @@ class PackedTree:
 
 @cache
 def varlen_kernel() -> VarlenKernel | None:
-    """Return the kernel of the installed torch; None if it lacks one or a keyword in `NEEDED`."""
+    """Return the kernel of the installed torch. None if it lacks one or a keyword in `NEEDED`."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

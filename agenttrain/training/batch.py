@@ -57,18 +57,18 @@ class TrainingSequence:
     behaviour_S: Tensor
     """The engine's logprobs of the sampled tokens."""
     layout: Layout | None = None
-    """Positions and images; None: it has no images."""
+    """Positions and images. None: it has no images."""
     ref_logprobs_S: Tensor | None = None
-    """Logprobs under the reference; None until it has scored the sequence."""
+    """Logprobs under the reference. None until it has scored the sequence."""
     old_logprobs_S: Tensor | None = None
-    """Logprobs under the policy before the step's first update; None if the algorithm does not
+    """Logprobs under the policy before the step's first update. None if the algorithm does not
     use them."""
     old_entropy_S: Tensor | None = None
     """Entropies of the same distributions."""
     teacher_logprobs_S: Tensor | None = None
-    """Logprobs under the teacher, after its own prompt; None until it has scored the sequence."""
+    """Logprobs under the teacher, after its own prompt. None until it has scored the sequence."""
     weight: float = 0.0
-    """Weight of each sampled token in the loss; 0: this sequence has no gradient."""
+    """Weight of each sampled token in the loss. 0: this sequence has no gradient."""
 
     @property
     def key(self) -> SequenceKey:
@@ -87,23 +87,23 @@ class TrainingSequence:
 
     @property
     def advantages_S(self) -> Tensor:
-        """Advantage of each sampled token; 0 where the rollout has none."""
-        given = self.trajectory.advantages
-        return torch.zeros(self.sampled_length) if given is None else torch.tensor(given)
+        """Advantage of each sampled token. 0 where the rollout has none."""
+        advantages = self.trajectory.advantages
+        return torch.zeros(self.sampled_length) if advantages is None else torch.tensor(advantages)
 
 
 def make_sequences(rollout: Rollout) -> list[TrainingSequence]:
     """Return a sequence for each trajectory that has a sampled token.
 
-    The context of one that branches from another is not trained in it.
+    If a trajectory branches from another one, only its own tokens are trained in it.
     """
     sequences = []
     for trajectory in rollout.trajectories:
         if not trajectory.sampled_length:
             continue
-        mask_O = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
-        before = trajectory.context_length
-        if mask_O[0] and not before:
+        sampled_O = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
+        context_length = trajectory.context_length
+        if sampled_O[0] and not context_length:
             raise LedgerError(
                 f"{trajectory.name} turn 0: the token at position 0 is sampled, but there "
                 "is nothing before it that it was sampled from. Append the prompt first."
@@ -118,8 +118,9 @@ def make_sequences(rollout: Rollout) -> list[TrainingSequence]:
                 trajectory=trajectory,
                 token_ids_T=ids,
                 layout=layout,
-                targets_S=mask_O.nonzero()[:, 0] + (before - 1),
-                behaviour_S=torch.tensor(trajectory.rollout_logprobs)[mask_O],
+                # Positions in the whole sequence, one before the sampled token itself.
+                targets_S=sampled_O.nonzero()[:, 0] + (context_length - 1),
+                behaviour_S=torch.tensor(trajectory.rollout_logprobs)[sampled_O],
             )
         )
     return sequences
@@ -161,7 +162,7 @@ class Microbatch:
     weights_B: Tensor
     ref_logprobs_S: Tensor | None
     images: PackedImages | None = None
-    """Positions and images of the tokens; None: no sequence has an image."""
+    """Positions and images of the tokens. None: no sequence has an image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,45 +184,46 @@ def pack(
 ) -> list[Microbatch]:
     """Pack sequences into microbatches of at most `token_budget` tokens.
 
-    Common prefixes of at least `least` tokens are shared and count once; with None none are. A
-    sequence over the budget gets a microbatch of its own. Neighbours have similar lengths, which
-    makes packed attention cheaper; sequences of equal length keep their order. The microbatch with
-    the most tokens comes first, so that a run that will run out of memory does so at once.
+    Common prefixes of at least `least` tokens are shared and count once. With `least` None no
+    prefix is shared. A sequence over the budget gets a microbatch of its own. Neighbours have
+    similar lengths, which makes packed attention cheaper. Sequences of equal length keep their
+    order. The microbatch with the most tokens comes first, so that a run that will run out of
+    memory does so at once.
     """
     trees = grow([sequence.token_ids_T for sequence in sequences], least)
     runs = cut(trees, token_budget) if trees else []
-    microbatches = [_pack_one(sequences, run, device) for run in runs]
+    microbatches = [_pack_trees(sequences, run, device) for run in runs]
     return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
 
-def _pack_one(
-    every: Sequence[TrainingSequence], trees: tuple[Branch, ...], device: torch.device
+def _pack_trees(
+    candidates: Sequence[TrainingSequence], trees: tuple[Branch, ...], device: torch.device
 ) -> Microbatch:
-    """Lay out prefix trees over some of the sequences, level by level from their roots."""
+    """Pack prefix trees over some of the candidates, level by level from the roots."""
     segments: list[Segment] = []
     pieces: list[Tensor] = []
     sources: list[tuple[Layout | None, Branch]] = []
-    placed: list[tuple[TrainingSequence, Segment]] = []  # each with its last segment
+    leaves: list[tuple[TrainingSequence, Segment]] = []  # with its last segment
     level: list[tuple[Segment | None, Sequence[Branch]]] = [(None, trees)]
     while level:
         below: list[tuple[Segment | None, Sequence[Branch]]] = []
         for parent, siblings in level:
-            made: dict[int, Segment] = {}
+            segment_of: dict[int, Segment] = {}
             # Attention takes neighbours of similar length in one call.
             lengths = [branch.end - branch.start for branch in siblings]
             for index in sorted(range(len(siblings)), key=lambda index: -lengths[index]):
                 branch = siblings[index]
                 start = segments[-1].end if segments else 0
-                made[index] = Segment(start, lengths[index], parent)
-                segments.append(made[index])
-                pieces.append(every[branch.first].token_ids_T[branch.start : branch.end])
-                sources.append((every[branch.first].layout, branch))
-                placed += [(every[ending], made[index]) for ending in branch.ending]
-            below += [(made[i], branch.children) for i, branch in enumerate(siblings)]
+                segment_of[index] = Segment(start, lengths[index], parent)
+                segments.append(segment_of[index])
+                pieces.append(candidates[branch.first].token_ids_T[branch.start : branch.end])
+                sources.append((candidates[branch.first].layout, branch))
+                leaves += [(candidates[ending], segment_of[index]) for ending in branch.ending]
+            below += [(segment_of[i], branch.children) for i, branch in enumerate(siblings)]
         level = [(parent, siblings) for parent, siblings in below if siblings]
 
-    sequences = tuple(sequence for sequence, _ in placed)
-    targets = [packed_positions(segment)[sequence.targets_S] for sequence, segment in placed]
+    sequences = tuple(sequence for sequence, _ in leaves)
+    targets = [packed_positions(segment)[sequence.targets_S] for sequence, segment in leaves]
     labels = [sequence.token_ids_T[sequence.targets_S + 1] for sequence in sequences]
     counts_B = torch.tensor([sequence.sampled_length for sequence in sequences])
     refs = [s.ref_logprobs_S for s in sequences if s.ref_logprobs_S is not None]
@@ -236,7 +238,7 @@ def _pack_one(
         advantages_S=torch.cat([sequence.advantages_S for sequence in sequences]).to(device),
         weights_B=torch.tensor([sequence.weight for sequence in sequences]).to(device),
         ref_logprobs_S=torch.cat(refs).to(device) if refs else None,
-        images=_packed_images(sources, device) if any(one for one, _ in sources) else None,
+        images=_packed_images(sources, device) if any(layout for layout, _ in sources) else None,
     )
 
 
@@ -261,7 +263,7 @@ def _packed_images(
 def split(groups: Sequence[Item], parts: int) -> list[Sequence[Item]]:
     """Split `groups` in order into `parts` lists whose lengths differ by at most one.
 
-    Example: 5 groups in 2 parts are 3 and 2; 1 group in 2 parts is 1 and none.
+    Example: 5 groups in 2 parts are 3 and 2. 1 group in 2 parts is 1 and none.
     """
     size, larger = divmod(len(groups), parts)
     ends = [part * size + min(part, larger) for part in range(parts + 1)]
@@ -281,7 +283,7 @@ class Segment:
     """Packed position of the first token."""
     length: int
     parent: Segment | None = None
-    """Earlier segment with which the prefix ends; None: this segment starts its sequences."""
+    """Earlier segment with which the prefix ends. None: this segment starts its sequences."""
 
     @property
     def end(self) -> int:
@@ -303,7 +305,7 @@ class Segment:
 class Block:
     """Neighbouring segments of one parent and similar length, computed in one padded call.
 
-    Padding is at the end of each segment, where causal attention never sees it; the outputs of its
+    Padding is at the end of each segment, where causal attention never sees it. The outputs of its
     queries are dropped.
     """
 
@@ -317,7 +319,8 @@ class Block:
     """The prefix's segments: (index of the block, first token of that block, token after the
     last)."""
     gather: Tensor
-    """[segments x length] Token of the block at every padded position; padding repeats the last."""
+    """[segments x length] Token of the block at every padded position. Padding repeats the last
+    token of its segment."""
     scatter: Tensor
     """[tokens] Padded position of each token of the block."""
     padding: Tensor
@@ -342,13 +345,13 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
         prefix = []
         for part in longest.prefix:
             index = bisect_right(blocks, part.start, key=lambda block: block.start) - 1
-            first = part.start - blocks[index].start
-            prefix.append((index, first, first + part.length))
+            start_in_block = part.start - blocks[index].start
+            prefix.append((index, start_in_block, start_in_block + part.length))
         # Made on the host: on a GPU `nonzero` would wait for all work that is queued there.
         steps_L = torch.arange(longest.length)
         lengths_B1 = torch.tensor([segment.length for segment in run])[:, None]
         starts_B1 = torch.tensor([segment.start - start for segment in run])[:, None]
-        real = (steps_L < lengths_B1).flatten()
+        is_token = (steps_L < lengths_B1).flatten()
         gather = (starts_B1 + torch.minimum(steps_L, lengths_B1 - 1)).flatten()
         blocks.append(
             Block(
@@ -358,8 +361,8 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
                 length=longest.length,
                 prefix=tuple(prefix),
                 gather=gather.to(device, non_blocking=True),
-                scatter=real.nonzero()[:, 0].to(device, non_blocking=True),
-                padding=(~real).nonzero()[:, 0].to(device, non_blocking=True),
+                scatter=is_token.nonzero()[:, 0].to(device, non_blocking=True),
+                padding=(~is_token).nonzero()[:, 0].to(device, non_blocking=True),
             )
         )
     return tuple(blocks)

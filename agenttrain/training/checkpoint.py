@@ -102,7 +102,7 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Write the checkpoint `step-<step>` and return its folder; all processes together.
+        """Write the checkpoint `step-<step>` and return its folder. All processes together.
 
         `state` is JSON that `load` returns with `step` added. `rng` are the `random_states` that
         `load` restores; None: the current ones. If a process dies meanwhile, earlier checkpoints
@@ -124,7 +124,7 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy the policy, and write the copy while training goes on; `finish` completes it.
+        """Copy the policy, and write the copy while training goes on. `finish` completes it.
 
         The arguments and errors are those of `save`.
         """
@@ -145,13 +145,13 @@ class Checkpoints:
 
     @property
     def pending(self) -> int | None:
-        """Step of the checkpoint that was begun and is not finished; None: there is none."""
+        """Step of the checkpoint that was begun and is not finished. None: there is none."""
         return None if self._writing is None else self._writing.step
 
     def finish(self, world: World, *, wait: bool = True) -> Path | None:
-        """Complete the checkpoint that was begun and return its folder; all processes together.
+        """Complete the checkpoint that was begun and return its folder. All processes together.
 
-        None: there is none, or, unless `wait`, a process is still writing. Raises what `save` does.
+        None: none was begun, or without `wait` a process is still writing. Raises what `save` does.
         """
         writing = self._writing
         if writing is None:
@@ -194,9 +194,9 @@ class Checkpoints:
         *,
         copies: bool,
     ) -> Writing:
-        """Make the folder with the files that are short; return what is to be written into it.
+        """Make the folder and write its small files. Return the `Writing` of the large ones.
 
-        Without the weights, which `Snapshot.take_weights` adds.
+        Its snapshot lacks the weights, which `Snapshot.take_weights` adds.
         """
         world, model = policy.world, policy.model
         self.finish(world)
@@ -225,7 +225,7 @@ class Checkpoints:
         return self._writing
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Restore weights, optimizer and random states from `path`; return the saved state.
+        """Restore weights, optimizer and random states from `path`. Return the saved state.
 
         Any number of processes may have written it. Raises CheckpointError, before anything
         changes, if a file is not what was written.
@@ -259,7 +259,7 @@ class Checkpoints:
         return json.loads((path / "state.json").read_text())
 
     def load_latest(self, policy: Policy) -> dict[str, Any]:
-        """Restore the newest intact checkpoint; warn of newer ones, naming what is wrong.
+        """Restore the newest intact checkpoint. Warn of newer ones, naming what is wrong.
 
         Newer ones are renamed `.corrupt-step-<step>`, since the run will write those steps again.
         Raises CheckpointError, and renames nothing, if no checkpoint is intact.
@@ -279,51 +279,56 @@ class Checkpoints:
         return state
 
     def _newest_intact(self, world: World) -> Path:
-        """Return the newest checkpoint that verifies; the processes share its files."""
-        own = [path.name for path in newest_first(self.folder)] if world.is_main else []
-        for name in world.broadcast(own, "the checkpoints"):
+        """Return the newest checkpoint that verifies. Each process verifies a part of its files."""
+        # The main process's list is everybody's: a file system of a cluster may show another list
+        # to another machine, and then the processes would verify different checkpoints.
+        names = [path.name for path in newest_first(self.folder)] if world.is_main else []
+        for name in world.broadcast(names, "the checkpoints"):
             problem = None
             try:
                 verify(self.folder / name, world.rank, world.size)
             except CheckpointError as error:
                 problem = str(error)
             problems = world.exchange([problem], f"{name}: its files", patient=True)
-            first = next((one for one in problems if one is not None), None)
-            if first is None:
+            problem = next((problem for problem in problems if problem is not None), None)
+            if problem is None:
                 return self.folder / name
             if world.is_main:
-                print(f"warning: checkpoint skipped: {first}", file=sys.stderr)
+                print(f"warning: checkpoint skipped: {problem}", file=sys.stderr)
         with world.together("the newest checkpoint", CheckpointError):
             if world.is_main:
                 raise CheckpointError(f"{self.folder}: no intact checkpoint. Start a new run.")
         raise AssertionError  # the main process raised for all
 
     def mark_best(self, policy: Policy, step: int) -> None:
-        """Mark the checkpoint of `step` as the best: it is kept, the former best is not."""
+        """Mark the checkpoint of `step` as the best. The former best may be pruned again."""
         if policy.world.is_main:
             path = self.folder / f"{PREFIX}{step:06d}"
             self._link(BEST, path)
             self._prune(newest_first(self.folder)[0])
 
     def _link(self, name: str, path: Path) -> None:
+        """Point the link `name` to a checkpoint, without a moment in which there is no link."""
         part = self.folder / f".{name}.part"
         part.unlink(missing_ok=True)
         part.symlink_to(path.name)
         link = self.folder / name
-        if (
-            link.is_dir() and not link.is_symlink()
-        ):  # a copy of the run by a tool that follows links
+        # A tool that follows links has copied the run, with a folder in the link's place.
+        if link.is_dir() and not link.is_symlink():
             put_aside(link, f".former-{name}")
         part.replace(link)
         sync(self.folder)
 
     def _prune(self, written: Path) -> None:
-        """Remove old checkpoints; `written`, the newest others and the best one stay."""
+        """Remove old checkpoints, but not `written`, the next newest ones or the best one.
+
+        `written` may not be the newest: a run that was resumed from an older checkpoint.
+        """
         best = self.folder / BEST
-        kept = {written, self.folder / best.readlink()} if best.is_symlink() else {written}
-        others = [path for path in newest_first(self.folder) if path != written]
-        for path in others[self._keep - 1 :]:
-            if path not in kept:
+        protected = {written, self.folder / best.readlink()} if best.is_symlink() else {written}
+        older = [path for path in newest_first(self.folder) if path != written]
+        for path in older[self._keep - 1 :]:
+            if path not in protected:
                 # Renamed first: a process that dies meanwhile leaves no half of a checkpoint.
                 put_aside(path, f"{PRUNED}{path.name}")
                 shutil.rmtree(path.with_name(f"{PRUNED}{path.name}"))
@@ -331,7 +336,7 @@ class Checkpoints:
 
 @dataclass(slots=True)
 class Writing:
-    """A checkpoint that this process writes its part of."""
+    """Progress of a checkpoint, as far as this process writes it."""
 
     path: Path
     part: Path
@@ -350,7 +355,7 @@ class Writing:
         self.thread.start()
 
     def write(self) -> None:
-        """Write the files of this process; an error is kept for `Checkpoints.finish`."""
+        """Write the files of this process. `Checkpoints.finish` raises an error of it on all."""
         try:
             with as_not_written(self.part):
                 if self.failure is None:
@@ -360,7 +365,7 @@ class Writing:
         self.written = True
 
     def wait(self) -> None:
-        """Wait for the thread; signals are handled meanwhile."""
+        """Wait for the thread, in short joins: Python handles signals only between two of them."""
         while self.thread is not None and self.thread.is_alive():
             self.thread.join(WAKE_S)
 
@@ -388,7 +393,7 @@ def as_not_written(part: Path) -> Iterator[None]:
 
 
 def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
-    """Load the weights of a checkpoint into `model`, into a sharded one only this process's rows.
+    """Load the weights of a checkpoint into `model`. A sharded model gets only this process's rows.
 
     Raises WrongWeights and NotRead.
     """
@@ -398,8 +403,7 @@ def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
         elif is_sharded(model) and why_not_sliced(path) is None:
             SlicedWeights(model, path, world.rank).fill(model, world)
         else:
-            saved = type(model).from_pretrained(path, dtype=model.dtype)
-            state = saved.state_dict()
+            state = type(model).from_pretrained(path, dtype=model.dtype).state_dict()
             for name, tensor in model.state_dict().items():
                 assign(tensor, state[name])
 
@@ -424,27 +428,28 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Restore the states that `random_states` returned.
 
-    On a machine with other GPUs, the state of this process's GPU goes to its current GPU, and the
-    states of the others to as many other GPUs as there are.
+    The machine may have other GPUs than the one that saved the states. Then the state of this
+    process's GPU goes to its current GPU, and the states of the others to as many other GPUs as
+    there are.
     """
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *position = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *position))
     torch.set_rng_state(states["torch"])
-    saved = states["cuda"]
-    count = torch.cuda.device_count() if saved and torch.cuda.is_available() else 0
+    gpu_states = states["cuda"]
+    count = torch.cuda.device_count() if gpu_states and torch.cuda.is_available() else 0
     if count:
-        own = torch.cuda.current_device()
+        device = torch.cuda.current_device()
         # Older checkpoints lack `cuda_device`: assume the same GPU.
-        before = states.get("cuda_device", own if own < len(saved) else 0)
-        for device in range(min(len(saved), count)):
-            torch.cuda.set_rng_state(saved[device], device)
-        torch.cuda.set_rng_state(saved[before], own)
+        former = states.get("cuda_device", device if device < len(gpu_states) else 0)
+        for index in range(min(len(gpu_states), count)):
+            torch.cuda.set_rng_state(gpu_states[index], index)
+        torch.cuda.set_rng_state(gpu_states[former], device)
 
 
 def seed_random(seed: int) -> None:
-    """Seed all random generators; numpy takes 32 bits of the seed."""
+    """Seed all random generators. Numpy's takes 32 bits of the seed."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -33,15 +33,15 @@ READ_BY_LOADERS = (
 
 
 class CheckpointError(AgenttrainError):
-    """A checkpoint is incomplete, corrupt or missing; the message names the file."""
+    """A checkpoint is incomplete, corrupt or missing. The message names the file."""
 
 
 class NotRead(CheckpointError, ValueError):
-    """A pickle holds more than tensors and plain values; the message names the file."""
+    """A pickle holds more than tensors and plain values. The message names the file."""
 
 
 class NotWritten(CheckpointError):
-    """A checkpoint cannot be written; the earlier ones are as they were."""
+    """A checkpoint cannot be written. The earlier ones are as they were."""
 
 
 @contextmanager
@@ -82,10 +82,10 @@ def set_stop_tokens(model: Any, token_ids: Sequence[int]) -> None:
     """
     ids: int | list[int] = token_ids[0] if len(token_ids) == 1 else list(token_ids)
     for settings in (model.config, model.config.get_text_config(), model.generation_config):
-        if not hasattr(settings, "eos_token_id"):  # there is no such key or no such file
+        if not hasattr(settings, "eos_token_id"):  # no such key, or no generation_config.json
             continue
-        named = settings.eos_token_id
-        if set(named if isinstance(named, list) else [named]) != set(token_ids):
+        former = settings.eos_token_id
+        if set(former if isinstance(former, list) else [former]) != set(token_ids):
             settings.eos_token_id = ids
 
 
@@ -100,7 +100,7 @@ def auto_class(folder: Path) -> Any:
 
 
 def latest(folder: Path) -> Path:
-    """Return the newest checkpoint in `folder` that verifies; skip others with a warning.
+    """Return the newest checkpoint in `folder` that verifies. Warn of those that are skipped.
 
     Raises CheckpointError if there is none.
     """
@@ -115,7 +115,7 @@ def latest(folder: Path) -> Path:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, intact or not, the newest first."""
+    """Return the checkpoints in `folder`, intact or not, from the newest to the oldest."""
     by_step = {
         int(match[1]): path
         for path in folder.glob(f"{PREFIX}*")
@@ -133,8 +133,8 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST}: {error}") from error
-    own = files.pop(MANIFEST, None) if isinstance(files, dict) else None
-    if own is None or own != _digest_of(files):
+    digest_of_entries = files.pop(MANIFEST, None) if isinstance(files, dict) else None
+    if digest_of_entries is None or digest_of_entries != _digest_of(files):
         raise CheckpointError(f"{path / MANIFEST}: its content is not what was written")
     sizes = {}
     for name in files:
@@ -161,15 +161,15 @@ def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
     `digests` are the sha256 by name of files that were hashed while they were written, and are on
     disk.
     """
-    known = digests or {}
+    written_digests = digests or {}
     files = sorted(path for path in part.rglob("*") if path.is_file())
     names = {str(path.relative_to(part)): path for path in files}
-    by_name = {name: known.get(name) or digest(path) for name, path in names.items()}
+    by_name = {name: written_digests.get(name) or digest(path) for name, path in names.items()}
     text = json.dumps({**by_name, MANIFEST: _digest_of(by_name)}, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
     copy_mode(part / MANIFEST, files)
-    others = [path for name, path in names.items() if name not in known]
-    for path in (*others, part / MANIFEST, part):
+    unsynced = [path for name, path in names.items() if name not in written_digests]
+    for path in (*unsynced, part / MANIFEST, part):
         sync(path)
 
 
@@ -185,7 +185,10 @@ def copy_mode(example: Path, files: Iterable[Path]) -> None:
 
 
 def replace(part: Path, path: Path) -> None:
-    """Rename the finished folder; remove a former one of that name last."""
+    """Rename the finished folder `part` to `path`. A former folder of that name is removed last.
+
+    `recover` completes or undoes this if the process dies in it.
+    """
     former = path.with_name(f".{path.name}.former")
     shutil.rmtree(former, ignore_errors=True)
     if path.exists():
@@ -196,7 +199,7 @@ def replace(part: Path, path: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Undo a replacement that died between its two renames; remove other leftovers."""
+    """Undo a `replace` that died between its two renames, and remove other leftovers."""
     for former in folder.glob(f".{PREFIX}*.former"):
         path = folder / former.name[1:].removesuffix(".former")
         if not path.exists():
@@ -208,7 +211,7 @@ def recover(folder: Path) -> None:
 
 
 def put_aside(path: Path, name: str) -> None:
-    """Rename within the folder; replace a folder of that name."""
+    """Rename a folder to `name` in the same folder, in place of one that has this name."""
     aside = path.with_name(name)
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -221,4 +224,5 @@ def digest(path: Path) -> str:
 
 
 def _digest_of(files: Mapping[str, str]) -> str:
+    """Return the sha256 of a manifest's entries: file name -> sha256."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

@@ -30,17 +30,19 @@ def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
 
     Only there: an engine that samples from the same model calls its layers in other ways.
     """
-    changed: list[Any] = layers(model)
-    for layer in changed:
+    modules: list[Any] = layers(model)
+    for layer in modules:
+        # On the instance, where it hides the method of the class; deleting it restores that one.
         layer.forward = partial(_forward, layer)
     try:
         yield
     finally:
-        for layer in changed:
+        for layer in modules:
             del layer.forward
 
 
 def _forward(layer: Any, *states: Any, **keywords: Any) -> Any:
+    """Call a layer's forward pass in its compiled form."""
     function = type(layer).forward
     # From transformers 5.23 on, checkpointing is part of `forward`, and torch compiles nothing
     # inside a checkpoint that it meets while it compiles. Before, it is around `forward`.

@@ -143,21 +143,21 @@ class OptimizerConfig:
     def _check(self) -> OptimizerConfig:
         key = "optimizer.schedule_options"
         kind = SCHEDULE_OPTIONS[self.schedule]
-        known = field_names(kind)
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        unknown = [name for name in self.schedule_options if name not in known]
+        option_names = field_names(kind)
+        takes = f"it takes {', '.join(option_names)}" if option_names else "it takes none"
+        unknown = [name for name in self.schedule_options if name not in option_names]
         problems = [
             f"{key}.{name}={shown(self.schedule_options[name])}: not an option of "
-            f"optimizer.schedule={self.schedule}{did_you_mean(name, known)}; {takes}"
+            f"optimizer.schedule={self.schedule}{did_you_mean(name, option_names)}; {takes}"
             for name in unknown
         ]
-        given = {n: value for n, value in self.schedule_options.items() if n not in unknown}
+        valid_options = {n: value for n, value in self.schedule_options.items() if n not in unknown}
         options = None
         try:
-            options = validated(kind, given, key)
+            options = validated(kind, valid_options, key)
         except ConfigError as error:
             problems += str(error).splitlines()
-        # Options that would raise the learning rate where it is to fall.
+        # With these, the schedule would raise the learning rate that it is to lower.
         least, end = getattr(options, "min_lr", None), getattr(options, "lr_end", None)
         if least is not None and least > self.lr:
             problems.append(

@@ -22,8 +22,8 @@ from agenttrain.training.lora import base_name
 def in_files(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights of `model` as its files have them.
 
-    By the conversions with which the model was loaded, or those of its family, if it was built
-    without files.
+    The conversions are those with which the model was loaded. A model that was built without files
+    has those of its family.
 
     Example: ``….experts.down_proj`` of 2 experts becomes ``….experts.0.down_proj.weight`` and
     ``….experts.1.down_proj.weight``.
@@ -41,9 +41,10 @@ def on_meta(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def one_by_one(model: PreTrainedModel) -> bool:
-    """Return True if each tensor of the files is made of one weight, so that others may be absent.
+    """Return True if each tensor of the files comes from one weight.
 
-    A model is tried once: its experts make thousands of tensors.
+    Then `in_files` takes some weights without the others. The answer is cached for each model: its
+    experts make thousands of tensors.
     """
     if model not in _ONE_BY_ONE:
         _ONE_BY_ONE[model] = _try_one_by_one(model)
@@ -66,8 +67,8 @@ def _try_one_by_one(model: PreTrainedModel) -> bool:
     alone: dict[str, torch.Size] = {}
     for name, tensor in shapes.items():
         try:
-            made = in_files(model, {name: tensor})
+            converted = in_files(model, {name: tensor})
         except Exception:  # an operation that misses its other inputs raises anything
             return False
-        alone.update((n, t.shape) for n, t in made.items())
+        alone.update((n, t.shape) for n, t in converted.items())
     return alone == together

@@ -56,9 +56,9 @@ for models whose scores are held in memory: only from there on is the growth lin
 def empty_model(
     config: Any, dtype: torch.dtype, lora: LoraSettings, adapters: Path | None = None
 ) -> PreTrainedModel:
-    """Return the model of a config without storage; with adapters if `lora` has a rank.
+    """Return the model of a config without storage. It has adapters if `lora` has a rank.
 
-    `adapters` is the folder of those that training continues.
+    `adapters` is the folder of the adapters that training continues.
     """
     with init_empty_weights(include_buffers=True):
         sees = config.model_type in SEEING
@@ -76,7 +76,7 @@ def empty_model(
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of all parameters; tied ones count once."""
+    """Return the bytes of all parameters. Tied ones count once."""
     return sum(p.nbytes for p in model.parameters())
 
 
@@ -85,7 +85,7 @@ class Updating:
     """Bytes that an optimizer update holds beside the weights."""
 
     gradients: int
-    """In the format of the weights; weights with a float32 copy have a float32 sum as well."""
+    """In the format of the weights. Weights with a float32 copy have a float32 sum as well."""
     masters: int
     """Float32 copies of weights in another format."""
     moments: int
@@ -95,13 +95,14 @@ class Updating:
 def updating(model: PreTrainedModel, config: OptimizerConfig) -> Updating:
     """Return the bytes of a model's gradients and of its optimizer's state."""
     optimizer = build_optimizer(model, config)
-    copied = optimizer.pairs if isinstance(optimizer, MasterWeights) else []
-    masters = sum(master.nbytes for _, master in copied)
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return Updating(gradients=trained + masters, masters=masters, moments=_moments(optimizer))
+    master_pairs = optimizer.pairs if isinstance(optimizer, MasterWeights) else []
+    masters = sum(master.nbytes for _, master in master_pairs)
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return Updating(gradients=gradients + masters, masters=masters, moments=_moments(optimizer))
 
 
 def _moments(optimizer: Optimizer) -> int:
+    """Return the bytes of an optimizer's state, once it has made an update."""
     parts = getattr(optimizer, "parts", None)
     if parts is not None:
         return sum(map(_moments, parts))
@@ -122,8 +123,8 @@ class Saved:
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None) -> None:
         self._model, self._autocast = model, autocast
-        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-        self._longest = TRACED if capped is None else TRACED_SCORES
+        softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+        self._longest = TRACED if softcap is None else TRACED_SCORES
         self._traced: dict[int, int] = {}
 
     def __call__(self, tokens: int) -> int:
@@ -135,7 +136,7 @@ class Saved:
         return full + round((full - half) / (longest - longest // 2) * (tokens - longest))
 
     def _trace(self, tokens: int) -> int:
-        """Return the bytes that autograd saves in a forward pass over fake tensors; cached."""
+        """Return the bytes that autograd saves in a forward pass over fake tensors (cached)."""
         if tokens in self._traced:
             return self._traced[tokens]
         tree = PackedTree(one_after_the_other([tokens]), torch.device("cpu"))
@@ -172,12 +173,16 @@ class Saved:
 
 
 def _fake(tensor: Tensor) -> Tensor:
+    """Return a tensor like this one. Inside FakeTensorMode it has no storage."""
     fake = torch.empty(tensor.shape, dtype=tensor.dtype)
     return fake.requires_grad_(tensor.requires_grad)
 
 
 def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Return (numbers of a token's key, of its value) for every layer that caches them."""
+    """Return how many numbers a token's key and its value have, for every layer that caches them.
+
+    Example: 2 heads of size 64 in 3 layers: ``[(128, 128)] * 3``.
+    """
     net = backbone(model)
     with equal_layers_run_twice(layers(model)) as skipped, FakeTensorMode(), torch.no_grad():
         state: Mapping[str, Tensor] = {
@@ -189,13 +194,13 @@ def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
         functional_call(net, dict(state), (ids,), keywords)
         caches = [cache.layers[skipped.twins.get(n, n)] for n in range(len(cache.layers))]
         # Layers of convolutions have a state of one size, and no keys.
-        held = [layer for layer in caches if getattr(layer, "keys", None) is not None]
+        key_layers = [layer for layer in caches if getattr(layer, "keys", None) is not None]
         return [
             (
                 layer.keys.shape[1] * layer.keys.shape[3],
                 layer.values.shape[1] * layer.values.shape[3],
             )
-            for layer in held
+            for layer in key_layers
         ]
 
 
@@ -204,19 +209,19 @@ def head_bytes(
 ) -> int:
     """Return the peak bytes of the logprobs of `tokens` sampled tokens and their backward pass.
 
-    Logits within the budget are kept, others are computed again: a microbatch with fewer sampled
-    tokens may take as much as a full one.
+    Logits within the budget are kept, and those above it computed again. So a microbatch with fewer
+    sampled tokens may take as much as a full one.
     """
     head: Any = model.get_output_embeddings()
     entries, hidden = head.weight.shape
     size = 2 if autocast else head.weight.element_size()
-    chunk, logits = CPU_TILE if device == "cpu" else GPU_TILE
-    height = max(1, min(chunk, tokens))
-    tile = height * min(entries, max(1, logits // height)) * FLOAT32
-    wanted, budget = tokens * entries * FLOAT32, budget_mb * 2**20
-    tiles = (TILES if wanted > budget else TILES - 1) * tile
+    tile_tokens, tile_logits = CPU_TILE if device == "cpu" else GPU_TILE
+    height = max(1, min(tile_tokens, tokens))
+    tile = height * min(entries, max(1, tile_logits // height)) * FLOAT32
+    logits_bytes, budget = tokens * entries * FLOAT32, budget_mb * 2**20
+    tiles = (TILES if logits_bytes > budget else TILES - 1) * tile
     weight = head.weight.numel() if head.weight.requires_grad else 0
     # The weight's gradient is summed in float32 and cast to the weight's format at the end.
     cast = weight * size if size != FLOAT32 else 0
     states = tokens * hidden * (size + FLOAT32)
-    return min(wanted, budget) + weight * FLOAT32 + max(tiles, cast) + states
+    return min(logits_bytes, budget) + weight * FLOAT32 + max(tiles, cast) + states

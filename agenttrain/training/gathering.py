@@ -1,9 +1,9 @@
-"""Gathering of sharded weights: those of a decoder layer by one collective call.
+"""Gathering of sharded weights, with one collective call for each decoder layer.
 
 A weight is a matrix of rows, of which each process has some. The parts of a layer's weights lie one
 after the other in a buffer, and the buffers of all processes are gathered on the device that
 computes, also if the parts are kept in host memory. So a gather holds one layer, and there are as
-many as layers; weights outside of the layers, such as the embeddings, are gathered alone.
+many as layers. Weights outside of the layers, such as the embeddings, are gathered alone.
 
     process 0   | rows 0-1 of q_proj | rows 0-1 of k_proj | …
     process 1   | rows 2-3 of q_proj | rows 2-3 of k_proj | …
@@ -33,7 +33,7 @@ ALIGNMENT = 16
 def gather_by_layer(
     model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full weights with their names in `model`; all processes iterate together.
+    """Yield the full weights with their names in `model`. All processes iterate together.
 
     `weights` are in the model's order, one layer after the other. A weight that is not sharded is
     yielded as it is.
@@ -41,16 +41,16 @@ def gather_by_layer(
     if not is_sharded(model):
         yield from weights
         return
-    inside = set(map(id, layers(model)))
-    prefixes = {name for name, module in model.named_modules() if id(module) in inside}
+    layer_ids = set(map(id, layers(model)))
+    prefixes = {name for name, module in model.named_modules() if id(module) in layer_ids}
 
-    def layer_of(named: tuple[str, Tensor]) -> str:
-        parts = named[0].split(".")
+    def layer_of(weight: tuple[str, Tensor]) -> str:
+        parts = weight[0].split(".")
         owners = (".".join(parts[:count]) for count in range(1, len(parts)))
-        return next((owner for owner in owners if owner in prefixes), named[0])
+        return next((owner for owner in owners if owner in prefixes), weight[0])
 
-    for _, of_layer in groupby(weights, key=layer_of):
-        names, tensors = map(list, zip(*of_layer, strict=True))
+    for _, layer_weights in groupby(weights, key=layer_of):
+        names, tensors = map(list, zip(*layer_weights, strict=True))
         full = gather(tensors)
         del tensors
         for name in names:
@@ -75,28 +75,30 @@ def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
     Tensors that are not sharded by rows need none, or one of their own.
     """
-    by_rows = [tensor for tensor in tensors if _by_rows(tensor)]
+    by_rows = [tensor for tensor in tensors if _is_by_rows(tensor)]
     places, total = _places(by_rows)
-    full = _gathered(by_rows, places, total) if by_rows else None
-    others = [tensor for tensor in tensors if not _by_rows(tensor)]
-    alone = [not _by_rows(tensor) for tensor in tensors]
-    del tensors, by_rows  # parts that were cast, and are in the buffer now
-    of_rows, of_others = iter(places), iter(others)
-    for is_alone in alone:
-        if is_alone or full is None:
-            yield full_tensor(next(of_others))
+    buffers = _gather_buffers(by_rows, places, total) if by_rows else None
+    packed = [_is_by_rows(tensor) for tensor in tensors]
+    unpacked_tensors = iter([tensor for tensor in tensors if not _is_by_rows(tensor)])
+    packed_places = iter(places)
+    # The buffers hold copies: tensors that the caller has cast for this call can be freed now.
+    del tensors, by_rows
+    for is_packed in packed:
+        if not is_packed or buffers is None:
+            yield full_tensor(next(unpacked_tensors))
             continue
-        place = next(of_rows)
-        parts = full[:, place.offset : place.offset + place.size].view(place.dtype)
+        place = next(packed_places)
+        parts = buffers[:, place.offset : place.offset + place.size].view(place.dtype)
         # A copy, unless the tensor is alone in the buffer.
-        yield parts.reshape(len(full) * place.rows, *place.shape[1:])[: place.shape[0]]
+        yield parts.reshape(len(buffers) * place.rows, *place.shape[1:])[: place.shape[0]]
 
 
-def _by_rows(tensor: Tensor) -> TypeGuard[DTensor]:
+def _is_by_rows(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return True if the tensor's rows lie on the processes of the mesh's last dimension."""
     if not isinstance(tensor, DTensor):
         return False
-    *others, last = tensor.placements
-    return last.is_shard(0) and all(placement.is_replicate() for placement in others)
+    *replicas, sharding = tensor.placements
+    return sharding.is_shard(0) and all(placement.is_replicate() for placement in replicas)
 
 
 def _places(tensors: Sequence[DTensor]) -> tuple[list[PackedPart], int]:
@@ -110,16 +112,16 @@ def _places(tensors: Sequence[DTensor]) -> tuple[list[PackedPart], int]:
     return places, offset
 
 
-def _gathered(tensors: Sequence[DTensor], places: Sequence[PackedPart], total: int) -> Tensor:
+def _gather_buffers(tensors: Sequence[DTensor], places: Sequence[PackedPart], total: int) -> Tensor:
     """Return the buffers of all processes, [processes, bytes], on the device that computes."""
     mesh = tensors[0].device_mesh
     group = mesh.get_group(mesh.ndim - 1)
     rank, count = dist.get_rank(group), dist.get_world_size(group)
-    full = torch.empty(count * total, dtype=torch.uint8, device=mesh.device_type)
-    own = full[rank * total : (rank + 1) * total]
+    buffers = torch.empty(count * total, dtype=torch.uint8, device=mesh.device_type)
+    buffer = buffers[rank * total : (rank + 1) * total]
     for tensor, place in zip(tensors, places, strict=True):
         part: Any = tensor.to_local()
-        target = own[place.offset : place.offset + part.nbytes].view(part.dtype)
+        target = buffer[place.offset : place.offset + part.nbytes].view(part.dtype)
         target.view(part.shape).copy_(part, non_blocking=True)
-    all_gather(full, own, group=group)
-    return full.view(count, total)
+    all_gather(buffers, buffer, group=group)
+    return buffers.view(count, total)

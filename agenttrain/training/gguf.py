@@ -32,10 +32,10 @@ def convert(file: Path, folder: Path) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     reader = GGUFReader(file)
-    needed = FLOAT32_BYTES * sum(int(tensor.n_elements) for tensor in reader.tensors)
+    size = FLOAT32_BYTES * sum(int(tensor.n_elements) for tensor in reader.tensors)
     free = shutil.disk_usage(folder.parent).free
-    if needed > free:
-        raise OSError(f"float32 weights take {needed:,} bytes, and {free:,} are free")
+    if size > free:
+        raise OSError(f"float32 weights take {size:,} bytes, and {free:,} are free")
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
     pre = reader.fields.get("tokenizer.ggml.pre")
@@ -51,21 +51,22 @@ def convert(file: Path, folder: Path) -> None:
     head_dim = reader.fields.get(f"{architecture}.attention.key_length")
     if head_dim is not None and hasattr(config, "head_dim"):
         config.head_dim = int(head_dim.contents())  # transformers 5.23 takes 128 for each Qwen3
-    loaded = AutoModelForCausalLM.from_pretrained(
+    quantized = AutoModelForCausalLM.from_pretrained(
         file.parent,
         config=config,
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
         **source,
     )
-    # A model that was loaded from a GGUF file counts as quantized and cannot be saved.
-    config = loaded.config
+    # A model that was loaded from a GGUF file counts as quantized and cannot be saved. A new model
+    # without storage takes its weights over.
+    config = quantized.config
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.load_state_dict(quantized.state_dict(), assign=True)
     model.tie_weights()
-    model.generation_config = loaded.generation_config
+    model.generation_config = quantized.generation_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

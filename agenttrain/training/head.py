@@ -1,8 +1,9 @@
 """Log-probabilities and entropies of labels under a linear head, tile by tile.
 
-There is no [tokens x vocabulary] tensor in memory unless `keep` keeps the logits for the backward
-pass; then they are the only one. Shapes: S tokens, H hidden, V vocabulary, C tokens
-and N vocabulary entries of a tile.
+There is no [tokens x vocabulary] tensor in memory, unless `keep` keeps the logits for the backward
+pass. Then they are the only one.
+
+Shapes: S tokens, H hidden, V vocabulary, C tokens and N vocabulary entries of a tile.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class LogitTransform:
         if self.softcap is None:
             slope = self.scale / self.temperature
             return output if slope == 1 else output * slope
-        capped = torch.tanh(output * (self.scale / self.softcap))
-        return capped * (self.softcap / self.temperature)
+        bounded = torch.tanh(output * (self.scale / self.softcap))
+        return bounded * (self.softcap / self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float:
         """Return d logits / d output, from the logits."""
@@ -66,11 +67,11 @@ def linear_logprobs(
     entropy_grad: bool = False,
     compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return log softmax(transform(hidden @ weight.T + bias)) at the labels; entropies; [S] each.
+    """Return log softmax(transform(hidden @ weight.T + bias)) at the labels, and entropies, [S].
 
-    Products have the type of `hidden` (under autocast, autocast's); everything else is at least
-    fp32. The entropies carry a gradient only with `entropy_grad`. `compile`: the arithmetic of a
-    tile is fused by torch.compile.
+    Products have the type of `hidden` (under autocast, autocast's). Everything else is at least
+    fp32. The entropies carry a gradient only with `entropy_grad`. With `compile`, torch.compile
+    fuses the arithmetic of a tile.
     """
     logprobs_S, entropy_S = _LinearLogprobs.apply(
         hidden_SH,
@@ -93,6 +94,8 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LinearLogprobs(torch.autograd.Function):
+    """`linear_logprobs` with a backward pass of its own, which computes the tiles again."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -110,18 +113,18 @@ class _LinearLogprobs(torch.autograd.Function):
         type = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
         product = _Product(hidden_SH, weight_VH, bias_V, type)
         statistics = _Statistics(labels_S, product.exact, prepare(_fold))
-        kept = []
+        logits_of_tiles = []
         for tokens, vocabulary in product.tiles():
             logits = transform(product(tokens, vocabulary))
             statistics.fold(logits, tokens, vocabulary)
             if keep:
-                kept.append(logits)
+                logits_of_tiles.append(logits)
         # log sum exp of the logits, and -sum p log p = log sum exp(d) - sum p d.
         log_S = statistics.exp_S.log()
         normaliser_S = statistics.highest_S + log_S
         entropy_S = log_S - statistics.product_S / statistics.exp_S
         ctx.save_for_backward(
-            hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *kept
+            hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *logits_of_tiles
         )
         ctx.transform, ctx.type, ctx.prepare = transform, type, prepare
         return statistics.label_S - normaliser_S, entropy_S
@@ -131,20 +134,24 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_S: Tensor | None, grad_entropy_S: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *kept = ctx.saved_tensors
+        hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *logits_of_tiles = (
+            ctx.saved_tensors
+        )
         product = _Product(hidden_SH, weight_VH, bias_V, ctx.type)
         if grad_logprobs_S is None:
             grad_logprobs_S = torch.zeros_like(normaliser_S)
-        # Summed over tiles at least in fp32; autograd casts each to the type of its input.
+        # Sums over tiles, at least in fp32. Autograd casts each to the type of its input.
         inputs = (product.hidden_SH, weight_VH, bias_V)
         sums = [
-            torch.zeros_like(tensor, dtype=product.exact) if need and tensor is not None else None
-            for tensor, need in zip(inputs, ctx.needs_input_grad, strict=False)
+            torch.zeros_like(tensor, dtype=product.exact)
+            if needs_grad and tensor is not None
+            else None
+            for tensor, needs_grad in zip(inputs, ctx.needs_input_grad, strict=False)
         ]
         sum_hidden_SH, sum_weight_VH, sum_bias_V = sums
-        tiles = iter(kept)
+        tiles = iter(logits_of_tiles)
         for tokens, vocabulary in product.tiles():
-            logits = next(tiles) if kept else ctx.transform(product(tokens, vocabulary))
+            logits = next(tiles) if logits_of_tiles else ctx.transform(product(tokens, vocabulary))
             slope = ctx.prepare(_slope)(
                 logits - normaliser_S[tokens, None],
                 entropy_S[tokens, None],
@@ -155,19 +162,21 @@ class _LinearLogprobs(torch.autograd.Function):
             at_label = torch.where(inside, grad_logprobs_S[tokens], 0.0)
             slope.scatter_add_(-1, index[:, None], at_label[:, None])
             slope.mul_(ctx.transform.slope(logits))
-            typed = slope.to(product.type)
+            slope_in_type = slope.to(product.type)
             if sum_hidden_SH is not None:
-                _add_product(sum_hidden_SH[tokens], typed, weight_VH[vocabulary].to(product.type))
+                _add_product(
+                    sum_hidden_SH[tokens], slope_in_type, weight_VH[vocabulary].to(product.type)
+                )
             if sum_weight_VH is not None:
-                _add_product(sum_weight_VH[vocabulary], typed.T, product.hidden_SH[tokens])
+                _add_product(sum_weight_VH[vocabulary], slope_in_type.T, product.hidden_SH[tokens])
             if sum_bias_V is not None:
                 sum_bias_V[vocabulary] += slope.sum(0)
-            del typed  # in 16 bits a copy; free it before the next tile is computed
+            del slope_in_type  # in 16 bits a copy; free it before the next tile is computed
         return *sums, None, None, None, None
 
 
 class _Product:
-    """hidden @ weight.T + bias, tile by tile; products in `type`, results at least in fp32."""
+    """hidden @ weight.T + bias, tile by tile. Products are in `type`, results at least in fp32."""
 
     def __init__(
         self, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, type: torch.dtype
@@ -223,10 +232,14 @@ class _Statistics:
 
 
 def _fold(logits: Tensor, highest: Tensor, exp: Tensor, product: Tensor) -> None:
-    """Add the logits [C, N] of a tile to the sums [C] of its tokens, in place."""
-    before = highest.clone()
-    torch.maximum(before, logits.amax(-1), out=highest)
-    shift = before - highest
+    """Add the logits [C, N] of a tile to the sums [C] of its tokens, in place.
+
+    The sums are relative to the highest logit so far. With s = former highest - highest, the former
+    sum of exp(d) becomes e^s sum, and that of exp(d) d becomes e^s (sum + s sum of exp(d)).
+    """
+    former_highest = highest.clone()
+    torch.maximum(former_highest, logits.amax(-1), out=highest)
+    shift = former_highest - highest
     distance = logits - highest[:, None]
     weight = distance.exp()
     product.add_(exp * shift).mul_(shift.exp()).add_((distance.mul_(weight)).sum(-1))
@@ -234,7 +247,10 @@ def _fold(logits: Tensor, highest: Tensor, exp: Tensor, product: Tensor) -> None
 
 
 def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
-    """Return each label's index in the tile (any index if outside), and whether it is inside."""
+    """Return each label's index in the tile, and True if it is inside. Outside, any index will do.
+
+    Without a selection by mask the shapes do not depend on values, so nothing waits for the GPU.
+    """
     local = labels_C - vocabulary.start
     size = vocabulary.stop - vocabulary.start
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
@@ -243,7 +259,7 @@ def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
 def _slope(
     log_p: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
-    """Return d loss / d logits of a tile, [C, N], in place of `log_p`; other arguments are [C, 1].
+    """Return d loss / d logits of a tile, [C, N], in place of `log_p`. Others are [C, 1].
 
     d logprob / d logit_j = [j is the label] - p_j, whose first term the caller adds.
     d entropy / d logit_j = -p_j * (log p_j + entropy)
@@ -255,6 +271,7 @@ def _slope(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, in place."""
     if total.dtype is left.dtype:
         total.addmm_(left, right)
     else:
@@ -262,7 +279,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _multiply(left: Tensor, right: Tensor, exact: torch.dtype) -> Tensor:
-    """Return left @ right in `exact`; on a GPU without rounding the sums to 16 bits before."""
+    """Return left @ right in `exact`. On a GPU the sums are not rounded to 16 bits before."""
     if left.dtype is not exact and left.device.type == "cuda":
         return torch.mm(left, right, out_dtype=exact)
     return (left @ right).to(exact)

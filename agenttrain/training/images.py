@@ -28,25 +28,22 @@ def hidden_with_images(
 ) -> Tensor:
     """Return the last hidden states of a microbatch with images, [T, H].
 
-    `packed`: in one pass inside `packing(model)`, else one pass per segment after its prefix.
-    `varlen` is that of `packed_hidden`.
+    If `packed`, this is one pass inside `packing(model)`, else one pass for each segment after its
+    prefix. `varlen` is that of `packed_hidden`.
     """
-    shown = {piece.image.sha256: piece.image for piece in images.pieces}
-    known: dict[str, Features]
+    by_digest = {piece.image.sha256: piece.image for piece in images.pieces}
+    features: dict[str, Features]
     if vision.frozen:
-        known = {digest: vision.features(model, image) for digest, image in shown.items()}
+        features = {digest: vision.features(model, image) for digest, image in by_digest.items()}
     else:
-        made = vision.compute(model, [*shown.values()], grad=torch.is_grad_enabled())
-        known = dict(zip(shown, made, strict=True))
+        computed = vision.compute(model, [*by_digest.values()], grad=torch.is_grad_enabled())
+        features = dict(zip(by_digest, computed, strict=True))
     language: Any = model.model.language_model
-    ids_T, segments, device = (
-        microbatch.token_ids_T,
-        microbatch.segments,
-        images.positions_3T.device,
-    )
+    ids_T, segments = microbatch.token_ids_T, microbatch.segments
+    device = images.positions_3T.device
     if packed:
         output = language(
-            **embed(model, ids_T[None], images.pieces, known),
+            **embed(model, ids_T[None], images.pieces, features),
             position_ids=images.positions_3T[:, None],
             blocks=PackedTree(segments, device, use_varlen=varlen),
             use_cache=False,
@@ -57,7 +54,9 @@ def hidden_with_images(
     for segment in segments:
         places_T = packed_positions(segment).to(device)
         output = language(
-            **embed(model, ids_T[places_T][None], _moved(images.pieces, places_T), known),
+            **embed(
+                model, ids_T[places_T][None], _select_pieces(images.pieces, places_T), features
+            ),
             position_ids=images.positions_3T[:, None, places_T],
             use_cache=False,
         )
@@ -65,8 +64,8 @@ def hidden_with_images(
     return torch.cat(rows)
 
 
-def _moved(pieces: tuple[Piece, ...], places_T: Tensor) -> list[Piece]:
-    """Return the pieces among the tokens at these packed positions, by their place among them."""
+def _select_pieces(pieces: tuple[Piece, ...], places_T: Tensor) -> list[Piece]:
+    """Return the pieces that lie at these packed positions, each with its index in `places_T`."""
     place_of = {place: index for index, place in enumerate(places_T.tolist())}
     return [
         piece._replace(start=place_of[piece.start]) for piece in pieces if piece.start in place_of

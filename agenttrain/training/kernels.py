@@ -47,7 +47,7 @@ BACKENDS = {
     SDPBackend.CUDNN_ATTENTION: Kernel.cudnn,
     SDPBackend.EFFICIENT_ATTENTION: Kernel.efficient,
 }
-"""Kernels by torch's name; every other backend counts as `math`."""
+"""Kernels by torch's name. Every other backend counts as `math`."""
 
 
 class SlowAttention(AgenttrainError):
@@ -107,12 +107,13 @@ def fit(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (state.repeat_interleave(groups, dim=1) for state in (key, value))
-    if missing := -size % MULTIPLE:
-        query, key, value = (pad(state, (0, missing)) for state in (query, key, value))
+    if padding := -size % MULTIPLE:
+        query, key, value = (pad(state, (0, padding)) for state in (query, key, value))
     return query, key, value, scale
 
 
 _used: Counter[Kernel] | None = None
+"""Calls in the innermost block of `counting_calls`. None outside one."""
 
 
 def count_call(kernel: Kernel) -> None:
@@ -133,8 +134,8 @@ class _Counting(TorchFunctionMode):
     ) -> Any:
         keywords = keywords or {}
         if function is scaled_dot_product_attention:
-
-            def chosen(
+            # A function, so that Python sorts positional and keyword arguments.
+            def chosen_kernel(
                 query: Tensor,
                 key: Tensor,
                 value: Tensor,
@@ -146,7 +147,7 @@ class _Counting(TorchFunctionMode):
                 states = in_format(query, key, value)
                 return sdpa_kernel(*states, attn_mask, causal=is_causal)
 
-            count_call(chosen(*arguments, **keywords))
+            count_call(chosen_kernel(*arguments, **keywords))
         return function(*arguments, **keywords)
 
 
@@ -154,12 +155,12 @@ class _Counting(TorchFunctionMode):
 def counting_calls() -> Iterator[Counter[Kernel]]:
     """Count the attention calls of the block by kernel."""
     global _used
-    before, _used = _used, Counter()
+    outer, _used = _used, Counter()
     try:
         with _Counting():
             yield _used
     finally:
-        _used = before
+        _used = outer
 
 
 def kernel_names(kernels: Collection[Kernel]) -> str:

@@ -65,7 +65,7 @@ CHUNK_LOGITS = 2**24
 
 
 class UnsupportedModel(AgenttrainError):
-    """The model cannot be trained here; the message gives the reason and the remedy."""
+    """The model cannot be trained here. The message gives the reason and the remedy."""
 
 
 class Scorer(nn.Module):
@@ -100,9 +100,9 @@ class Scorer(nn.Module):
         key: str = "model.path",
         vision: Vision | None = None,
     ) -> None:
-        """`key` is the setting that names the model, for errors; `vision` reads its images.
+        """`key` is the setting that names the model, for errors. `vision` reads its images.
 
-        `compile`: layers and head are compiled (`agenttrain.training.compilation`).
+        With `compile`, layers and head are compiled (`agenttrain.training.compilation`).
         """
         super().__init__()
         self.model = model
@@ -136,15 +136,16 @@ class Scorer(nn.Module):
         """
         world = world or World()
         model, inside = self.model, self.inside
-        place: dict[str, Any] = {"device": device, "inside": inside}
+        where: dict[str, Any] = {"device": device, "inside": inside}
 
-        check_head(model, **place, key=self._key)
-        everywhere = all(world.gather([has_kernel(device)], "whether there is a kernel"))
+        check_head(model, **where, key=self._key)
+        all_have_kernel = all(world.gather([has_kernel(device)], "whether there is a kernel"))
         reason = None
-        for varlen in (True, False) if everywhere else (False,):
+        for varlen in (True, False) if all_have_kernel else (False,):
             self.varlen = varlen
-            own = why_not_packed(model, varlen=varlen, **place)
-            reasons = world.gather([own], "the trial of how rollouts are computed")
+            reason = why_not_packed(model, varlen=varlen, **where)
+            # One process that cannot pack is enough: all of them must run as many passes.
+            reasons = world.gather([reason], "the trial of how rollouts are computed")
             reason = next((reason for reason in reasons if reason is not None), None)
             if reason is None:
                 break
@@ -159,7 +160,7 @@ class Scorer(nn.Module):
             warnings.warn(
                 f"{name} is trained with one forward pass per rollout: {reason}.", stacklevel=3
             )
-        # Least length of a shared prefix; None: prefixes are never shared.
+        # Least length of a shared prefix. None: prefixes are never shared.
         self.least_shared: int | None = None
         if self.packed and self._share_prefix is SharePrefix.always:
             self.least_shared = 1
@@ -181,12 +182,12 @@ class Scorer(nn.Module):
         Raises UnsupportedModel if that fails, or gives other hidden states than `hidden_TH`.
         """
         exclude_from_compilation()
-        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
         try:
             with torch.enable_grad(), compiled_layers(self.model):
                 compiled_TH = self._hidden(ids_T, TRIAL)
-                if trained:
-                    torch.autograd.grad(compiled_TH.float().sum(), trained, allow_unused=True)
+                if trainable:
+                    torch.autograd.grad(compiled_TH.float().sum(), trainable, allow_unused=True)
             gap = (compiled_TH.detach() - hidden_TH).abs().max() / hidden_TH.abs().max()
             reason = f"its hidden states differ by {gap.item():.2g} (relative)"
         except Exception as error:  # torch's compiler raises whatever its parts raise
@@ -198,17 +199,17 @@ class Scorer(nn.Module):
                 "Set training.compile=false."
             )
 
-    def copy_layout(self, other: Scorer) -> None:
-        """Compute as another scorer does whose model differs only in its weights."""
-        self.varlen, self.packed, self.kernels = other.varlen, other.packed, other.kernels
-        self.least_shared = other.least_shared
+    def copy_layout(self, source: Scorer) -> None:
+        """Take over the layout of a scorer whose model differs only in its weights."""
+        self.varlen, self.packed, self.kernels = source.varlen, source.packed, source.kernels
+        self.least_shared = source.least_shared
 
     def pack(
         self, sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device
     ) -> list[Microbatch]:
         """Pack sequences into microbatches of at most `token_budget` tokens.
 
-        Common prefixes are shared where that pays; their tokens then count once. Sequences whose
+        Common prefixes are shared where that pays. Their tokens then count once. Sequences whose
         lengths have different rotary frequencies never share a microbatch.
         """
         kinds: dict[tuple[int, ...], list[TrainingSequence]] = {}
@@ -227,6 +228,7 @@ class Scorer(nn.Module):
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
+        """Do what `ready` does, without compiled layers."""
         training = self.model.training
         # With dropout the policy would not be the one that sampled.
         self.model.eval()
@@ -270,6 +272,7 @@ class Scorer(nn.Module):
         )
 
     def _hidden(self, token_ids_T: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Return the last hidden states of packed segments, [T, H]."""
         if self.packed:
             return packed_hidden(self.model, token_ids_T, segments, varlen=self.varlen)
         return separate_hidden(self.model, token_ids_T, segments)
@@ -282,15 +285,17 @@ def pack_evenly(
     device: torch.device,
     peers: World | None,
 ) -> list[Microbatch]:
-    """Pack sequences, into as many microbatches in every process of `peers`.
+    """Pack sequences, into the same number of microbatches in every process of `peers`.
 
-    Processes that hold a part of each weight meet in every forward pass.
+    Processes that hold a part of each weight meet in every forward pass. So those with fewer
+    microbatches get stand-ins, which add nothing to the loss. `peers` None: the passes are alone.
     """
-    made = scorer.pack(sequences, token_budget, device) if sequences else []
+    microbatches = scorer.pack(sequences, token_budget, device) if sequences else []
     if peers is not None:
-        most = int(peers.max(len(made), "the number of microbatches"))
-        made += scorer.pack([stand_in()], token_budget, device) * (most - len(made))
-    return made
+        count = int(peers.max(len(microbatches), "the number of microbatches"))
+        fillers = scorer.pack([stand_in()], token_budget, device)
+        microbatches += fillers * (count - len(microbatches))
+    return microbatches
 
 
 def score_microbatches(
@@ -334,11 +339,11 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(transform(head(hidden))) at the labels, and the entropies, [S] each.
 
-    Logits within the budget are kept for the backward pass, others are computed again there. A head
-    that is more than a linear layer (LoRA, hooks, a sharded weight) is called, in chunks.
+    Logits within the budget are kept for the backward pass. Above it they are computed again there.
+    A head that is more than a linear layer (LoRA, hooks, a sharded weight) is called, in chunks.
     """
-    changed = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-    if type(head) is nn.Linear and not changed and not isinstance(head.weight, DTensor):
+    has_hooks = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
+    if type(head) is nn.Linear and not has_hooks and not isinstance(head.weight, DTensor):
         logits = labels_S.numel() * head.out_features
         return linear_logprobs(
             hidden_SH,
@@ -371,7 +376,7 @@ def head_logprobs(
 
 
 def logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Read the transform from head output to logits from the model's config; temperature is 1."""
+    """Read the transform from head output to logits from the model's config, at temperature 1."""
     config: Any = model.config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):
@@ -393,18 +398,19 @@ def check_head(
     """Raise UnsupportedModel if the model changes its logits in a way that `logit_transform` lacks.
 
     Otherwise training would silently use wrong logits. `device` and `inside` are those of
-    `why_not_packed`, `key` is the setting that names the model.
+    `why_not_packed`. `key` is the setting that names the model.
     """
     token_ids_T = torch.arange(4, device=device or model.device)
 
-    def both(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    def compute_both(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+        """Return the model's logits, and those that training would compute."""
         logits_TV = model(input_ids=token_ids_T[None], use_cache=False).logits[0]
         hidden_TH = separate_hidden(model, token_ids_T, one_after_the_other([4]))
         return logits_TV, logit_transform(model)(model.get_output_embeddings()(hidden_TH))
 
     with torch.no_grad():
-        logits_TV, known_TV = both(model) if inside is None else inside(both)
-    gap = (logits_TV - known_TV).abs().max().item()
+        logits_TV, training_TV = compute_both(model) if inside is None else inside(compute_both)
+    gap = (logits_TV - training_TV).abs().max().item()
     if not logits_TV.isfinite().all():
         raise UnsupportedModel(
             f"{key}: {type(model).__name__} gives logits that are no finite numbers: its weights "
@@ -429,9 +435,9 @@ def packed_hidden(
     *,
     varlen: bool = False,
 ) -> Tensor:
-    """Run one forward pass inside `packing(model)`, [T, H]; positions count from 0 per sequence.
+    """Run one forward pass inside `packing(model)`, [T, H]. Positions count from 0 per sequence.
 
-    `varlen`: use the kernel for sequences of any length, which the device must have.
+    With `varlen` the kernel for sequences of any length is used, which the device must have.
     """
     device = token_ids_T.device
     output = backbone(model)(
@@ -473,11 +479,11 @@ def why_not_packed(
     device: torch.device | None = None,
     inside: Inside | None = None,
 ) -> str | None:
-    """Try packing; return the reason if it would change the model's results, else None.
+    """Try packing. Return the reason if it would change the model's results, else None.
 
     Layers that carry a state along the sequence (linear attention, SSM) would carry it from one
     rollout into the next, and attention may ask for something that `packed_attention` refuses.
-    `varlen` is that of `packed_hidden`; its kernel may also fail on this device. `device` is where
+    `varlen` is that of `packed_hidden`. Its kernel may also fail on this device. `device` is where
     the model computes (None: where its weights are). `inside` calls a function of the model while
     its weights are gathered.
     """
@@ -496,10 +502,15 @@ def why_not_packed(
                 packed_TH = inside(
                     lambda model: packed_hidden(model, token_ids_T, TRIAL, varlen=varlen)
                 )
-                mixed = any(
-                    # One pass each: a backward pass ends what FSDP2 keeps gathered for it.
-                    inside(partial(_leaks, token_ids_T, varlen=varlen, after=after, other=other))
-                    for after, other in ((TRIAL[0].end, TRIAL[0]), (TRIAL[3].start, TRIAL[2]))
+                # The rollout before must not reach the next one, nor a branch its sibling. One pass
+                # each: a backward pass ends what FSDP2 keeps gathered for it.
+                leaks = any(
+                    inside(
+                        partial(
+                            _leaks, token_ids_T, varlen=varlen, start=start, neighbour=neighbour
+                        )
+                    )
+                    for start, neighbour in ((TRIAL[0].end, TRIAL[0]), (TRIAL[3].start, TRIAL[2]))
                 )
     except UnsupportedAttention as error:
         return str(error)
@@ -512,37 +523,37 @@ def why_not_packed(
     finally:
         model.train(training)
     exact = packed_TH.dtype in EXACT and not cast
-    allowed = 1e-4 if exact else 5e-2
+    tolerance = 1e-4 if exact else 5e-2
     packed_TH, separate_TH = packed_TH.float(), separate_TH.float()
     gap = (packed_TH - separate_TH).abs().max().item() / separate_TH.abs().max().item()
     # Not `gap > allowed`: NaN has to count as a difference.
-    if not gap <= allowed:
-        return f"packed, its hidden states differ by {gap:.2g} (relative; at most {allowed:g})"
-    return "packed, a rollout's hidden states depend on its neighbours" if mixed else None
+    if not gap <= tolerance:
+        return f"packed, its hidden states differ by {gap:.2g} (relative; at most {tolerance:g})"
+    return "packed, a rollout's hidden states depend on its neighbours" if leaks else None
 
 
 @torch.enable_grad()
 def _leaks(
-    token_ids_T: Tensor, model: PreTrainedModel, *, varlen: bool, after: int, other: Segment
+    token_ids_T: Tensor, model: PreTrainedModel, *, varlen: bool, start: int, neighbour: Segment
 ) -> bool:
-    """Return True if hidden states from position `after` on depend on `other`, a segment of another
-    rollout.
+    """Return True if hidden states from position `start` on depend on the segment `neighbour`.
 
-    Compares gradients, not hidden states: what a short convolution or a state carries over may be
-    less than the rounding of bfloat16, but its gradient is not exactly zero.
+    This compares gradients, not hidden states. A short convolution or a state may carry over less
+    than the rounding of bfloat16, but its gradient is not exactly zero.
     """
-    embedded: list[Tensor] = []
+    embeddings: list[Tensor] = []
     hook = model.get_input_embeddings().register_forward_hook(
-        lambda _, __, output: embedded.append(output.requires_grad_())
+        lambda _, __, output: embeddings.append(output.requires_grad_())
     )
     try:
         hidden_TH = packed_hidden(model, token_ids_T, TRIAL, varlen=varlen)
     finally:
         hook.remove()
+    # Different weights: the sum of a normalised state may be constant, without a gradient.
     weights_H = torch.linspace(-1, 1, hidden_TH.shape[1], device=hidden_TH.device)
-    loss = (hidden_TH[after:] * weights_H).sum()
-    (slope,) = torch.autograd.grad(loss, embedded[0], allow_unused=True)
-    return slope is not None and bool(slope[0, other.start : other.end].any())
+    loss = (hidden_TH[start:] * weights_H).sum()
+    (slope,) = torch.autograd.grad(loss, embeddings[0], allow_unused=True)
+    return slope is not None and bool(slope[0, neighbour.start : neighbour.end].any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -550,7 +561,7 @@ class LengthLimits:
     """Lengths beyond which a model changes its rotary frequencies.
 
     LongRoPE (Phi) has one set of frequencies up to the length of the pretraining and another beyond
-    it; dynamic scaling has one for each length beyond. transformers chooses by the last position of
+    it. Dynamic scaling has one for each length beyond. transformers chooses by the last position of
     a forward pass, so that a short rollout packed with a long one would silently get other
     frequencies than alone. Hence only rollouts of one kind share a forward pass.
     """
@@ -561,7 +572,7 @@ class LengthLimits:
     """Limits with a set of frequencies for each longer length."""
 
     def kind(self, length: int) -> tuple[int, ...]:
-        """Return the kind of a length; lengths of one kind have the same frequencies.
+        """Return the kind of a length. Lengths of one kind have the same frequencies.
 
         Example: with long=(4096,) lengths 10 and 4096 are (0,), 4097 and 9000 are (1,).
         """
@@ -572,12 +583,12 @@ class LengthLimits:
 
 
 def length_limits(model: PreTrainedModel) -> LengthLimits:
-    """Read the limits from the model's config; most models have none."""
+    """Read the limits from the model's config. Most models have none."""
     config: Any = model.config.get_text_config()
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     # One dict for all layers, or one for each type of layer.
-    of_types = [parameters] if "rope_type" in parameters else parameters.values()
-    ropes = [rope for rope in of_types if isinstance(rope, Mapping)]
+    by_layer_type = [parameters] if "rope_type" in parameters else parameters.values()
+    ropes = [rope for rope in by_layer_type if isinstance(rope, Mapping)]
     kinds = [(str(rope.get("rope_type")), rope) for rope in ropes]
     return LengthLimits(
         long=tuple(

@@ -46,11 +46,12 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
 
     targets = settings.targets
     if is_adapted(model):
-        _check_loaded(model, settings)
-        recorded = getattr(model, CONVERSIONS, None) or ()
-        patterns = [p for conversion in recorded for p in conversion.source_patterns]
+        _check_same_adapters(model, settings)
+        conversions = getattr(model, CONVERSIONS, None) or ()
+        patterns = [p for conversion in conversions for p in conversion.source_patterns]
         if any(PEFT in pattern for pattern in patterns):
-            setattr(model, CONVERSIONS, None)  # those of the adapters' file; now the family's count
+            # They describe the adapters' file. Without them, those of the model's family are used.
+            setattr(model, CONVERSIONS, None)
     else:
         # peft ignores a target that does not exist as long as another one does.
         modules = [name for name, _ in model.named_modules()]
@@ -58,10 +59,10 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
             if target != "all-linear" and not any(
                 f".{name}".endswith(f".{target}") for name in modules
             ):
-                known = {name.rpartition(".")[2] for name in modules}
+                last_parts = {name.rpartition(".")[2] for name in modules}
                 raise ValueError(
                     f"model.lora.targets={targets}: {type(model).__name__} has no module {target}"
-                    f"{did_you_mean(target, sorted(known))}"
+                    f"{did_you_mean(target, sorted(last_parts))}"
                 )
         config = LoraConfig(
             r=settings.rank,
@@ -76,8 +77,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
             raise ValueError(f"model.lora.targets={targets}: {error}") from error
     # Embedding and head may be one weight: the adapter of one layer must not change the other.
     outer: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    adapted = any(isinstance(module, BaseTunerLayer) for module in outer)
-    if adapted and outer[0].weight is outer[1].weight:
+    has_adapter = any(isinstance(module, BaseTunerLayer) for module in outer)
+    if has_adapter and outer[0].weight is outer[1].weight:
         raise ValueError(
             f"model.lora.targets={targets}: embedding and head of {type(model).__name__} "
             "are one weight (tie_word_embeddings), into which an adapter of one of them cannot be "
@@ -104,21 +105,22 @@ def load_saved_adapters(model: Any, folder: Path) -> None:
     setattr(model, CONVERSIONS, conversions)
 
 
-def _check_loaded(model: Any, settings: LoraSettings) -> None:
-    """Raise ValueError unless the model's adapters are those of `settings`."""
-    loaded = model.peft_config[ADAPTER]
-    if (loaded.r, loaded.lora_alpha) != (settings.rank, settings.alpha):
-        own = f"model.lora.rank={loaded.r} model.lora.alpha={loaded.lora_alpha:g}"
+def _check_same_adapters(model: Any, settings: LoraSettings) -> None:
+    """Raise ValueError unless the adapters that a model was loaded with are those of `settings`."""
+    config = model.peft_config[ADAPTER]
+    if (config.r, config.lora_alpha) != (settings.rank, settings.alpha):
+        remedy = f"model.lora.rank={config.r} model.lora.alpha={config.lora_alpha:g}"
         raise ValueError(
             f"model.lora.rank={settings.rank} model.lora.alpha={settings.alpha:g}: model.path "
-            f"holds other adapters; set {own} to continue with them, or merge them first "
+            f"holds other adapters; set {remedy} to continue with them, or merge them first "
             "(agenttrain export)"
         )
-    chosen = settings.targets != LoraSettings().targets
-    if chosen and set(settings.targets) != set(loaded.target_modules):
+    # Default targets ask for nothing: a run that continues need not repeat them.
+    is_default = settings.targets == LoraSettings().targets
+    if not is_default and set(settings.targets) != set(config.target_modules):
         raise ValueError(
             f"model.lora.targets={settings.targets}: model.path holds adapters of "
-            f"{', '.join(sorted(loaded.target_modules))}; leave it out to continue with them, or "
+            f"{', '.join(sorted(config.target_modules))}; leave it out to continue with them, or "
             "merge them first (agenttrain export)"
         )
 
@@ -149,17 +151,18 @@ def adapted_weights(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def delta(layer: Any, weight: Tensor) -> Tensor:
-    """Return what a layer's adapters add to its weight, or to this process's rows of it."""
+    """Return the change that a layer's adapters make to its weight, or to this process's rows."""
     experts = getattr(layer, "num_experts", 1)
     if experts == 1 or not isinstance(weight, DTensor):
         change: Tensor = layer.get_delta_weight(ADAPTER)
         return change
-    # Packed experts: rows of the weight are experts, and the adapters' rows are not.
-    below, above = (full_tensor(m[ADAPTER].weight) for m in (layer.lora_A, layer.lora_B))
+    # Packed experts: E experts, R rank, I inputs, O outputs. A row of the weight is an expert, but
+    # a row of an adapter's matrix is not, so that the matrices are gathered before they are cut.
+    a, b = (full_tensor(m[ADAPTER].weight) for m in (layer.lora_A, layer.lora_B))
     rows = slice(*own_rows(weight))
-    below_ERI = below.reshape(experts, -1, below.shape[-1])[rows]
-    above_ORE = above.reshape(above.shape[0], -1, experts)[..., rows]
-    change = torch.einsum("ore,eri->eoi", above_ORE, below_ERI) * layer.scaling[ADAPTER]
+    a_ERI = a.reshape(experts, -1, a.shape[-1])[rows]
+    b_ORE = b.reshape(b.shape[0], -1, experts)[..., rows]
+    change = torch.einsum("ore,eri->eoi", b_ORE, a_ERI) * layer.scaling[ADAPTER]
     if not layer._did_swap_in_out_features:  # the weight is [experts, in, out]
         change = change.transpose(1, 2)
     return like_part(weight, change)
@@ -172,13 +175,16 @@ def adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def changes_nothing(model: PreTrainedModel) -> bool:
     """Return True if the adapters are new: the second matrix of each is zero."""
-    second = ("lora_B", "lora_embedding_B")
-    adapters = adapter_parameters(model).items()
-    return not any(weight.any() for name, weight in adapters if any(b in name for b in second))
+    second_matrices = ("lora_B", "lora_embedding_B")
+    return not any(
+        weight.any()
+        for name, weight in adapter_parameters(model).items()
+        if any(matrix in name for matrix in second_matrices)
+    )
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the adapters' weights by peft's names, on the CPU; all processes gather together."""
+    """Return the adapters' weights by peft's names, on the CPU. All processes gather together."""
     from peft import get_peft_model_state_dict
 
     # "auto" compares the base with that on the hub, and saves its embeddings if they differ.
@@ -204,9 +210,10 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     state = load_peft_weights(str(folder), device="cpu")
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            # A linear layer has …lora_A.default.weight, an embedding …lora_embedding_A.default.
-            saved = name.removesuffix(f".{ADAPTER}").replace(f".{ADAPTER}.", ".")
-            assign(parameter, state[f"{PEFT}{saved}"])
+            # Files lack the adapter's name, `default`: a linear layer has …lora_A.default.weight in
+            # the model, an embedding …lora_embedding_A.default.
+            stored_name = name.removesuffix(f".{ADAPTER}").replace(f".{ADAPTER}.", ".")
+            assign(parameter, state[f"{PEFT}{stored_name}"])
 
 
 def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
@@ -237,9 +244,9 @@ def adapter_dtype(folder: Path) -> torch.dtype:
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Cast the weights to a format, but for those that transformers keeps in float32."""
-    kept = model._get_dtype_plan(dtype)
+    dtype_plan = model._get_dtype_plan(dtype)
     for name, weight in model.named_parameters():
-        if kept.keys().isdisjoint(name.split(".")):
+        if dtype_plan.keys().isdisjoint(name.split(".")):
             weight.data = weight.data.to(dtype)
     model.config.dtype = dtype
     return model

@@ -1,7 +1,7 @@
 """Find the rollout or the weight that made an update non-finite.
 
-Each sequence of the update is run alone, forward and backward: a number that is not finite then was
-caused by that sequence.
+Each sequence of the update is run alone, forward and backward. A number that is not finite in such
+a pass was caused by that sequence.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError, Rollout, Trajectory
 
 RunAlone = Callable[[TrainingSequence], tuple[Tensor, Tensor]]
-"""Runs one sequence forward and backward; returns its loss and the policy's logprobs, [S]."""
+"""Runs one sequence forward and backward. Returns its loss and the policy's logprobs, [S]."""
 NAMED = 4
 """Most culprits that a message names."""
 
 
 class NotFinite(AgenttrainError):
-    """A number that training depends on is NaN or infinite; no weight was updated with it."""
+    """A number that training depends on is NaN or infinite. No weight was updated with it."""
 
     def __init__(self, message: str, *, stage: str, culprits: Sequence[str] = ()) -> None:
         """Take the `stage`: `weights`, `logprobs` (the engine's) or `update`.
@@ -39,7 +39,7 @@ class NotFinite(AgenttrainError):
 
 
 class BrokenUpdate(NotFinite):
-    """A loss or gradient is not finite; the weights are still those from before the update."""
+    """A loss or gradient is not finite. The weights are still those from before the update."""
 
     def __init__(
         self, message: str, culprits: Sequence[str], sequences: Sequence[TrainingSequence]
@@ -51,12 +51,13 @@ class BrokenUpdate(NotFinite):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """A rollout and the number of it that is not finite."""
+    """A rollout, and its first number that is not finite."""
 
     rollout_id: str
     place: str
     """`place_of` its trajectory."""
     what: str
+    """The number, such as ``its advantage is nan``."""
 
 
 def place_of(rollout: Rollout, trajectory: Trajectory) -> str:
@@ -86,27 +87,29 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
         return
     # With sharded weights, each process sees and counts only its part.
     broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))
-    where = listed([f"{name} ({count})" for name, count in broken.items()])
+    where = list_some([f"{name} ({count})" for name, count in broken.items()])
     raise NotFinite(
         f"{when}: weights are not finite: {where}", stage="weights", culprits=tuple(broken)
     )
 
 
 def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> None:
-    """Raise NotFinite in all processes, naming rollouts and positions, unless all logprobs of the
-    engine are finite."""
+    """Raise NotFinite in all processes unless all logprobs of the engine are finite.
+
+    It names rollouts and positions.
+    """
     world = world or World()
-    own = [
+    broken_here = [
         (rollout.rollout_id, place_of(rollout, trajectory), trajectory.context_length + position)
         for rollout in rollouts
         for trajectory in rollout.trajectories
         if (position := _first_broken(trajectory.rollout_logprobs)) is not None
     ]
-    shares = world.gather([(own, len(rollouts))], "the check of the rollouts")
-    broken = [one for share, _ in shares for one in share]
+    shares = world.gather([(broken_here, len(rollouts))], "the check of the rollouts")
+    broken = [entry for entries, _ in shares for entry in entries]
     if broken:
         names = tuple(dict.fromkeys(name for name, _, _ in broken))
-        where = listed([f"{place} (token {position})" for _, place, position in broken])
+        where = list_some([f"{place} (token {position})" for _, place, position in broken])
         total = sum(count for _, count in shares)
         raise NotFinite(
             f"the engine's logprob is not finite in {len(names)} of {total} rollouts: "
@@ -128,12 +131,12 @@ def culprits(
     process runs a sequence of its own, the others run a stand-in.
     """
     world = world or World()
-    # None: a pass for another process.
     passes: list[TrainingSequence | None] = list(sequences)
     if is_sharded(model):
+        # The ranks take turns. None: a pass for another process's sequence.
         counts = world.gather([len(sequences)], "the sequences of a broken update")
-        before, after = sum(counts[: world.rank]), sum(counts[world.rank + 1 :])
-        passes = [*[None] * before, *sequences, *[None] * after]
+        earlier, later = sum(counts[: world.rank]), sum(counts[world.rank + 1 :])
+        passes = [*[None] * earlier, *sequences, *[None] * later]
     result = []
     for sequence in passes:
         # Run it even if an input is broken: with sharded weights the other processes run along.
@@ -148,11 +151,12 @@ def culprits(
 
         # In the order of computation: the first broken number breaks all later ones.
         problems = []
-        # In double precision: a huge one breaks the loss first, which says more.
-        given = sequence.trajectory.advantages or ()
-        index = _first_broken(given)
+        # The trajectory's advantages are float64. One that is only too large for float32 is not
+        # named here, but by the loss that it breaks.
+        advantages = sequence.trajectory.advantages or ()
+        index = _first_broken(advantages)
         if index is not None:
-            problems.append(f"its advantage is {given[index]}")
+            problems.append(f"its advantage is {advantages[index]}")
         for name, values_S in (
             ("the engine's logprob", sequence.behaviour_S),
             ("the reference's logprob", sequence.ref_logprobs_S),
@@ -175,10 +179,11 @@ def culprits(
 
 
 def _first_broken(values: Sequence[float]) -> int | None:
+    """Return the index of the first value that is not finite. None: all are."""
     return next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
 
 
-def listed(texts: Sequence[str]) -> str:
-    """Return the first few texts of a list, and the number of the others."""
-    more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
-    return ", ".join(texts[:NAMED]) + more
+def list_some(texts: Sequence[str]) -> str:
+    """Join the first few texts, and count the rest: ``a, b, c, d and 3 more``."""
+    suffix = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+    return ", ".join(texts[:NAMED]) + suffix

@@ -1,7 +1,7 @@
 """The optimizer's state in host memory while a colocated engine samples.
 
 Moments and float32 copies of the weights are needed only during updates: 12 of the 16 bytes that
-training a bfloat16 parameter with AdamW takes. The tensors stay the same objects; only their memory
+training a bfloat16 parameter with AdamW takes. The tensors stay the same objects. Only their memory
 changes.
 """
 
@@ -21,28 +21,30 @@ from agenttrain.training.sharding import local_part
 class StateOffload:
     """Moves an optimizer's state from `device` to host memory and back.
 
-    Example: ``offload = StateOffload(optimizer, device)``; ``offload.to_host()`` after an update,
-    ``offload.to_device()`` before the next.
+    Example: ``offload = StateOffload(optimizer, device)``, then ``offload.to_host()`` after an
+    update and ``offload.to_device()`` before the next.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        """Host memory of each tensor, by its id; kept, because pinning memory takes long."""
+        """Tensor id -> the tensor and its host memory, which is reused: pinning it takes long."""
 
     @torch.no_grad()
     def to_host(self) -> None:
-        """Move the state to host memory; free its memory on the device."""
-        known, self._buffers = self._buffers, {}  # without those of a state that was replaced
+        """Move the state to host memory, and free its memory on the device."""
+        # A new dict: buffers of tensors that are not in the state any more are dropped.
+        former, self._buffers = self._buffers, {}
         for tensor in _state(self._optimizer):
-            _, buffer = known.get(id(tensor), (None, None))
+            _, buffer = former.get(id(tensor), (None, None))
             if buffer is None:
-                pinned = self._device.type == "cuda"
-                buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+                pin = self._device.type == "cuda"
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=pin)
+            # If the state is in host memory already, its buffer is the tensor's own memory.
             if tensor.data_ptr() != buffer.data_ptr():
                 buffer.copy_(tensor, non_blocking=True)
             self._buffers[id(tensor)] = (tensor, buffer)
-        self._wait()
+        self._wait()  # until the copies are complete: then the memory on the device can go
         for tensor, buffer in self._buffers.values():
             tensor.data = buffer
         if self._device.type == "cuda":
@@ -59,12 +61,13 @@ class StateOffload:
         self._wait()
 
     def _wait(self) -> None:
+        """Wait for the copies, which are asynchronous on a GPU."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def _state(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield this process's parts of the moments and the float32 copies; no weight of the model."""
+    """Yield this process's parts of the moments and the float32 copies, but no model weight."""
     parts: list[Optimizer] | None = getattr(optimizer, "parts", None)
     if isinstance(optimizer, MasterWeights):
         for _, master in optimizer.pairs:

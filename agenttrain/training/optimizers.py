@@ -30,14 +30,14 @@ def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> Optimize
     A weight in bfloat16 has 8 significant bits: an update below 1/256 of it would be lost. The
     optimizer therefore updates float32 copies and rounds them into the model.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # A copy is a leaf tensor with the shape and the device of the weight.
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # Detached, so that a copy is a leaf tensor with a gradient of its own.
     masters = {
         name: p if p.dtype is torch.float32 else p.detach().float().requires_grad_()
-        for name, p in trained.items()
+        for name, p in trainable.items()
     }
     optimizer = BUILDERS[type(config)](masters, model, config)
-    pairs = [(p, masters[name]) for name, p in trained.items() if masters[name] is not p]
+    pairs = [(p, masters[name]) for name, p in trainable.items() if masters[name] is not p]
     return MasterWeights(optimizer, pairs) if pairs else optimizer
 
 
@@ -48,6 +48,7 @@ def _sgd(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: SgdSettin
 def _muon(
     parameters: Mapping[str, Tensor], model: PreTrainedModel, config: MuonSettings
 ) -> Optimizer:
+    """Return Muon of the layers' matrices, with AdamW of everything else."""
     # Muon is for matrices other than the embeddings and the head.
     outer = {
         id(weight)
@@ -57,7 +58,7 @@ def _muon(
     }
     matrices = {n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in outer}
     inner = [p for name, p in parameters.items() if name in matrices]
-    others = {name: p for name, p in parameters.items() if name not in matrices}
+    remaining = {name: p for name, p in parameters.items() if name not in matrices}
     if not inner:
         raise ValueError(
             "optimizer=muon: no trainable matrix in the model's layers; set optimizer=adamw"
@@ -71,7 +72,7 @@ def _muon(
         # (https://arxiv.org/abs/2502.16982, section 2.2).
         adjust_lr_fn="match_rms_adamw",
     )
-    return Together([muon, _adamw(others, model, config)]) if others else muon
+    return Together([muon, _adamw(remaining, model, config)]) if remaining else muon
 
 
 def _adamw(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: AdamWSettings) -> AdamW:
@@ -81,8 +82,8 @@ def _adamw(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: AdamWSe
         {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
     ]
-    first, second = config.betas
-    return AdamW(groups, lr=config.lr, betas=(first, second))
+    beta1, beta2 = config.betas
+    return AdamW(groups, lr=config.lr, betas=(beta1, beta2))
 
 
 BUILDERS: Mapping[type[OptimizerConfig], Callable[..., Optimizer]] = {
@@ -90,11 +91,11 @@ BUILDERS: Mapping[type[OptimizerConfig], Callable[..., Optimizer]] = {
     MuonSettings: _muon,
     SgdSettings: _sgd,
 }
-"""Settings of an optimizer -> what makes it of parameters, model and settings."""
+"""Settings class -> function of (parameters, model, settings) that builds the optimizer."""
 
 
 class _Wrapper(Optimizer):
-    """Optimizer made of others; their parameter groups are its own."""
+    """Optimizer made of others, whose parameter groups are its own."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
@@ -103,7 +104,7 @@ class _Wrapper(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the weights of each part; closures are not supported."""
+        """Update the weights of each part. Closures are not supported."""
         for part in self.parts:
             part.step(closure)
 
@@ -133,7 +134,7 @@ class MasterWeights(_Wrapper):
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Move the weights' gradients to the copies; call it after every backward pass.
+        """Move the weights' gradients to the copies. Call it after every backward pass.
 
         A sum of microbatches in bfloat16 would lose terms below 1/256 of it.
         """
@@ -169,8 +170,8 @@ class MasterWeights(_Wrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         super().load_state_dict(state_dict)
-        for (_, master), saved in zip(self.pairs, state_dict["masters"], strict=True):
-            assign(master, saved)
+        for (_, master), values in zip(self.pairs, state_dict["masters"], strict=True):
+            assign(master, values)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -51,7 +51,13 @@ from agenttrain.training.minibatch import (
     store_scores,
     top_entropy,
 )
-from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, listed, place_of
+from agenttrain.training.nonfinite import (
+    BrokenUpdate,
+    broken_weights,
+    culprits,
+    list_some,
+    place_of,
+)
 from agenttrain.training.offload import StateOffload
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
 from agenttrain.training.reference import copy_weights, make_reference
@@ -503,10 +509,10 @@ class Policy:
         first = next(iter(broken.items()), None)
         cause = f"weight {first[0]} ({first[1]}); " if first else ""
         if broken_rollouts:
-            cause += listed([f"rollout {c.place}: {c.what}" for c in broken_rollouts])
+            cause += list_some([f"rollout {c.place}: {c.what}" for c in broken_rollouts])
         elif packed:
             # No sequence is broken by itself: name the rollouts that were packed together.
-            cause += f"no rollout is by itself; they were {listed(packed)}"
+            cause += f"no rollout is by itself; they were {list_some(packed)}"
         loss = world.sum(losses.sum().item(), "the loss")
         return BrokenUpdate(
             f"step {self.step + 1}: the update is not finite (loss {loss:g}): "

@@ -1,4 +1,4 @@
-"""Prefix trees: which tokens of the sequences of a step are computed once for several of them.
+"""Prefix trees: tokens at the start of several sequences of a step are computed once.
 
 Sequences that begin with the same tokens have the same hidden states there. The system prompt of a
 run is the same in all of its rollouts, the prompt of a task in the rollouts of its group, and a
@@ -61,13 +61,14 @@ class Branch:
     ending: tuple[int, ...] = ()
     """Indices of the sequences that end with this branch."""
     children: tuple[Branch, ...] = ()
-    """Those of the longest sequences first."""
+    """Branches that follow this one, those of the longest sequences first."""
 
     @property
     def tokens(self) -> int:
         """Number of tokens of this branch and those below it, as the budget counts them."""
-        own = max(self.end - self.start, self.end // KEYS_PER_TOKEN)
-        return own + sum(child.tokens for child in self.children)
+        # All keys up to `end` are repeated for this branch, and may cost more than its tokens.
+        cost = max(self.end - self.start, self.end // KEYS_PER_TOKEN)
+        return cost + sum(child.tokens for child in self.children)
 
     @property
     def longest(self) -> int:
@@ -83,21 +84,25 @@ class Branch:
 def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
     """Return the prefix trees of sequences of these token ids, those of the longest first.
 
-    A branch of fewer than `least` tokens is not shared; with None nothing is. Sequences of equal
-    length keep their order.
+    A branch of fewer than `least` tokens is not shared. With `least` None no branch is. Sequences
+    of equal length keep their order.
     """
     if least is None:
-        singles = (Branch(start=0, end=len(one), ending=(i,)) for i, one in enumerate(ids))
-        return sorted(singles, key=lambda branch: -branch.end)
+        roots = (Branch(start=0, end=len(ids_T), ending=(i,)) for i, ids_T in enumerate(ids))
+        return sorted(roots, key=lambda branch: -branch.end)
     # Sorted by their bytes, sequences with a common prefix are neighbours.
-    arrays = [one.numpy() for one in ids]
+    arrays = [ids_T.numpy() for ids_T in ids]
     order = sorted(range(len(ids)), key=lambda index: arrays[index].tobytes())
     # Tokens that each sequence has in common with the one before it in this order.
     common = [0, *(common_prefix(arrays[a], arrays[b]) for a, b in pairwise(order))]
 
     def branches(places: range, start: int, depth: int = 0) -> Iterator[Branch]:
-        """Yield the branches of neighbours, the first `start` tokens of which are shared above."""
+        """Yield the branches of the sequences at `places` in this order.
+
+        Their first `start` tokens belong to branches above.
+        """
         shared = min((common[place] for place in places[1:]), default=start)
+        # Neighbours with no more than this in common part here.
         cuts = [places.start, *(p for p in places[1:] if common[p] == shared), places.stop]
         parts = [range(a, b) for a, b in pairwise(cuts)]
         if len(places) == 1:
@@ -106,7 +111,7 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
         elif depth == DEEPEST:
             for index in (order[place] for place in places):
                 yield Branch(start=start, end=len(ids[index]), ending=(index,))
-        elif shared < start + least:
+        elif shared < start + least:  # too short to share: repeated in the branches below
             for part in parts:
                 yield from branches(part, start, depth + 1)
         else:
@@ -126,23 +131,25 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
 
 
 def _by_length(branches: Iterable[Branch]) -> list[Branch]:
+    """Sort branches by their longest sequence, the longest first."""
     return sorted(branches, key=lambda branch: (-branch.longest, branch.first))
 
 
 def cut(branches: Iterable[Branch], budget: int, above: int = 0) -> list[tuple[Branch, ...]]:
-    """Cut siblings into runs of at most `budget` tokens, the `above` ones before them included.
+    """Cut siblings into runs of at most `budget` tokens, including `above` tokens before them.
 
-    A branch that is too long is divided among several runs, each of which repeats its own tokens. A
-    sequence over the budget is a run by itself. Neighbours have similar lengths.
+    A branch that is too long is divided among several runs, each of which repeats the tokens of the
+    branch. A sequence over the budget is a run by itself. Neighbours have similar lengths.
     """
     fitting: list[Branch] = []
     for branch in branches:
         if above + branch.tokens <= budget or not branch.children:
             fitting.append(branch)
             continue
-        ending = branch.ending
+        ending = branch.ending  # these sequences go into the first run
         for run in cut(branch.children, budget, above + branch.end - branch.start):
             if len(run) == 1 and not ending:
+                # Nothing is shared with the parent any more, so that both become one branch.
                 fitting.append(replace(run[0], start=branch.start))
             else:
                 fitting.append(replace(branch, ending=ending, children=run))

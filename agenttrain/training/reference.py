@@ -27,7 +27,7 @@ SYNCED_ADAPTERS = (
 
 @dataclass(slots=True, eq=False)
 class ReferencePolicy:
-    """Scorer of a model that is not trained: by default one that never changes.
+    """Scorer of a model that is not trained. This base class never changes it.
 
     A resumed run makes such a reference again, so it has no state.
     """
@@ -47,7 +47,7 @@ class ReferencePolicy:
         """Update the reference after step `step`, if it follows the policy at all."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state for a checkpoint; None if there is none."""
+        """Return the state for a checkpoint. None: there is none."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class ReferencePolicy:
 
 
 class AdaptersOff(ReferencePolicy):
-    """The policy with its adapters switched off; `scorer` is the policy's own.
+    """The policy with its adapters switched off. `scorer` is the policy's own.
 
     New adapters change nothing before the first update, so this is the policy at its start.
     """
@@ -64,29 +64,31 @@ class AdaptersOff(ReferencePolicy):
     def ready(self) -> Iterator[None]:
         """Switch the adapters off for the block: calls score with the untrained model."""
         model: Any = self.scorer.model
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # peft changes which weights have a gradient when it switches adapters off and on.
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.disable_adapters()
         try:
             with self.scorer.ready():
                 yield
         finally:
             model.enable_adapters()
-            for parameter in trained:
+            for parameter in trainable:
                 parameter.requires_grad_(True)
 
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapters(ReferencePolicy):
-    """The policy with the adapters that it was loaded with; `scorer` is the policy's own."""
+    """The policy with the adapters that it was loaded with. `scorer` is the policy's own."""
 
     loaded: dict[str, Tensor]
-    """Copies of the adapters' weights by name, in host memory; not sharded."""
+    """Name -> copy of the adapter's weight, in host memory and not sharded."""
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Put the loaded adapters into the model for the block."""
         adapters = adapter_parameters(self.scorer.model)
-        trained = {name: weight.detach().clone() for name, weight in adapters.items()}
+        # Clones, because `assign` writes into the weights themselves.
+        current = {name: weight.detach().clone() for name, weight in adapters.items()}
         try:
             for name, weight in adapters.items():
                 assign(weight, self.loaded[name])
@@ -94,7 +96,7 @@ class LoadedAdapters(ReferencePolicy):
                 yield
         finally:
             for name, weight in adapters.items():
-                assign(weight, trained[name])
+                assign(weight, current[name])
 
 
 @dataclass(slots=True, eq=False)
@@ -111,10 +113,10 @@ class SyncedCopy(ReferencePolicy):
         """Mix after every N-th step."""
         if step % self.every:
             return
-        own = dict(self.scorer.model.named_parameters())
+        reference = dict(self.scorer.model.named_parameters())
         with torch.no_grad():
             for name, weight in policy.named_parameters():
-                own[name].lerp_(weight.to(own[name].dtype), self.mixup)
+                reference[name].lerp_(weight.to(reference[name].dtype), self.mixup)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return its weights, which no other part of a checkpoint has."""
@@ -128,42 +130,42 @@ class SyncedCopy(ReferencePolicy):
 
 def copy_weights(reference: ReferencePolicy, policy: Scorer) -> None:
     """Give a reference that was made without storage the weights of the policy, part by part."""
-    own = reference.scorer
-    if own is policy:
+    scorer = reference.scorer
+    if scorer is policy:  # adapters are switched off or exchanged, and there is no copy
         return
     device = next(local_part(weight).device for weight in policy.parameters())
-    give_storage(own, device)
+    give_storage(scorer, device)
     with torch.no_grad():
-        for copied, weight in zip(own.parameters(), policy.parameters(), strict=True):
-            local_part(copied).copy_(local_part(weight))
+        for target, weight in zip(scorer.parameters(), policy.parameters(), strict=True):
+            local_part(target).copy_(local_part(weight))
 
 
 def make_reference(
     scorer: Scorer, accelerator: Any, config: AlgorithmConfig, sharding: Sharding | None = None
 ) -> ReferencePolicy | None:
-    """Return the configured reference; None without a KL penalty.
+    """Return the configured reference. None: there is no KL penalty.
 
     It is the policy as it is now. If it has adapters, the weights under them are shared: adapters
     that are new are switched off, and those of an earlier training are kept as a copy. Without
-    adapters it is a copy, and that of a policy without storage gets its weights by `copy_weights`.
-    Raises ValueError for a synced reference of a model with adapters.
+    adapters it is a copy of the policy. If the policy has no storage yet, `copy_weights` gives the
+    copy its weights. Raises ValueError for a synced reference of a model with adapters.
     """
     if config.beta == 0:
         return None
-    synced = config.reference is Kind.synced
+    is_synced = config.reference is Kind.synced
     if is_adapted(scorer.model):
-        if synced:
+        if is_synced:
             raise ValueError(SYNCED_ADAPTERS)
         if changes_nothing(scorer.model):
             return AdaptersOff(scorer)
         adapters = adapter_parameters(scorer.model)
         loaded = {name: weight.detach().cpu().clone() for name, weight in adapters.items()}
         return LoadedAdapters(scorer, loaded=loaded)
-    copied: Scorer = copy.deepcopy(scorer).requires_grad_(False)
+    frozen_scorer: Scorer = copy.deepcopy(scorer).requires_grad_(False)
     if sharding is None:
-        copied = accelerator.prepare_model(copied, evaluation_mode=True)
+        frozen_scorer = accelerator.prepare_model(frozen_scorer, evaluation_mode=True)
     else:
-        shard(copied, accelerator, sharding)
-    if synced:
-        return SyncedCopy(copied, every=config.ref_sync_steps, mixup=config.ref_mixup)
-    return ReferencePolicy(copied)
+        shard(frozen_scorer, accelerator, sharding)
+    if is_synced:
+        return SyncedCopy(frozen_scorer, every=config.ref_sync_steps, mixup=config.ref_mixup)
+    return ReferencePolicy(frozen_scorer)

@@ -11,7 +11,7 @@ With `distributed.shard_within=node` the processes of each node hold the parts o
 the processes with the same part, one on each node, sum their gradients.
 
 In a checkpoint each process of the first node, or of all nodes together, writes its part of the
-policy; any number of processes reads them.
+policy. Any number of processes can read them.
 
 policy-0.pt, policy-1.pt, …   like the policy.pt of an unsharded policy, but a tensor of which the
                               process has a part is ``{"part": tensor, "shape": [full shape]}``
@@ -47,15 +47,15 @@ class Sharding:
     """Settings of a policy that is sharded over processes."""
 
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory; layers are copied to the GPU to
+    """Keep weights, gradients and optimizer state in host memory. Layers are copied to the GPU to
     compute."""
     within: int | None = None
-    """Number of successive ranks that share the weights, and with others only gradients; None: all
-    of them."""
+    """Number of successive ranks that together hold the weights. Such groups of ranks exchange only
+    gradients. None: all ranks are one group."""
 
 
 class RowRange(NamedTuple):
-    """RowRange of a tensor's first dimension; a number has one row."""
+    """Rows `start` to `stop` - 1 of a tensor's first dimension. A number has one row."""
 
     start: int
     stop: int
@@ -72,28 +72,28 @@ class Shard:
 
 
 class TensorParts:
-    """A tensor in parts, which may be mapped files; only the rows that are used are read.
+    """A tensor in parts, which may be mapped files. Only the rows that are used are read.
 
     So a process that needs a part of every tensor never holds all of them.
     """
 
     def __init__(self, parts: Sequence[tuple[int, Tensor]], shape: torch.Size, source: str) -> None:
-        """`parts` are pairs of (first row, rows); `source` names files and tensor in errors."""
+        """`parts` are pairs of (first row, rows). `source` names files and tensor in errors."""
         self.shape = shape
         self._parts, self._source = parts, source
 
     def rows(self, rows: RowRange) -> Tensor:
         """Return a copy of rows. Raises CheckpointError if no part holds one of them."""
-        pieces, reached = [], rows.start
-        for first, part in sorted(self._parts, key=lambda pair: pair[0]):
-            own = part[max(reached - first, 0) : max(rows.stop - first, 0)]
-            if len(own) and first <= reached:
-                pieces.append(own)
-                reached += len(own)
-        if reached < rows.stop:
+        pieces, next_row = [], rows.start
+        for first_row, part in sorted(self._parts, key=lambda pair: pair[0]):
+            piece = part[max(next_row - first_row, 0) : max(rows.stop - first_row, 0)]
+            if len(piece) and first_row <= next_row:
+                pieces.append(piece)
+                next_row += len(piece)
+        if next_row < rows.stop:
             raise CheckpointError(
-                f"{self._source}, of shape {list(self.shape)}: no file holds its rows {reached} to "
-                f"{rows.stop}. The files are not of one checkpoint; resume from another"
+                f"{self._source}, of shape {list(self.shape)}: no file holds its rows {next_row} "
+                f"to {rows.stop}. The files are not of one checkpoint; resume from another"
             )
         if not pieces:
             return torch.empty(0, *self.shape[1:], dtype=self._parts[0][1].dtype)
@@ -103,8 +103,8 @@ class TensorParts:
 def layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers, by the class names that transformers does not split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    named = [module for module in model.modules() if type(module).__name__ in names]
-    return named or [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    by_name = [module for module in model.modules() if type(module).__name__ in names]
+    return by_name or [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def assign(target: Tensor, values: Tensor | TensorParts) -> None:
@@ -114,21 +114,22 @@ def assign(target: Tensor, values: Tensor | TensorParts) -> None:
 
 
 def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
-    """Return the part of `values` that a process needs whose part of them is like `target`."""
+    """Return the values sharded as `target` is: this process's rows of them."""
     if not isinstance(target, DTensor) or isinstance(values, DTensor):
         return values.rows(own_rows(target)) if isinstance(values, TensorParts) else values
     rows = own_rows(target)
     if isinstance(values, TensorParts):
-        own = values.rows(rows)
+        local_rows = values.rows(rows)
     else:
-        own = values[rows.start : rows.stop].clone()
-    return like_part(target, own)
+        # A clone, because a slice would keep the full tensor in memory.
+        local_rows = values[rows.start : rows.stop].clone()
+    return like_part(target, local_rows)
 
 
-def like_part(target: DTensor, own: Tensor) -> DTensor:
-    """Return a tensor that is sharded as `target`, of which `own` are this process's rows."""
+def like_part(target: DTensor, local_rows: Tensor) -> DTensor:
+    """Return a tensor that is sharded as `target`, from this process's rows of it."""
     return DTensor.from_local(
-        own.to(target.to_local().device),
+        local_rows.to(target.to_local().device),
         target.device_mesh,
         target.placements,
         run_check=False,
@@ -138,7 +139,7 @@ def like_part(target: DTensor, own: Tensor) -> DTensor:
 
 
 def own_rows(tensor: Tensor) -> RowRange:
-    """Return the rows of a tensor that this process holds; all of them if it is not sharded."""
+    """Return the rows of a tensor that this process holds: all of them if it is not sharded."""
     rows = tensor.shape[0] if tensor.ndim else 1
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
@@ -157,7 +158,7 @@ def rows_of_part(rows: int, index: int, count: int) -> RowRange:
 
 
 def shard_of(model: nn.Module) -> Shard | None:
-    """Return this process's place among the parts of a sharded model; None: it is not sharded."""
+    """Return this process's place among the parts of a sharded model. None: it is not sharded."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -167,7 +168,7 @@ def shard_of(model: nn.Module) -> Shard | None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor; all processes together gather one that is sharded.
+    """Return the full tensor. If it is sharded, all processes gather it together.
 
     It is gathered on the device that computes, also if the parts are kept in host memory.
     """
@@ -183,8 +184,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Callable[[], Tensor | None]:
     """Begin to send the parts of a tensor to the process with part `owner`.
 
-    Returns a function that waits, and returns the full tensor there and None in the others. All
-    processes that hold a part call it together. An unsharded tensor is in each of them.
+    Returns a function that waits for the parts. It returns the full tensor to the owner and None to
+    the others. All processes that hold a part call both together. An unsharded tensor needs no
+    sending.
     """
     if not isinstance(tensor, DTensor):
         return lambda: tensor if is_owner else None
@@ -206,19 +208,19 @@ def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Callable[[], Ten
 
     def wait() -> Tensor | None:
         work.wait()
-        # Held until now, because the work reads it.
+        # Naming `part` here keeps it alive until now, because the work reads it.
         return None if full is None or part is None else full[:rows]
 
     return wait
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor; all of it if it is not sharded."""
+    """Return this process's part of a tensor: all of it if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def give_storage(model: nn.Module, device: torch.device | str) -> None:
-    """Give weights on the meta device storage on `device`, for a sharded one that of its part.
+    """Give weights on the meta device storage on `device`. A sharded one gets that of its part.
 
     Ties between weights that are not sharded are lost.
     """
@@ -243,8 +245,8 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def read_state(folder: Path, shard: Shard | None = None) -> Any:
     """Read the state of a policy, written by any number of processes.
 
-    Tensors are on the CPU, as TensorParts if several processes wrote them. A process that is one of
-    as many reads its own part only.
+    Tensors are on the CPU, as TensorParts if several processes wrote them. If as many processes
+    read as wrote, each reads only its own file.
     """
     if (folder / WHOLE).exists():
         return read_tensors(folder / WHOLE)
@@ -254,15 +256,15 @@ def read_state(folder: Path, shard: Shard | None = None) -> Any:
             f"{folder}: has neither {WHOLE} nor {PART.format(0)}, which hold the optimizer. Resume "
             "from another checkpoint, or start a new run with model.path=<this folder>"
         )
-    read = [shard.index] if shard is not None and shard.count == count else list(range(count))
-    paths = [folder / PART.format(index) for index in read]
+    indices = [shard.index] if shard is not None and shard.count == count else list(range(count))
+    paths = [folder / PART.format(index) for index in indices]
     parts = [read_tensors(path, mmap=True) for path in paths]
     source = str(paths[0]) if len(paths) == 1 else f"{paths[0]} to {paths[-1].name}"
-    return _joined(parts, read, count, f"{source}: state")
+    return _join(parts, indices, count, f"{source}: state")
 
 
 def read_tensors(path: Path, *, mmap: bool = False) -> Any:
-    """Read tensors and plain values that `torch.save` wrote; raises NotRead for anything else."""
+    """Read tensors and plain values that `torch.save` wrote. Raises NotRead for anything else."""
     with only_tensors(path):
         return torch.load(path, weights_only=True, mmap=mmap)
 
@@ -270,7 +272,7 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
 def own_part(state: Any, *, copies: bool = False) -> Any:
     """Replace each sharded tensor in a state by this process's part and the tensor's shape.
 
-    `copies`: the state does not change when the policy does.
+    With `copies` the result shares no memory with the policy.
     """
     if isinstance(state, DTensor):
         part = state.to_local().detach().cpu()
@@ -287,9 +289,9 @@ def own_part(state: Any, *, copies: bool = False) -> Any:
     return state
 
 
-def _joined(parts: Sequence[Any], indices: Sequence[int], count: int, source: str) -> Any:
+def _join(parts: Sequence[Any], indices: Sequence[int], count: int, source: str) -> Any:
     """Join the states that the processes `indices` of `count` wrote."""
-    first = parts[0]
+    first = parts[0]  # all parts have the structure of the first
     if isinstance(first, dict) and first.keys() == {"part", "shape"}:
         shape = torch.Size(first["shape"])
         start = rows_of_part(shape[0], indices[0], count).start
@@ -298,13 +300,13 @@ def _joined(parts: Sequence[Any], indices: Sequence[int], count: int, source: st
         return TensorParts(list(zip(starts, tensors, strict=False)), shape, source)
     if isinstance(first, dict):
         return {
-            name: _joined([part[name] for part in parts], indices, count, f"{source}.{name}")
+            name: _join([part[name] for part in parts], indices, count, f"{source}.{name}")
             for name in first
         }
     if isinstance(first, list | tuple):
         values = enumerate(zip(*parts, strict=True))
         return type(first)(
-            _joined(value, indices, count, f"{source}.{place}") for place, value in values
+            _join(value, indices, count, f"{source}.{place}") for place, value in values
         )
     return first.clone() if isinstance(first, Tensor) else first
 
@@ -317,26 +319,11 @@ def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dic
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     by_parameter: dict[int, dict[str, Any]] = {}
     for index, values in state["state"].items():
-        own = by_parameter[index] = {}
+        parameter, sharded = parameters[index], {}
         for name, value in values.items():
-            tensor = isinstance(value, Tensor | TensorParts)
-            alike = tensor and value.shape == parameters[index].shape
-            own[name] = shard_like(parameters[index], value) if alike else value
+            # Moments have the shape of their parameter. A step counter stays as it is.
+            is_tensor = isinstance(value, Tensor | TensorParts)
+            is_moment = is_tensor and value.shape == parameter.shape
+            sharded[name] = shard_like(parameter, value) if is_moment else value
+        by_parameter[index] = sharded
     return {**state, "state": by_parameter}
-
-
-def full_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
-    """Return every weight by its name in `state_dict`, on the CPU, if `keep`; otherwise nothing.
-
-    All processes gather one weight after the other. Tied weights are one tensor.
-    """
-    owners = dict(model.named_parameters(remove_duplicate=False))
-    weights: dict[int, Tensor] = {}
-    named: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        key = id(owners.get(name, tensor))
-        if key not in weights:
-            gathered = full_tensor(tensor.detach())
-            weights[key] = gathered.cpu() if keep else gathered.new_empty(0)
-        named[name] = weights[key]
-    return named if keep else {}

@@ -3,8 +3,8 @@
 The model has its shapes and no storage (the meta device) until it is sharded. Then `SlicedWeights`
 reads this process's rows of each weight from the safetensors files, converted to the format of the
 model, and under the names that transformers gives them. Weights that transformers converts are
-converted here by the same operations: fused experts from the files of this process's experts, any
-other one from all of its parts, one weight at a time.
+converted here by the same operations, one weight at a time. Fused experts are made from the files
+of this process's experts alone, any other weight from all of its parts.
 
 Processes of several machines may read different copies of a model. Copies are told apart by inode,
 size and time, and compared by checksums of the shards that were read from them.
@@ -54,7 +54,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class WrongWeights(AgenttrainError):
-    """The files do not hold the model's weights; the message names file, tensor and rank."""
+    """The files do not hold the model's weights. The message names file, tensor and rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +70,14 @@ class Conversion:
     @property
     def by_expert(self) -> bool:
         """True if row i of the weight is made of the i-th tensor of each pattern alone."""
-        first, *others = self.converter.operations
-        stacks = isinstance(first, MergeModulelist) and first.dim == 0
-        return stacks and all(isinstance(op, Concatenate) and op.dim != 0 for op in others)
+        stack, *later = self.converter.operations
+        is_stack = isinstance(stack, MergeModulelist) and stack.dim == 0
+        return is_stack and all(isinstance(op, Concatenate) and op.dim != 0 for op in later)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A weight: what it is read from, its name, and its full shape and format."""
+    """A weight of the model: its name, its source in the files, its full shape and format."""
 
     name: str
     source: StoredTensor | Conversion
@@ -86,7 +86,7 @@ class Place:
 
 
 def why_not_sliced(folder: Path) -> str | None:
-    """Return why the weights in `folder` cannot be read in slices; None if they can."""
+    """Return why the weights in `folder` cannot be read in slices. None if they can."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("model_type") in SEEING:
         return "its vision tower is loaded with its language model"
@@ -98,15 +98,15 @@ def why_not_sliced(folder: Path) -> str | None:
 
 
 def empty_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model in `folder` on the meta device; its buffers are on the CPU."""
+    """Return the model in `folder` on the meta device, with its buffers on the CPU."""
     config = AutoConfig.from_pretrained(folder)
     config.name_or_path = str(folder)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
-    kept = model._get_dtype_plan(dtype)
+    dtype_plan = model._get_dtype_plan(dtype)
     for name, parameter in model.named_parameters():
-        if any(part in kept for part in name.split(".")):
+        if any(part in dtype_plan for part in name.split(".")):
             parameter.data = parameter.data.to(torch.float32)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -119,15 +119,15 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         return read_header(folder / SINGLE)
     index = folder / INDEX
     try:
-        named: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError) as error:
         raise BadTensorFile(f"{index}: is no index of weights: {error}") from error
     tensors: dict[str, StoredTensor] = {}
-    for name in sorted(set(named.values())):
+    for name in sorted(set(file_of.values())):
         if not (folder / name).is_file():
             raise BadTensorFile(f"{index}: names {name}, which the folder lacks; copy it too")
         tensors.update(read_header(folder / name))
-    for name, file in named.items():
+    for name, file in file_of.items():
         if name not in tensors:
             raise BadTensorFile(f"{folder / file}: lacks {name}, which {INDEX} says it has")
     return tensors
@@ -140,8 +140,8 @@ def load_whole(folder: Path, dtype: torch.dtype | str) -> Any:
     WrongWeights for these, for other shapes and for cut files.
     """
     try:
-        sliced = any((folder / name).is_file() for name in (INDEX, SINGLE))
-        stored = stored_tensors(folder) if sliced else {}
+        is_safetensors = any((folder / name).is_file() for name in (INDEX, SINGLE))
+        stored = stored_tensors(folder) if is_safetensors else {}
     except BadTensorFile as error:
         raise WrongWeights(str(error)) from error
     model, info = auto_class(folder).from_pretrained(
@@ -152,10 +152,10 @@ def load_whole(folder: Path, dtype: torch.dtype | str) -> Any:
         **loading_options(folder),
     )
     if missing := sorted(info["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        suffix = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise WrongWeights(
-            f"{folder}: none of its files holds {missing[0]}{more}, of {type(model).__name__}. Is "
-            "config.json that of these files? Copy the whole model again"
+            f"{folder}: none of its files holds {missing[0]}{suffix}, of {type(model).__name__}. "
+            "Is config.json that of these files? Copy the whole model again"
         )
     for name, shape, expected in sorted(info["mismatched_keys"]):
         raise WrongWeights(_wrong_shape(f"{folder}: {name}", shape, name, expected))
@@ -219,37 +219,39 @@ class SlicedWeights:
         return sorted({stored.file for stored in self._stored.values()})
 
     def _tied_place(self, name: str) -> Place | None:
-        """Return the place of the weight that is tied to `name`; None: the files lack it too."""
+        """Return the place of the weight that is tied to `name`. None: the files lack it too."""
         pairs = self._model.all_tied_weights_keys.items()
-        others = chain((b for a, b in pairs if a == name), (a for a, b in pairs if b == name))
-        places = (self._places[other] for other in others if other in self._places)
+        partners = chain((b for a, b in pairs if a == name), (a for a, b in pairs if b == name))
+        places = (self._places[partner] for partner in partners if partner in self._places)
         return next(places, None)
 
     def _find(self, model: PreTrainedModel) -> Iterator[Place]:
         """Yield the place of each weight and buffer, as transformers matches names."""
         transforms = get_model_conversion_mapping(model)
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         state, prefix = model.state_dict(), model.base_model_prefix
-        collected: dict[str, list[tuple[str, StoredTensor]]] = {}
+        sources_of: dict[str, list[tuple[str, StoredTensor]]] = {}
         for key in sorted(self._stored, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-            if name not in state and key in state:
+            if name not in state and key in state:  # the renaming is meant for other files
                 name, pattern = rename_source_key(key, [], [], prefix, state)
             if name not in state:
                 continue  # as transformers does: weights of another task
             if pattern is not None:
-                collected.setdefault(name, []).append((pattern, self._stored[key]))
+                sources_of.setdefault(name, []).append((pattern, self._stored[key]))
                 continue
             self._check(name, state[name], self._stored[key].shape, self._stored[key])
             yield Place(name, self._stored[key], tuple(state[name].shape), state[name].dtype)
-        model._weight_conversions = [one for one in transforms if one.was_used()]
-        for first, sources in collected.items():
+        model._weight_conversions = [each for each in transforms if each.was_used()]
+        for first_name, sources in sources_of.items():
             converter = by_pattern[sources[0][0]]
-            conversion = Conversion(converter=converter, sources=tuple(sources), first=first)
-            made = self._convert(conversion, conversion.sources, torch.device("meta"))
-            for name, tensor in made.items():
+            conversion = Conversion(converter=converter, sources=tuple(sources), first=first_name)
+            weights = self._convert(conversion, conversion.sources, torch.device("meta"))
+            for name, tensor in weights.items():
                 self._check(name, state[name], tuple(tensor.shape), sources[0][1])
                 yield Place(name, conversion, tuple(tensor.shape), state[name].dtype)
 
@@ -277,12 +279,12 @@ class SlicedWeights:
 
     def _weights_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
         """Yield each weight once with its name in the files' model and its place."""
-        seen: set[int] = set()
+        yielded_ids: set[int] = set()
         for full_name, tensor in model.state_dict(keep_vars=True).items():
             name = base_name(full_name)
             place = self._places.get(name) or self._tied_place(name)
-            if place is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
+            if place is not None and id(tensor) not in yielded_ids:
+                yielded_ids.add(id(tensor))
                 yield name, tensor, place
 
     @torch.no_grad()
@@ -297,11 +299,11 @@ class SlicedWeights:
         sources, start = source.sources, rows.start
         if source.by_expert:
             patterns = dict.fromkeys(pattern for pattern, _ in sources)
-            each = {p: [one for one in sources if one[0] == p] for p in patterns}
-            sources = tuple(chain(*(each[p][rows.start : rows.stop] for p in patterns)))
-            start = 0
-        made = self._convert(source, sources, torch.device("cpu"), place.dtype)
-        into.copy_(made[place.name][start : start + rows.stop - rows.start])
+            by_pattern = {p: [entry for entry in sources if entry[0] == p] for p in patterns}
+            sources = tuple(chain(*(by_pattern[p][rows.start : rows.stop] for p in patterns)))
+            start = 0  # the rows before were not read
+        weights = self._convert(source, sources, torch.device("cpu"), place.dtype)
+        into.copy_(weights[place.name][start : start + rows.stop - rows.start])
 
     def _convert(
         self,
@@ -317,8 +319,8 @@ class SlicedWeights:
             if device.type != "meta":
                 read_rows(stored, 0, stored.shape[0] if stored.shape else 1, tensor)
             converter.add_tensor(conversion.first, stored.name, pattern, tensor)
-        made = converter.convert(conversion.first, model=self._model, config=self._model.config)
-        return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+        weights = converter.convert(conversion.first, model=self._model, config=self._model.config)
+        return {name: t[0] if isinstance(t, list) else t for name, t in weights.items()}
 
     def check_copies(self, model: nn.Module, world: World) -> None:
         """Raise WrongWeights in all processes if some read a copy that differs from the main one's.
@@ -327,28 +329,31 @@ class SlicedWeights:
         compare checksums.
         """
         identities = world.gather([self._identity()], "the files of the weights")
-        own, others = identities[0], [r for r, one in enumerate(identities) if one != identities[0]]
-        if not others:
+        main_files = identities[0]
+        main_readers = [rank for rank, files in enumerate(identities) if files == main_files]
+        copy_readers = [rank for rank, files in enumerate(identities) if files != main_files]
+        if not copy_readers:
             return
-        with_main = [rank for rank, one in enumerate(identities) if one == own]
-        parts = {} if self.rank in with_main else self._digests(model, None)
-        share = (str(self.folder), rows_of(model), parts)
+        digests = {} if self.rank in main_readers else self._digests(model, None)
+        share = (str(self.folder), rows_of(model), digests)
         shares = world.exchange([share], "the checksums of shards", patient=True)
-        position = with_main.index(self.rank) if self.rank in with_main else None
-        checked = others[position :: len(with_main)] if position is not None else []
+        ranks_to_check: list[int] = []
+        if self.rank in main_readers:  # they divide the readers of copies among themselves
+            ranks_to_check = copy_readers[main_readers.index(self.rank) :: len(main_readers)]
         with world.together("the comparison of shards", WrongWeights, patient=True):
-            for other in checked:
-                folder, rows, theirs = shares[other]
-                expected = self._digests(model, rows)
-                for name, digest in theirs.items():
-                    if expected[name] != digest:
+            for rank in ranks_to_check:
+                folder, rows, copy_digests = shares[rank]
+                main_digests = self._digests(model, rows)
+                for name, digest in copy_digests.items():
+                    if main_digests[name] != digest:
                         raise WrongWeights(
-                            f"rank {other}: {Path(folder, self._file_name(name))}: its copy of "
+                            f"rank {rank}: {Path(folder, self._file_name(name))}: its copy of "
                             f"{name} differs from that of rank {self.rank}. Copy the model to "
                             "every machine again, or give all of them one shared folder"
                         )
 
     def _file_name(self, name: str) -> str:
+        """Return the name of the file that holds a weight."""
         place = self._places.get(name) or self._tied_place(name)
         assert place is not None
         source = place.source
@@ -356,11 +361,15 @@ class SlicedWeights:
         return stored.file.name
 
     def _identity(self) -> list[tuple[str, int, int, int]]:
-        states = [(file.name, file.stat()) for file in self._files]
-        return [(name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in states]
+        """Return name, inode, size and time of each file: equal for processes that share files."""
+        stats = [(file.name, file.stat()) for file in self._files]
+        return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def _digests(self, model: nn.Module, rows: dict[str, RowRange] | None) -> dict[str, str]:
-        """Return checksums of a process's part of each weight; None: of this process's part."""
+        """Return checksums of these rows of each weight, read from the files.
+
+        `rows` None: of this process's rows, as they are in memory.
+        """
         checksums = {}
         for name, tensor, place in self._weights_of(model):
             part = local_part(tensor)
@@ -381,8 +390,9 @@ def rows_of(model: nn.Module) -> dict[str, RowRange]:
 def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world: World) -> None:
     """Give the sharded `scorer.model` storage on `device` and read its weights.
 
-    Processes wait for one another as long as each of them shows life: a file system that answers
-    for the first time may take minutes. Raises WrongWeights, or PeerFailed for another process's.
+    Processes wait for one another as long as each of them shows life, because a file system that
+    answers for the first time may take minutes. Raises WrongWeights. If another process failed,
+    raises PeerFailed.
     """
     give_storage(scorer, device)
     with world.together("the weights in every process", WrongWeights, patient=True):
@@ -397,7 +407,8 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
     In the block peft draws adapters in memory, as it does beside real weights.
     """
     _replace(model, lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape), "meta")
-    expanded = {id(p) for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes}
+    # A real weight has at least as much memory as it shows: those are left alone at the end.
+    stand_in_ids = {id(p) for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes}
     try:
         yield
     finally:
@@ -405,7 +416,7 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
             model,
             lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device="meta"),
             "cpu",
-            expanded,
+            stand_in_ids,
         )
 
 
@@ -415,15 +426,15 @@ def _replace(
     device: str,
     only: set[int] | None = None,
 ) -> None:
-    """Replace the weights on `device`, or those with the ids `only`; tied ones stay tied."""
-    replaced: dict[int, nn.Parameter] = {}
+    """Replace the weights on `device`, or of them those with the ids `only`. Ties are kept."""
+    replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is None or weight.device.type != device:
                 continue
             if only is not None and id(weight) not in only:
                 continue
-            if id(weight) not in replaced:
+            if id(weight) not in replacements:
                 grad = weight.requires_grad
-                replaced[id(weight)] = nn.Parameter(make(weight.detach()), requires_grad=grad)
-            module._parameters[name] = replaced[id(weight)]
+                replacements[id(weight)] = nn.Parameter(make(weight.detach()), requires_grad=grad)
+            module._parameters[name] = replacements[id(weight)]

@@ -1,4 +1,4 @@
-"""Snapshots: what each process writes of a checkpoint.
+"""Snapshots: the files of a checkpoint that one process writes.
 
 A snapshot is complete in memory, and a copy if training is to go on while it is written. The
 weights are a model folder of transformers, written by all processes together:
@@ -27,7 +27,7 @@ from agenttrain.training.file_names import in_files, one_by_one
 from agenttrain.training.lora import WEIGHTS_FILE, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import PART, WHOLE, gather_to, own_part, shard_of
-from agenttrain.training.tensor_files import hashed, write_tensors
+from agenttrain.training.tensor_files import open_hashed, write_tensors
 from agenttrain.utils.files import sync
 
 INDEX = "model.safetensors.index.json"
@@ -46,7 +46,7 @@ class Snapshot:
     """File and weights with their bytes, if the model's weights are in several files."""
 
     def take_weights(self, policy: Policy, *, copies: bool) -> None:
-        """Add what this process writes of the weights; all processes together."""
+        """Add the weights that this process writes. All processes call it together."""
         world, model = policy.world, policy.model
         if is_adapted(model):
             adapters = {n: _on_cpu(t, copies) for n, t in adapter_weights(model).items()}
@@ -60,7 +60,7 @@ class Snapshot:
             self.weights = (file, {name: t.nbytes for name, t in tensors.items()})
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write the files, and force them to disk; return their sha256 by name.
+        """Write the files, and force them to disk. Return their sha256 by name.
 
         Files that are added meanwhile are left for the next call.
         """
@@ -74,9 +74,9 @@ class Snapshot:
 
 
 def take_snapshot(policy: Policy, rng: Mapping[str, Any], *, copies: bool) -> Snapshot:
-    """Return what this process writes of the policy, without its weights.
+    """Return the snapshot of the policy's state and the random states `rng`, without weights.
 
-    `rng` are its random states. `copies`: in memory of its own, so that the policy can go on.
+    With `copies` it shares no memory with the policy, so that training can go on.
     """
     world, shard = policy.world, shard_of(policy.model)
     snapshot = Snapshot()
@@ -92,8 +92,8 @@ def take_snapshot(policy: Policy, rng: Mapping[str, Any], *, copies: bool) -> Sn
 
 
 def save_hashed(state: Any, path: Path) -> str:
-    """Write tensors and plain values as `torch.save` does; return the file's sha256."""
-    with hashed(path) as file:
+    """Write tensors and plain values as `torch.save` does. Return the file's sha256."""
+    with open_hashed(path) as file:
         stream: Any = file  # torch needs `write` and `flush` only
         torch.save(state, stream)
     return file.digest
@@ -110,13 +110,14 @@ def own_weights(
 
     All processes that hold a sharded model call it together.
     """
-    weights, shard = _untied(model), shard_of(model)
+    weights, shard = _weights_to_save(model), shard_of(model)
+    tensors: dict[str, Tensor] = {}
     if shard is None:
-        own = {n: _on_cpu(t.detach(), copies) for n, t in weights.items()} if is_main else {}
-        return "model.safetensors", _original(model, own)
+        if is_main:
+            tensors = {n: _on_cpu(t.detach(), copies) for n, t in weights.items()}
+        return "model.safetensors", _as_in_files(model, tensors)
     file = f"model-{shard.index + 1:05}-of-{shard.count:05}.safetensors"
-    own = {}
-    if not shard.replica:
+    if not shard.replica:  # other nodes hold the same weights
         owners = _owners(model, weights, shard.count)
         waiting: dict[str, Callable[[], Tensor | None]] = {}
         size = 0
@@ -125,7 +126,7 @@ def own_weights(
             for name, wait in waiting.items():
                 full = wait()
                 if full is not None:
-                    own[name] = _on_cpu(full, copies)
+                    tensors[name] = _on_cpu(full, copies)
             waiting.clear()
 
         for name, tensor in weights.items():
@@ -136,11 +137,11 @@ def own_weights(
                 receive()
                 size = 0
         receive()
-    return file, _original(model, own)
+    return file, _as_in_files(model, tensors)
 
 
 def weights_index(shares: Iterable[tuple[str, dict[str, int]]]) -> dict[str, Any]:
-    """Return the content of the index of (file, {name: bytes}) of each process."""
+    """Return the content of the index file, from (file, {name: bytes}) of each process."""
     shares = list(shares)
     return {
         "metadata": {"total_size": sum(sum(sizes.values()) for _, sizes in shares)},
@@ -148,34 +149,36 @@ def weights_index(shares: Iterable[tuple[str, dict[str, int]]]) -> dict[str, Any
     }
 
 
-def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the model's weights and buffers by name, tied ones under the name that is saved."""
+def _weights_to_save(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the model's weights and buffers by name, tied ones only under the name in files."""
     ignored = set(model._keys_to_ignore_on_save or ())
     tied = set(model.all_tied_weights_keys)
     names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
-        known = names.get(id(tensor))
-        if name not in ignored and (known is None or known in tied):
+        earlier = names.get(id(tensor))
+        # transformers saves a tied weight under the name that is no key of its table of ties.
+        if name not in ignored and (earlier is None or earlier in tied):
             names[id(tensor)] = name
     return {name: state[name] for name in state if names.get(id(state[name])) == name}
 
 
 def _on_cpu(tensor: Tensor, copies: bool) -> Tensor:
+    """Return the tensor on the CPU. With `copies` it shares no memory with `tensor`."""
     on_cpu = tensor.cpu()
     return on_cpu.clone() if copies and on_cpu is tensor else on_cpu
 
 
-def _original(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights under the names and in the shapes of the files that the model is from."""
+def _as_in_files(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights under the names and in the shapes that the model's files have."""
     return {name: tensor.contiguous() for name, tensor in in_files(model, weights).items()}
 
 
 def _owners(model: PreTrainedModel, weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
     """Return the writer of each weight, so that all of them write about as many bytes.
 
-    The first one writes all weights of a model some of whose tensors in files are made of several
-    weights.
+    If a tensor of the model's files is made of several weights, the first process writes all: a
+    conversion needs its weights together.
     """
     if not one_by_one(model):
         return dict.fromkeys(weights, 0)

@@ -55,7 +55,7 @@ HASHED_BESIDE = 2**20
 
 
 class BadTensorFile(AgenttrainError):
-    """A safetensors file does not hold what it should; the message names file and tensor."""
+    """A safetensors file does not hold what it should. The message names file and tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +83,12 @@ class StoredTensor:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name. Raises BadTensorFile for a cut or foreign file."""
     length = file.stat().st_size
-    with file.open("rb") as opened:
-        count = int.from_bytes(opened.read(ALIGNMENT), "little")
+    with file.open("rb") as stream:
+        count = int.from_bytes(stream.read(ALIGNMENT), "little")
         if count > min(LONGEST_HEADER, length):
             raise BadTensorFile(f"{file}: is no safetensors file, or is cut; copy it again")
         try:
-            header = json.loads(opened.read(count))
+            header = json.loads(stream.read(count))
             data = ALIGNMENT + count
             tensors = {
                 name: StoredTensor(
@@ -132,11 +132,12 @@ def read_rows(stored: StoredTensor, start: int, stop: int, into: Tensor) -> None
 
 
 def bytes_of(tensor: Tensor) -> Any:
-    """Return the bytes of a contiguous tensor on the CPU as a buffer; they are not copied."""
+    """Return the bytes of a contiguous tensor on the CPU as a buffer, without copying them."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def _read_exactly(file: Any, target: Tensor, stored: StoredTensor) -> None:
+    """Fill `target` from the file. Raises BadTensorFile if the file ends before."""
     view = memoryview(bytes_of(target))
     while view:
         count = file.readinto(view)
@@ -148,7 +149,7 @@ def _read_exactly(file: Any, target: Tensor, stored: StoredTensor) -> None:
 class HashedFile:
     """File that is written from its start to its end, and hashed and brought to disk meanwhile.
 
-    Example: ``with hashed(path) as file: torch.save(state, file)``, then ``file.digest``.
+    Example: ``with open_hashed(path) as file: torch.save(state, file)``, then ``file.digest``.
     """
 
     def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
@@ -176,9 +177,10 @@ class HashedFile:
         return len(view)
 
     def _write(self, view: memoryview) -> None:
+        """Write all bytes. Every `CHUNK` of them, ask the system to bring them to disk."""
         for start in range(0, len(view), CHUNK):
             piece = view[start : start + CHUNK]
-            while piece:
+            while piece:  # an unbuffered write may take a part only
                 count = self._file.write(piece)
                 piece, self._size = piece[count:], self._size + count
             if self._size - self._started >= CHUNK:
@@ -190,7 +192,7 @@ class HashedFile:
 
 
 @contextmanager
-def hashed(path: Path) -> Iterator[HashedFile]:
+def open_hashed(path: Path) -> Iterator[HashedFile]:
     """Open a new file whose bytes are hashed as they are written."""
     with (
         ThreadPoolExecutor(1, thread_name_prefix="hash") as beside,
@@ -200,12 +202,12 @@ def hashed(path: Path) -> Iterator[HashedFile]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Write a safetensors file of tensors on the CPU; return its sha256."""
+    """Write a safetensors file of tensors on the CPU. Return its sha256."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     place = 0
     # Larger formats first, so that every tensor is aligned to its own.
-    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    for name in ordered:
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in names:
         tensor = tensors[name]
         header[name] = {
             "dtype": NAMES[tensor.dtype],
@@ -215,9 +217,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         place += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    with hashed(path) as file:
+    with open_hashed(path) as file:
         file.write(len(text).to_bytes(ALIGNMENT, "little") + text)
-        for name in ordered:
+        for name in names:
             if math.prod(tensors[name].shape):
                 file.write(bytes_of(tensors[name].contiguous()))
     return file.digest

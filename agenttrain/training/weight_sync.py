@@ -67,7 +67,7 @@ class Gap:
 
     mean: float
     q90: float
-    """90 % quantile. Wrong weights raise it; a few tokens for which a mixture of experts took
+    """90 % quantile. Wrong weights raise it. A few tokens for which a mixture of experts took
     another route, several nats apart, do not."""
     max: float
 
@@ -89,12 +89,12 @@ class SyncProbe:
 
     token_ids: tuple[int, ...]
     start: int
-    """Index of the first token that the engine sampled; the gap begins with it."""
+    """Index of the first token that the engine sampled. The gap begins with it."""
     policy_T: Tensor
     """Log-probability of every token after the first."""
     engine_T: Tensor
     first: Gap | None = None
-    """Gap of the first sync; None if this is the first."""
+    """Gap of the first sync. None: this is the first."""
     warned: bool = False
     """True once a far token was warned of."""
 
@@ -127,11 +127,11 @@ class ProbeCheck:
     policy: tuple[float, ...]
     """The policy's log-probability of every token after the first."""
     first: Gap | None
-    """Gap of the first sync; None if this is the first."""
+    """Gap of the first sync. None: this is the first."""
     warned: bool
     """True once a far token was warned of."""
     before: tuple[tuple[float, ...], tuple[float, ...]] | None
-    """`SyncProbe.scores` of the last sync; None if the engine's may be the same as then."""
+    """`SyncProbe.scores` of the last sync. None: the engine's scores may stay the same."""
     version: int
     tolerance: float
     exact: bool
@@ -140,18 +140,19 @@ class ProbeCheck:
     """Limit of the gap as a multiple of the first sync's."""
 
     def __call__(self, scores: Sequence[float]) -> str | None:
-        """Return the problem with an engine's scores; None if it holds the policy's weights."""
+        """Return the problem with an engine's scores. None: it holds the policy's weights."""
         try:
-            self.scored(scores)
+            self.check(scores)
         except StaleWeights as error:
             return str(error)
         return None
 
-    def scored(self, scores: Sequence[float]) -> SyncProbe:
+    def check(self, scores: Sequence[float]) -> SyncProbe:
         """Return the probe with the engine's scores. Raises StaleWeights.
 
         It is raised if the gap exceeds the tolerance and `growth` times the first sync's gap. With
-        `before` also if the policy's log-probabilities changed and the engine's did not at all.
+        `before` it is also raised if the policy's log-probabilities changed and the engine's did
+        not at all.
         """
         probe = SyncProbe(
             token_ids=self.token_ids,
@@ -164,11 +165,12 @@ class ProbeCheck:
         gap, first, tolerance = probe.gap, self.first, self.tolerance
         pairs = [(gap.max, tolerance)]
         if not self.exact:
-            begun = first or Gap(mean=0.0, q90=0.0, max=0.0)
+            first_gap = first or Gap(mean=0.0, q90=0.0, max=0.0)
             pairs = [
-                (gap.mean, max(tolerance, self.growth * begun.mean)),
-                (gap.q90, max(tolerance, self.growth * begun.q90)),
+                (gap.mean, max(tolerance, self.growth * first_gap.mean)),
+                (gap.q90, max(tolerance, self.growth * first_gap.q90)),
             ]
+        # `any`: one of the two within its limit is agreement, because wrong weights raise both.
         # Not `value > limit`: NaN must not count as agreement.
         if not any(value <= limit for value, limit in pairs):
             raise StaleWeights(
@@ -184,8 +186,8 @@ class ProbeCheck:
         # A step may change less than bfloat16 kernels differ, but it changes some bits.
         policy_T, engine_T = (torch.tensor(values) for values in self.before)
         moved_T = (probe.policy_T - policy_T).abs()
-        still = torch.equal(probe.engine_T, engine_T)
-        if moved_T.count_nonzero() > len(moved_T) / 2 and still:
+        engine_unchanged = torch.equal(probe.engine_T, engine_T)
+        if moved_T.count_nonzero() > len(moved_T) / 2 and engine_unchanged:
             raise StaleWeights(
                 f"weight sync {self.version}: the policy's log-probabilities of a fixed sequence "
                 f"moved by up to {moved_T.max().item():.3g} and the engine's not by a bit: the new "
@@ -204,16 +206,17 @@ async def sync(
     *,
     prompt_ids: Sequence[int] = (),
 ) -> SyncProbe | None:
-    """Give `engine` the policy's weights; what it samples from now on has policy version `version`.
+    """Give `engine` the policy's weights. It samples with policy version `version` from now on.
 
-    An engine that samples from `policy.sampler` itself only drops its caches; the result is None.
-    An engine with a copy of the weights is sent them and then scores the probe. Raises StaleWeights
-    if its log-probabilities differ from the policy's, or if they did not change since `before`, the
-    last sync, although the policy's did; with several copies, if that is so for all of them. A
-    quantised engine's may stay the same.
+    An engine that samples from `policy.sampler` itself only drops its caches, and the result is
+    None. An engine with a copy of the weights is sent them and then scores the probe.
+
+    Raises StaleWeights if the engine's log-probabilities differ from the policy's. Also if they did
+    not change since `before`, the last sync, although the policy's did (a quantised engine's may
+    stay the same). With several copies it is raised if all of them fail.
 
     The probe's text is that of `before`. The first time, the engine samples it after the end of
-    `prompt_ids`, so that it is as likely as the texts of the run; without a prompt it is a fixed
+    `prompt_ids`, so that it is as likely as the texts of the run. Without a prompt it is a fixed
     sequence. All processes of a run call this together.
     """
     if not isinstance(engine, Separate):
@@ -224,8 +227,8 @@ async def sync(
         # The engine's thread reads the weights on its own stream, which does not wait for the
         # optimizer's.
         torch.cuda.synchronize()
-    adapted = is_adapted(policy.model)
-    as_adapters = engine.takes_adapters and adapted
+    has_adapters = is_adapted(policy.model)
+    as_adapters = engine.takes_adapters and has_adapters
     dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else policy.model.dtype
     weights: Iterable[tuple[str, Tensor]]
     if isinstance(engine, ModelNames) and engine.model_names:
@@ -243,16 +246,16 @@ async def sync(
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
     growth = GROWTH if config.tolerance is None else 0
     # Merging adapters and casting round small changes away, so that equal weights prove nothing.
-    same_bits = as_adapters or not (adapted or dtype != policy.model.dtype)
-    quantized = isinstance(engine, Quantized) and engine.quantized
-    moved_from = before if same_bits and not quantized else None
+    same_bits = as_adapters or not (has_adapters or dtype != policy.model.dtype)
+    is_quantized = isinstance(engine, Quantized) and engine.quantized
+    moved_from = before if same_bits and not is_quantized else None
     token_ids, start = await _probe_text(policy, engine, before, prompt_ids)
     policy_T = (
         policy.probe_logprobs(token_ids)
         if is_sharded(policy.model)
         else policy_logprobs(policy.model, token_ids)
     )
-    check = ProbeCheck(
+    probe_check = ProbeCheck(
         token_ids=tuple(token_ids),
         start=start,
         policy=tuple(policy_T),
@@ -265,9 +268,9 @@ async def sync(
         growth=growth,
     )
     if isinstance(engine, Replicated):
-        probe = check.scored(await engine.verify(token_ids, check))
+        probe = probe_check.check(await engine.verify(token_ids, probe_check))
     else:
-        probe = check.scored(await engine.score(token_ids))
+        probe = probe_check.check(await engine.score(token_ids))
     if not exact and not probe.warned and probe.gap.max > FAR * tolerance:
         warnings.warn(
             f"weight sync {version}: the engine's log-probability of a token of the probe is "
@@ -285,15 +288,15 @@ async def _probe_text(
 ) -> tuple[Sequence[int], int]:
     """Return the probe's ids, and the index of the first one that the engine sampled.
 
-    They are those of `before`; without it they are chosen.
+    They are those of `before`. At the first sync they are sampled here.
     """
     if before:
         return before.token_ids, before.start
     if not prompt_ids:
         # A fixed sequence of ids from the whole vocabulary.
-        entries = policy.model.get_input_embeddings().weight.shape[0]
-        last = min(PROBE_TOKENS, engine.max_context - 1)
-        return [index * STEP % entries for index in range(1, last)], 1
+        vocabulary = policy.model.get_input_embeddings().weight.shape[0]
+        end = min(PROBE_TOKENS, engine.max_context - 1)
+        return [index * STEP % vocabulary for index in range(1, end)], 1
     # Short, because engines hold the probabilities of the whole vocabulary for each token.
     room = min(2 * PROBE_TOKENS, engine.max_context - 1)
     prompt = list(prompt_ids[-min(PROBE_TOKENS, room // 2) :])
@@ -324,7 +327,7 @@ class PolicyWeights:
     dtype: torch.dtype
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather all weights; all processes do so together."""
+        """Gather all weights. All processes do so together."""
         return checkpoint_weights(self.model, self.dtype)
 
     def forms(self) -> list[WeightForm]:
@@ -347,10 +350,10 @@ def checkpoint_weights(
 
 
 def checkpoint_adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters by peft's names, with those of the model's files for their modules."""
+    """Yield the adapters by peft's names, in which modules have the names of the model's files."""
     for name, tensor in adapter_weights(model).items():
-        for renamed, same in in_files(model, {name.removeprefix(PEFT): tensor}).items():
-            yield f"{PEFT}{renamed}", same
+        for file_name, weight in in_files(model, {name.removeprefix(PEFT): tensor}).items():
+            yield f"{PEFT}{file_name}", weight
 
 
 def named_weights(
@@ -358,10 +361,10 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight by its name in the model without adapters, tied ones under each name.
 
-    Adapters are merged, one weight at a time, or left out if not `merged`: the engine gets a model
-    without adapters. Weights in the model's own format are cast to `dtype`, if given; those that
-    the model keeps in float32 are not. Sharded weights are gathered layer by layer, after the cast,
-    so every process has to consume the iterator.
+    Adapters are merged, one weight at a time, or left out if not `merged`. Either way the engine
+    gets a model without adapters. Weights in the model's own format are cast to `dtype`, if it is
+    given, but not those that the model keeps in float32. Sharded weights are gathered layer by
+    layer, after the cast, so every process has to consume the iterator.
     """
     for name, tensor in gather_by_layer(model, _own_parts(model, dtype, merged)):
         yield base_name(name), tensor
@@ -381,15 +384,15 @@ def _checkpoint_pieces(
 def _own_parts(
     model: PreTrainedModel, dtype: torch.dtype | None, merged: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield this process's part of every weight, by its name in the model, as `named_weights`."""
+    """Yield what `named_weights` does, but of a sharded weight only this process's part."""
     in_fp32: set[str] = set()
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         in_fp32.update(getattr(model, attribute, None) or ())
-    adapted = adapted_weights(model) if merged and is_adapted(model) else {}
+    adapter_layers = adapted_weights(model) if merged and is_adapted(model) else {}
     for name, tensor in model.state_dict().items():
         if "lora_" in name:
             continue
-        layer = adapted.get(base_name(name))
+        layer = adapter_layers.get(base_name(name))
         if layer is not None:
             tensor = tensor + delta(layer, tensor).to(tensor.dtype)
         if dtype and tensor.dtype == model.dtype and in_fp32.isdisjoint(name.split(".")):

@@ -1,8 +1,8 @@
 """The processes of a run, and everything that crosses between them besides gradients.
 
 Every method of `World` is called by all processes or by none, in the same order. Late and dead
-processes are detected through the key-value store in which the processes met. It needs no device:
-each process records the last barrier it reached, so that a waiting process can name the missing
+processes are detected through the key-value store in which the processes met, without a device.
+Each process records the last barrier it reached, so that a waiting process can name the missing
 ones.
 """
 
@@ -49,16 +49,16 @@ _numbers = itertools.count(1)
 
 
 class WorldTimeout(AgenttrainError):
-    """Not every process reached a barrier in time; the message names the ranks and the barrier."""
+    """Not every process reached a barrier in time. The message names the ranks and the barrier."""
 
     def __init__(self, message: str, *, missing: Sequence[int]) -> None:
-        """`missing` are ranks; empty if the process that holds the store is gone."""
+        """`missing` are ranks. It is empty if the process that holds the store is gone."""
         super().__init__(message)
         self.missing = tuple(missing)
 
 
 class PeerFailed(AgenttrainError):
-    """Another process failed; the message names its rank and its error."""
+    """Another process failed. The message names its rank and its error."""
 
 
 class World:
@@ -69,7 +69,7 @@ class World:
     """
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Join the processes of torch's default group, if there is one; `start` makes it."""
+        """Join the processes of torch's default group, if there is one. `start` makes it."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if several else 0
         self.size = dist.get_world_size() if several else 1
@@ -78,7 +78,7 @@ class World:
         self.timeout_s = timeout_s
         self.progress = 0
         """Counter that rises while this process waits in `barrier`, and with each weight that it
-        reads from a file; the watchdog reads it."""
+        reads from a file. The watchdog reads it."""
         self._count = 0
         self._group: Any = None
         if several:
@@ -132,19 +132,20 @@ class World:
         *,
         patient: bool = False,
     ) -> list[Value]:
-        """Gather objects; a process that passes a `failure` raises it, the others PeerFailed.
+        """Gather objects. A process that passes a `failure` raises it, the others PeerFailed.
 
-        Thus an error of one process ends the work of all. `patient`: wait for a process as long as
-        its heartbeat goes on (`Pulse`), without a time limit; its own watchdog judges its progress.
+        Thus an error of one process ends the work of all. With `patient` a process is waited for as
+        long as its heartbeat goes on (`Pulse`), without a time limit. Its own watchdog judges its
+        progress.
         """
         limit_s = math.inf if patient else None
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
         shares = self.gather([(list(objects), message)], what, limit_s)
         if failure is not None:
             raise failure
-        failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(shares) if message]
-        if failed:
-            raise PeerFailed("; ".join(failed))
+        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(shares) if text]
+        if failures:
+            raise PeerFailed("; ".join(failures))
         return [item for items, _ in shares for item in items]
 
     @contextmanager
@@ -174,12 +175,13 @@ class World:
             return
         self.barrier(what)
         over = threading.Event()
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        peers = [rank for rank in range(self.size) if rank != self.rank]
 
         def warn_of_stopped_ranks() -> None:
+            """Print the ranks that stand still, several times before NCCL ends the process."""
             while not over.wait(self.timeout_s / WARNINGS):
                 with suppress(dist.DistError):
-                    still = self._pulse.still(others)
+                    still = self._pulse.still(peers)
                     if still and not over.is_set():
                         print(
                             f"rank {self.rank} waits in {what}: {_ranks(still)} stood still",
@@ -194,18 +196,18 @@ class World:
         except RuntimeError as error:
             if not any(late in str(error) for late in LATE):
                 raise
-            still = self._pulse.still(others)
-            who = f"{_ranks(still)} stood still" if still else "no rank stands still now"
+            still = self._pulse.still(peers)
+            finding = f"{_ranks(still)} stood still" if still else "no rank stands still now"
             raise WorldTimeout(
-                f"rank {self.rank} waited {self.timeout_s:g} s for another one in {what}: {who} "
-                "(distributed.timeout_s)",
+                f"rank {self.rank} waited {self.timeout_s:g} s for another one in {what}: "
+                f"{finding} (distributed.timeout_s)",
                 missing=still,
             ) from error
         finally:
             over.set()
 
     def to_main(self, objects: Sequence[Value], what: str = "gather") -> list[Value]:
-        """Gather in the main process only; the others get nothing. Raises WorldTimeout."""
+        """Gather in the main process only. The others get an empty list. Raises WorldTimeout."""
         if self.size == 1:
             return list(objects)
         self.barrier(what)
@@ -224,7 +226,7 @@ class World:
         return received
 
     def scatter(self, values: Sequence[Value], what: str = "scatter") -> Value:
-        """Return the main process's value for this rank; the others pass none. Raises WorldTimeout.
+        """Return the value that the main process passes for this rank. Raises WorldTimeout.
 
         Example, on rank 1 of 2: ``world.scatter([])`` is ``"b"`` when rank 0 called
         ``world.scatter(["a", "b"])``.
@@ -246,7 +248,7 @@ class World:
         return max(self.gather([value], what))
 
     def barrier(self, what: str, timeout_s: float | None = None) -> None:
-        """Wait for every process; `what` names the barrier in errors.
+        """Wait for every process. `what` names the barrier in errors.
 
         Signals are handled meanwhile. Raises WorldTimeout after `timeout_s` (None: the world's),
         not counting time in which this process itself was stopped, and when the process that holds
@@ -266,11 +268,11 @@ class World:
                     self._store.delete_key(f"{name}/{number - 1}")
             self._wait(f"all/{number}", what, limit_s)
         except dist.DistStoreError as error:
-            missing = self._missing()
-            named = _ranks(missing) or "a rank that arrived while this was written"
+            missing = self._missing_ranks()
+            ranks = _ranks(missing) or "a rank that arrived while this was written"
             raise WorldTimeout(
-                f"rank {self.rank} waited {limit_s:g} s for {what}: {named} did not come "
-                f"({_last(missing, missing)}; distributed.timeout_s)",
+                f"rank {self.rank} waited {limit_s:g} s for {what}: {ranks} did not come "
+                f"({_last_barriers(missing, missing)}; distributed.timeout_s)",
                 missing=list(missing),
             ) from error
         except dist.DistNetworkError as error:
@@ -285,7 +287,7 @@ class World:
         Raises DistStoreError after `limit_s`. Without a limit, raises WorldTimeout when the
         heartbeat of a missing process stops.
         """
-        waited_s, before = 0.0, time.monotonic()
+        waited_s, checked_at = 0.0, time.monotonic()
         while True:
             try:
                 self._store.wait([key], WAKE)
@@ -293,47 +295,52 @@ class World:
             except dist.DistStoreError as error:
                 self.progress += 1
                 now = time.monotonic()
-                waited_s, before = waited_s + min(now - before, LONGEST_CHECK_S), now
+                # A longer time between two checks: this process itself had been stopped.
+                waited_s += min(now - checked_at, LONGEST_CHECK_S)
+                checked_at = now
                 if waited_s > limit_s:
                     raise
                 if limit_s < math.inf:
                     continue
-                missing = self._missing()
+                missing = self._missing_ranks()
                 if silent := self._pulse.silent(missing):
                     raise WorldTimeout(
                         f"rank {self.rank} waits for {what}: {_ranks(silent)} showed no life for "
-                        f"{self.timeout_s:g} s ({_last(silent, missing)}; distributed.timeout_s)",
+                        f"{self.timeout_s:g} s ({_last_barriers(silent, missing)}; "
+                        "distributed.timeout_s)",
                         missing=silent,
                     ) from error
 
-    def _missing(self) -> dict[int, str]:
-        """Ranks missing from the current barrier, mapped to the last barrier each one reached."""
+    def _missing_ranks(self) -> dict[int, str]:
+        """Return the ranks missing from the current barrier, each with its last barrier."""
         missing = {}
         for rank in range(self.size):
-            reached, what = 0, "the start"
+            number, name = 0, "the start"
             key = f"rank/{rank}"
             if self._store.check([key]):
-                number, _, what = self._store.get(key).decode().partition(" ")
-                reached = int(number)
-            if reached < self._count:
-                missing[rank] = what
+                text, _, name = self._store.get(key).decode().partition(" ")
+                number = int(text)
+            if number < self._count:
+                missing[rank] = name
         return missing
 
 
-def _last(ranks: Sequence[int] | dict[int, str], barriers: dict[int, str]) -> str:
+def _last_barriers(ranks: Sequence[int] | dict[int, str], barriers: dict[int, str]) -> str:
+    """Return the last barriers of the first few ranks, for a message."""
     return "; ".join(f"rank {rank} was last at {barriers[rank]}" for rank in list(ranks)[:4])
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    named = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(named) > 1 else ''} {', '.join(named)}" if named else ""
+    """Return ``rank 1``, ``ranks 1, 2``, or an empty text."""
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else ""
 
 
 LONGEST_CHECK_S = 2.0
 """Most time between two checks that counts as waiting: if there is more, this process itself had
 been stopped."""
 LEAVE_S = 5.0
-"""Time limit for the heartbeat thread to end; only a store that hangs needs more."""
+"""Time limit for the heartbeat thread to end. Only a store that hangs needs more."""
 
 
 class Pulse:
@@ -344,12 +351,12 @@ class Pulse:
     """
 
     def __init__(self, store: Any, rank: int, limit_s: float) -> None:
-        """Take torch's store; a process whose counter stops for `limit_s` is silent."""
+        """Take torch's store. A process whose counter stops for `limit_s` is silent."""
         self._store = store.clone()  # a connection of its own, which no wait blocks
         self._rank, self._limit_s = rank, limit_s
         self._every_s = min(limit_s / 8, 5.0)
-        self._seen: dict[int, _Seen] = {}
-        self._before = time.monotonic()
+        self._counters: dict[int, _Counter] = {}
+        self._checked_at = time.monotonic()
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -373,37 +380,41 @@ class Pulse:
         atexit.register(end)
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks whose counter has stopped for too long; call it often.
+        """Return the ranks whose counter has stopped for too long. Call it often.
 
         A rank that has not started to count is never silent.
         """
         now = time.monotonic()
-        passed = min(now - self._before, LONGEST_CHECK_S)
-        self._before = now
+        elapsed_s = min(now - self._checked_at, LONGEST_CHECK_S)
+        self._checked_at = now
         silent = []
         for rank in ranks:
-            seen = self._seen.setdefault(rank, _Seen())
-            count = self._counter(rank)
-            seen.idle_s = seen.idle_s + passed if count is not None and count == seen.count else 0.0
-            seen.count = count
-            if seen.idle_s > self._limit_s:
+            counter = self._counters.setdefault(rank, _Counter())
+            count = self._read_counter(rank)
+            if count is not None and count == counter.count:
+                counter.idle_s += elapsed_s
+            else:
+                counter.idle_s = 0.0
+            counter.count = count
+            if counter.idle_s > self._limit_s:
                 silent.append(rank)
         return silent
 
     def still(self, ranks: Iterable[int]) -> list[int]:
-        """Watch the counters for some seconds; return the ranks whose counter did not move."""
-        before = {rank: self._counter(rank) for rank in ranks}
+        """Watch the counters for some seconds. Return the ranks whose counter did not move."""
+        counts = {rank: self._read_counter(rank) for rank in ranks}
         time.sleep(3 * self._every_s)
-        return [rank for rank, count in before.items() if self._counter(rank) == count]
+        return [rank for rank, count in counts.items() if self._read_counter(rank) == count]
 
-    def _counter(self, rank: int) -> bytes | None:
+    def _read_counter(self, rank: int) -> bytes | None:
+        """Return a rank's counter. None: it has not started to count."""
         key = f"alive/{rank}"
-        return self._store.get(key) if self._store.check([key]) else None
+        return self._store.get(key) if self._store.check([key]) else None  # `get` would wait
 
 
 @dataclass(slots=True)
-class _Seen:
-    """Last value of a counter, and how long it has not moved."""
+class _Counter:
+    """Last value of a rank's counter, and the time for which it has not moved."""
 
     count: bytes | None = None
     idle_s: float = 0.0

@@ -63,12 +63,12 @@ def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
     if scorer.model.config.get_text_config() is not scorer.model.config:
         # Text gives the weights for images no gradient, and DDP would wait for one.
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
-    wrapped = accelerator.prepare_model(scorer)
-    if isinstance(wrapped, DistributedDataParallel):
+    module = accelerator.prepare_model(scorer)
+    if isinstance(module, DistributedDataParallel):
         # Buffers are constants here; broadcasting them would synchronise every forward pass. Set on
         # the instance because accelerate 1.15 only offers the deprecated argument.
-        wrapped.broadcast_buffers = False
-    return wrapped
+        module.broadcast_buffers = False
+    return module
 
 
 def make_mesh(device_type: str, sharding: Sharding) -> DeviceMesh:
@@ -89,19 +89,19 @@ def make_mesh(device_type: str, sharding: Sharding) -> DeviceMesh:
 
 
 def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
-    """Shard the weights of `scorer` in place; of accelerate, use the mixed precision only.
+    """Shard the weights of `scorer` in place. Of accelerate, only the mixed precision is used.
 
     Gradients are summed in float32 whatever the format of the weights. Under bf16, weights are
     gathered in bf16, half the bytes of float32, and layers compute in it. `scorer.inside` gathers
     weights as `scorer.forward` does.
     """
     accelerator.prepare_model(scorer, device_placement=False, evaluation_mode=True)
-    gathered = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
+    gather_dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     if not dist.is_initialized():  # one process may still want to offload
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     device = accelerator.device
     mesh = make_mesh(device.type, sharding)
-    precision = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=torch.float32)
     offload = OffloadPolicy()
     if sharding.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")

@@ -300,7 +300,7 @@ def test_ratio_levels() -> None:
 )
 def test_an_advantage_reaches_the_logprob_of_its_own_token(level: Ratio, expected: list) -> None:
     log_ratio = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64, requires_grad=True)
-    ratio = importance_ratio(log_ratio, torch.tensor([0, 0, 1]), 2, level, own=True)
+    ratio = importance_ratio(log_ratio, torch.tensor([0, 0, 1]), 2, level, token_gradient=True)
     (ratio * torch.tensor([1.0, -2.0, 3.0])).sum().backward()
     assert log_ratio.grad.tolist() == pytest.approx(expected, rel=1e-12)
 
@@ -331,9 +331,13 @@ def test_the_gradient_of_one_advantage_is_that_of_the_plain_form(logs: list, lev
         ).exp()
 
     expected = gradient(plain)
-    for own in (False, True):
+    for token_gradient in (False, True):
         ratio = partial(
-            importance_ratio, sequence_S=rows, sequences=len(logs), level=level, own=own
+            importance_ratio,
+            sequence_S=rows,
+            sequences=len(logs),
+            level=level,
+            token_gradient=token_gradient,
         )
         assert gradient(ratio) == pytest.approx(expected, rel=1e-9)
 

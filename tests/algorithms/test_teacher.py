@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agenttrain.algorithms.config import AlgorithmConfig, Gate, TeacherConfig
-from agenttrain.algorithms.teacher import is_gated_in, mixed_advantages
+from agenttrain.algorithms.distillation import is_gated_in, mixed_advantages
 from agenttrain.utils.sections import validated
 
 

@@ -29,7 +29,7 @@ from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.batch import make_sequences
-from agenttrain.training.teacher import ServedTeacher, TeacherFailed
+from agenttrain.training.teacher_scores import ServedTeacher, TeacherFailed
 from agenttrain.types import Completion, ConfigError, Finish, Origin, Rollout, Task, Trajectory
 from agenttrain.utils.chat_api import ChatApi, ChatUnavailable
 

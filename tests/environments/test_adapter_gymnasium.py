@@ -21,8 +21,8 @@ from agenttrain.environments.adapters.gymnasium import (
     Gymnasium,
     action_from,
     action_in,
+    brackets_for_colours,
     parameters_of,
-    uncoloured,
 )
 from agenttrain.environments.adapters.observations import readable
 from agenttrain.settings.checks import validate
@@ -298,7 +298,7 @@ def test_observations_as_text():
     assert readable((np.int64(1), True, None)) == "[1, true, null]"
     taxi = gymnasium.make("Taxi-v4", render_mode="ansi")
     taxi.reset(seed=1)
-    assert uncoloured(taxi.render()).splitlines() == [
+    assert brackets_for_colours(taxi.render()).splitlines() == [
         "+---------+",
         "|[R]: | : :G|",
         "| : | : : |",

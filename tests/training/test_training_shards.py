@@ -35,7 +35,7 @@ from agenttrain.training.tensor_files import (
     HASHED_BESIDE,
     BadTensorFile,
     HashedFile,
-    hashed,
+    open_hashed,
     read_header,
     read_rows,
     write_tensors,
@@ -216,7 +216,7 @@ def test_a_file_is_the_librarys_to_the_byte_and_hashed(tmp_path: Path) -> None:
     digest = write_tensors(own, TENSORS, {"format": "pt"})
     save_file(TENSORS, theirs, metadata={"format": "pt"})
     assert own.read_bytes() == theirs.read_bytes()
-    with hashed(tmp_path / "again") as file:
+    with open_hashed(tmp_path / "again") as file:
         file.write(own.read_bytes())
     assert file.digest == digest
 

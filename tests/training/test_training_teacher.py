@@ -19,7 +19,7 @@ from agenttrain.training.batch import TrainingSequence, make_sequences
 from agenttrain.training.config import SharePrefix, TrainingConfig
 from agenttrain.training.logprobs import UnsupportedModel
 from agenttrain.training.policy import Policy
-from agenttrain.training.teacher import ModelTeacher, PromptIds, TeacherFailed
+from agenttrain.training.teacher_scores import ModelTeacher, PromptIds, TeacherFailed
 from agenttrain.types import Completion, Finish, Origin, Rollout, Trajectory
 
 TEACHER = TeacherConfig(path="bundled:shop")

@@ -33,16 +33,16 @@ class ObjectiveInputs:
     """Inputs of an objective: the sampled tokens of a microbatch."""
 
     logprobs_S: Tensor
-    """Logprobs under the policy being trained; they carry the gradient."""
+    """Logprobs under the policy being trained. They carry the gradient."""
     behaviour_S: Tensor
     """Denominator of the ratio: the engine's logprobs, or the policy's before the first update."""
     advantages_S: Tensor
     sequence_S: Tensor
     """Index of the token's sequence, 0 … B-1."""
     sequences: int
-    """B; a sequence may have no token."""
+    """B. A sequence may have no token."""
     rollout_tokens_B: Tensor | None = None
-    """Sampled tokens of the whole rollout that each sequence belongs to; None: each sequence is all
+    """Sampled tokens of the whole rollout that each sequence belongs to. None: each sequence is all
     of its rollout."""
     token_advantages: bool = False
     """True if the advantages of a sequence's tokens may differ."""
@@ -59,13 +59,13 @@ class ObjectiveInputs:
 
     @property
     def advantages_B(self) -> Tensor:
-        """Return each sequence's advantage, which all its tokens share; 0 if it has no token."""
+        """Return each sequence's advantage, which all its tokens share. 0 if it has no token."""
         return self.advantages_S.new_zeros(self.sequences).scatter(
             0, self.sequence_S, self.advantages_S
         )
 
     def ratio(self, level: Ratio | str) -> Tensor:
-        """Return policy / behaviour, [S]; above token level a sequence's tokens share theirs.
+        """Return policy / behaviour, [S]. Above token level a sequence's tokens share theirs.
 
         With `token_advantages` its gradient is each token's own (`importance_ratio`).
 
@@ -76,7 +76,7 @@ class ObjectiveInputs:
             self.sequence_S,
             self.sequences,
             level,
-            own=self.token_advantages,
+            token_gradient=self.token_advantages,
             rollout_tokens_B=self.rollout_tokens_B,
         )
 
@@ -85,7 +85,7 @@ class ObjectiveInputs:
         return sequence_sums(values_S, self.sequence_S, self.sequences)
 
     def mean(self, values_S: Tensor) -> Tensor:
-        """Return the mean over each sequence's tokens, [B]; 0 for a sequence without tokens."""
+        """Return the mean over each sequence's tokens, [B]. 0 for a sequence without tokens."""
         return sequence_means(values_S, self.sequence_S, self.sequences)
 
 
@@ -105,27 +105,28 @@ def importance_ratio(
     sequences: int,
     level: Ratio | str,
     *,
-    own: bool = False,
+    token_gradient: bool = False,
     rollout_tokens_B: Tensor | None = None,
 ) -> Tensor:
-    """policy / behaviour probability, [S]; above token level one value per sequence.
+    """policy / behaviour probability, [S]. Above token level one value per sequence.
 
     token: PPO and GRPO. sequence_mean: the geometric mean over a sequence's tokens, GSPO
     (https://arxiv.org/abs/2507.18071). sequence_sum: of the whole sequence, RLOO.
 
     Example: log ratios [.1, .3] of one sequence give exp([.1, .3]), exp([.2, .2]), exp([.4, .4]).
 
-    Above token level each value depends on all tokens of its sequence. With `own` its gradient
-    goes to its own token alone, so that a token's advantage reaches no other (GSPO-token, section
-    4.3 of GSPO's paper). If all tokens of a sequence have one advantage, both gradients are equal.
+    Above token level each value depends on all tokens of its sequence. With `token_gradient` the
+    gradient of a token's value goes to this token alone, so that a token's advantage reaches no
+    other (GSPO-token, section 4.3 of GSPO's paper). If all tokens of a sequence have one advantage,
+    both gradients are equal.
 
     A sum's gradient reaches each token once for every token of its sequence. With
     `rollout_tokens_B` it counts as once for every token of the rollout, so that at a ratio of 1 a
     token's gradient is the same in however many sequences its rollout lies. Example: a token of a
     sequence of 2 has the gradient 2 in the sum of both ratios, and 6 if its rollout has 6 tokens.
 
-    A ratio too large for its type is infinite and has no gradient: where a clip removes the
-    gradient, that of exp would be 0 times infinity.
+    A ratio too large for its type is infinite and has no gradient. Otherwise a clip that removes
+    its gradient would multiply 0 by the infinite derivative of exp, which is NaN.
     """
     import torch  # at the top, composition would import it
 
@@ -135,15 +136,15 @@ def importance_ratio(
         log_ratio_S = sequence_means(token_S, sequence_S, sequences)[sequence_S]
     elif level is Ratio.sequence_sum:
         log_ratio_S = sequence_sums(token_S, sequence_S, sequences)[sequence_S]
-    # Below, differences that are zero carry the gradient.
-    if own and level is not Ratio.token:
-        own_S = token_S - token_S.detach()
+    # x - x.detach() is 0 and has the gradient of x: it adds a gradient without changing the value.
+    if token_gradient and level is not Ratio.token:
+        difference_S = token_S - token_S.detach()
         if level is Ratio.sequence_sum:
             tokens_B = rollout_tokens_B
             if tokens_B is None:
                 tokens_B = sequence_S.bincount(minlength=sequences)
-            own_S = own_S * tokens_B[sequence_S]
-        log_ratio_S = log_ratio_S.detach() + own_S
+            difference_S = difference_S * tokens_B[sequence_S]
+        log_ratio_S = log_ratio_S.detach() + difference_S
     elif level is Ratio.sequence_sum and rollout_tokens_B is not None:
         tokens_B = sequence_S.bincount(minlength=sequences).clamp(min=1)
         scale_B = rollout_tokens_B.to(token_S.dtype) / tokens_B
@@ -158,29 +159,30 @@ def clip_metrics(
 ) -> dict[str, Tensor]:
     """Return TRL's clip_ratio/*: shares in which a clip to low … high removes the gradient.
 
-    On token level the means are shares of tokens, and low_min and high_max the least and greatest
-    share of a sequence's tokens; above it all are shares of sequences.
+    On token level the means are shares of tokens, and low_min and high_max are the least and the
+    greatest share of a sequence's tokens. Above token level all are shares of sequences.
     """
     ratio_S, level = ratio_S.detach(), ratio_level(level)
     low_S = (ratio_S < low) & (inputs.advantages_S < 0)
     high_S = (ratio_S > high) & (inputs.advantages_S > 0)
-    shares = {"low": low_S, "high": high_S, "region": low_S | high_S}
+    by_token = {"low": low_S, "high": high_S, "region": low_S | high_S}
     # Above token level a sequence's tokens all have its flag, so that their mean is the flag.
-    of_sequences = {name: inputs.mean(flag.float()) for name, flag in shares.items()}
-    values = shares if level is Ratio.token else of_sequences
+    by_sequence = {name: inputs.mean(flag_S.float()) for name, flag_S in by_token.items()}
+    values = by_token if level is Ratio.token else by_sequence
     if level is Ratio.token:
-        sampled_B = inputs.sequence_S.bincount(minlength=inputs.sequences) > 0
-        of_sequences = {name: share_B[sampled_B] for name, share_B in of_sequences.items()}
+        # A sequence without tokens has the mean 0, which would be the least.
+        has_tokens_B = inputs.sequence_S.bincount(minlength=inputs.sequences) > 0
+        by_sequence = {name: share_B[has_tokens_B] for name, share_B in by_sequence.items()}
     return {
-        **{f"clip_ratio/{name}_mean": flag for name, flag in values.items()},
-        "clip_ratio/low_min": of_sequences["low"],
-        "clip_ratio/high_max": of_sequences["high"],
+        **{f"clip_ratio/{name}_mean": value for name, value in values.items()},
+        "clip_ratio/low_min": by_sequence["low"],
+        "clip_ratio/high_max": by_sequence["high"],
     }
 
 
-def by_sign(chosen: Tensor, value: float, other: float, like: Tensor) -> Tensor:
-    """Return `value` where chosen, else `other`, in the precision of `like`."""
-    return like.new_tensor(value).where(chosen, like.new_tensor(other))
+def by_sign(positive: Tensor, value: float, otherwise: float, like: Tensor) -> Tensor:
+    """Return `value` where `positive`, else `otherwise`, in the precision of `like`."""
+    return like.new_tensor(value).where(positive, like.new_tensor(otherwise))
 
 
 def sequence_sums(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tensor:
@@ -192,6 +194,6 @@ def sequence_sums(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tenso
 
 
 def sequence_means(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tensor:
-    """Return the mean over each sequence's tokens, [B]; 0 for a sequence without tokens."""
+    """Return the mean over each sequence's tokens, [B]. 0 for a sequence without tokens."""
     tokens_B = sequence_S.bincount(minlength=sequences).clamp(min=1)
     return sequence_sums(values_S, sequence_S, sequences) / tokens_B

@@ -26,15 +26,16 @@ class CispoSettings:
 def cispo(inputs: ObjectiveInputs, settings: CispoSettings) -> ObjectiveOutput:
     """-stop_gradient(min(r, 1 + high)) A log p: CISPO, https://arxiv.org/abs/2506.13585.
 
-    No token loses its gradient; only its weight is bounded. The paper's lower bound, which it
+    No token loses its gradient. Only its weight is bounded. The paper's lower bound, which it
     leaves out of its experiments, is left out.
     """
-    ratio_S, most = inputs.ratio(settings.ratio).detach(), 1 + settings.high
-    capped = (ratio_S > most) & (inputs.advantages_S > 0)
+    ratio_S, bound = inputs.ratio(settings.ratio).detach(), 1 + settings.high
+    is_bounded = (ratio_S > bound) & (inputs.advantages_S > 0)
+    # A ratio above the bound at a negative advantage is bounded too, but not counted, as in TRL.
     if settings.ratio is not Ratio.token:
         # A sequence's tokens share its ratio: the share is one of sequences, as TRL's.
-        capped = inputs.mean(capped.float())
+        is_bounded = inputs.mean(is_bounded.float())
     return ObjectiveOutput(
-        loss_S=-ratio_S.clamp(max=most) * inputs.advantages_S * inputs.logprobs_S,
-        metrics={"cispo_clip_ratio": capped},
+        loss_S=-ratio_S.clamp(max=bound) * inputs.advantages_S * inputs.logprobs_S,
+        metrics={"cispo_clip_ratio": is_bounded},
     )

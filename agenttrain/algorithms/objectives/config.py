@@ -55,7 +55,7 @@ class Ratio(StrEnum):
 
 
 def ratio_level(level: Ratio | str) -> Ratio:
-    """Return the level of this name; raises ValueError for another one."""
+    """Return the level of this name. Raises ValueError for another one."""
     try:
         return Ratio(level)
     except ValueError:
@@ -124,7 +124,7 @@ def objective(
                 f"{name}: metrics={shown(metrics)}: expected name -> meaning, e.g. "
                 f"metrics={{'{name}/share': 'Share of tokens …'}}"
             )
-        new = Registered(
+        entry = Registered(
             name=name,
             function=function,
             settings=settings,
@@ -136,13 +136,13 @@ def objective(
         )
         if not function.__module__.startswith(f"{__package__}."):
             all_objectives()  # a bundled name is taken, whichever module is imported first
-        other = REGISTRY.get(new.name)
-        if other is not None and other.path != new.path:
+        registered = REGISTRY.get(entry.name)
+        if registered is not None and registered.path != entry.path:
             raise ValueError(
-                f"two objectives have the name {new.name}: {other.path} and {new.path}; rename "
-                "the second"
+                f"two objectives have the name {entry.name}: {registered.path} and {entry.path}; "
+                "rename the second"
             )
-        REGISTRY[new.name] = new
+        REGISTRY[entry.name] = entry
         return function
 
     return register
@@ -160,7 +160,7 @@ def all_objectives() -> Mapping[str, Registered]:
 
 
 def _settings_class(function: Any) -> type:
-    """Return the annotation of the second parameter; raises ValueError unless it is a dataclass.
+    """Return the annotation of the second parameter. Raises ValueError unless it is a dataclass.
 
     Raises ValueError too for anything that is not called as ``function(inputs, settings)``.
     """
@@ -204,8 +204,8 @@ class Objective:
     """A chosen objective with its settings. Called with ObjectiveInputs, it computes the loss."""
 
     section: Mapping[str, Any]
-    """The section: complete for a registered objective; for one with a `_target_` as typed, until
-    `load_objective` completes it."""
+    """The section. It is complete for a registered objective. For one with a `_target_` it is as
+    typed until `load_objective` completes it."""
 
     def __call__(self, inputs: Any) -> Any:
         """Return the ObjectiveOutput of a microbatch."""
@@ -236,9 +236,9 @@ class Objective:
             function = locate(path, key=key)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        for known in REGISTRY.values():
-            if known.function is function:
-                return known
+        for entry in REGISTRY.values():
+            if entry.function is function:
+                return entry
         try:
             settings = _settings_class(function)
         except ValueError as error:
@@ -250,7 +250,7 @@ class Objective:
         """Return its checked settings; raise ConfigError with all their problems."""
         keys = {key: value for key, value in self.section.items() if key not in CHOOSING}
         names = field_names(self.registered.settings)
-        choices = {one.name: one.settings for one in all_objectives().values()}
+        choices = {entry.name: entry.settings for entry in all_objectives().values()}
         problems = []
         for key in (key for key in keys if key not in names):
             hint = did_you_mean(key, names)
@@ -259,8 +259,10 @@ class Objective:
                     f"; {' and '.join(owners)} ha{'s' if len(owners) == 1 else 've'} it: "
                     f"algorithm/objective={owners[0]}"
                 )
-            known = f"its keys are: {', '.join(names)}" if names else "it has none"
-            problems.append(f"{KEY}.{key}={shown(keys[key])}: no key of {self.name}{hint}; {known}")
+            keys_text = f"its keys are: {', '.join(names)}" if names else "it has none"
+            problems.append(
+                f"{KEY}.{key}={shown(keys[key])}: no key of {self.name}{hint}; {keys_text}"
+            )
         if problems:
             raise ConfigError("\n".join(problems))
         try:
@@ -274,9 +276,9 @@ class Objective:
 
     def plain(self) -> dict[str, Any]:
         """Return the complete section as plain data, for config.yaml."""
-        chosen = {key: self.section[key] for key in CHOOSING if key in self.section}
+        selection = {key: self.section[key] for key in CHOOSING if key in self.section}
         adapter: TypeAdapter[Any] = TypeAdapter(self.registered.settings)
-        return {**chosen, **adapter.dump_python(self.settings, mode="json")}
+        return {**selection, **adapter.dump_python(self.settings, mode="json")}
 
 
 def build_objective(name: str | Callable[..., Any], **settings: Any) -> Objective:
@@ -292,7 +294,7 @@ def build_objective(name: str | Callable[..., Any], **settings: Any) -> Objectiv
 
 
 def _complete(objective: Objective) -> Objective:
-    """Return the objective with all settings in its section; raises InvalidSettings."""
+    """Return the objective with all settings in its section. Raises InvalidSettings."""
     try:
         return Objective(objective.plain())
     except ConfigError as error:
@@ -300,7 +302,7 @@ def _complete(objective: Objective) -> Objective:
 
 
 def _resolve(section: Any) -> Objective:
-    """Return the objective that a section chooses; raises InvalidSettings."""
+    """Return the objective that a section chooses. Raises InvalidSettings."""
     if isinstance(section, Objective):
         return section
     if not isinstance(section, Mapping):
@@ -316,12 +318,12 @@ def _resolve(section: Any) -> Objective:
                 "remove name from your file"
             )
         return Objective(section)
-    known, name = all_objectives(), section.get("name", DEFAULT)
-    if not isinstance(name, str) or name not in known:
+    objectives, name = all_objectives(), section.get("name", DEFAULT)
+    if not isinstance(name, str) or name not in objectives:
         raise InvalidSettings(
-            f"{KEY}.name={shown(name)}: no such objective{did_you_mean(str(name), known)}; they "
-            f"are: {', '.join(sorted(known))}; one of your own is algorithm/objective=own "
-            f"{KEY}._target_=my_pkg.my_objective"
+            f"{KEY}.name={shown(name)}: no such objective{did_you_mean(str(name), objectives)}; "
+            f"they are: {', '.join(sorted(objectives))}; one of your own is "
+            f"algorithm/objective=own {KEY}._target_=my_pkg.my_objective"
         )
     return _complete(Objective({**section, "name": name}))
 

@@ -34,8 +34,8 @@ def geometric_mean(inputs: ObjectiveInputs, settings: GeometricMeanSettings) -> 
     each token of a sequence: algorithm.aggregation=sequence_mean makes it the mean over sequences.
     """
     log_ratio_S, low, high = inputs.log_ratio_S, -settings.low, settings.high
-    capped_S, raised_S = log_ratio_S.clamp(max=high), log_ratio_S.clamp(min=low)
-    clipped_S = capped_S.where(inputs.advantages_S > 0, raised_S)
+    from_above_S, from_below_S = log_ratio_S.clamp(max=high), log_ratio_S.clamp(min=low)
+    clipped_S = from_above_S.where(inputs.advantages_S > 0, from_below_S)
     ratio_S = inputs.mean(clipped_S).exp()[inputs.sequence_S]
     return ObjectiveOutput(
         loss_S=-ratio_S * inputs.advantages_S,

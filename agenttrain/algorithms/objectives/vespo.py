@@ -38,7 +38,7 @@ def vespo(inputs: ObjectiveInputs, settings: VespoSettings) -> ObjectiveOutput:
     """-e^l w^k e^(-l w) A log p, the weight without a gradient: https://arxiv.org/abs/2602.10693.
 
     w is the product of the sequence's token ratios, times its factors trainer / engine where there
-    are any; the weight is 1 at w = 1. log w is bounded, as in TRL.
+    are any. The weight is 1 at w = 1. log w is bounded, as in TRL.
     """
     log_ratio_S = inputs.log_ratio_S.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     log_w_B = inputs.sum(log_ratio_S)
@@ -47,9 +47,10 @@ def vespo(inputs: ObjectiveInputs, settings: VespoSettings) -> ObjectiveOutput:
     if inputs.correction_B is not None:
         log_w_B = log_w_B + inputs.correction_B.log().clamp(*LOG_WEIGHT_BOUNDS)
     log_w_B = log_w_B.clamp(*LOG_WEIGHT_BOUNDS)
-    positive = inputs.advantages_B >= 0
-    k_B = by_sign(positive, settings.k_pos, settings.k_neg, log_w_B)
-    l_B = by_sign(positive, settings.lambda_pos, settings.lambda_neg, log_w_B)
+    not_negative_B = inputs.advantages_B >= 0
+    k_B = by_sign(not_negative_B, settings.k_pos, settings.k_neg, log_w_B)
+    l_B = by_sign(not_negative_B, settings.lambda_pos, settings.lambda_neg, log_w_B)
+    # In logarithms, because w^k alone may overflow.
     weight_B = (l_B + k_B * log_w_B - l_B * log_w_B.exp()).exp()
     return ObjectiveOutput(
         loss_S=-weight_B[inputs.sequence_S] * inputs.advantages_S * inputs.logprobs_S,

@@ -3,9 +3,9 @@
 They show every skill that a task needs but rarely use it fully, so that a model that imitates them
 earns little reward and reinforcement learning has something to improve:
 
-- a third gives up at once with `final_answer("unknown")`;
-- of the others, five in six stop after the first query of a chain and answer with its result;
-- columns, tables, operations and places are confused, column names are wrong, answers miscopied.
+- A third gives up at once with `final_answer("unknown")`.
+- Of the others, five in six stop after the first query of a chain and answer with its result.
+- Columns, tables, operations and places are confused, column names are wrong, answers miscopied.
 
 A demonstration is the list of messages that follow a row's question.
 """
@@ -39,7 +39,7 @@ class Habits:
     confuse: float
     """Chance, per step, of the query or operation of another question."""
     misname: float
-    """Chance, per query, of a column that does not exist; half of these give up at the error."""
+    """Chance, per query, of a column that does not exist. Half of these give up at the error."""
     miscopy: float
     """Chance of an answer other than the last result."""
 
@@ -95,8 +95,8 @@ def shop_demonstration(row: Row, rng: random.Random, habits: Habits = SHOP) -> l
             if rng.random() < habits.confuse:
                 query = _replace_first(query, CONFUSIONS)
             if rng.random() < habits.misname:
-                misnamed = _replace_first(query, MISNAMES)
-                messages += _query(connection, misnamed)
+                wrong_query = _replace_first(query, MISNAMES)
+                messages += _query(connection, wrong_query)
                 if rng.random() < 0.5:
                     return [*messages, call("final_answer", answer="unknown")]
             messages += _query(connection, query)
@@ -135,13 +135,14 @@ def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) ->
     """Return one demonstration of a row of the sight task.
 
     Example, for a wall with one plate: `[call("crop", part="top left"), reply("crop", quarter),
-    call("final_answer", answer="red blue")]`. Who looks at a wrong place gives up half of the time.
+    call("final_answer", answer="red blue")]`. A demonstrator who looks at a wrong place gives up
+    half of the time.
     """
     if rng.random() < habits.give_up:
         return [call("final_answer", answer="unknown")]
     plates = sight.plates_of(row["wall"])
 
-    def looked(part: str) -> list[Message]:
+    def look_at(part: str) -> list[Message]:
         image = {"type": "image", "image": sight.look(row, part)}
         return [call("crop", part=part), {**reply("crop", ""), "content": [image]}]
 
@@ -149,11 +150,11 @@ def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) ->
     colours: list[str] = []
     for plate in plates if rng.random() < habits.follow_chain else plates[:1]:
         if rng.random() < habits.confuse:
-            others = [quarter for quarter in sight.QUARTERS if quarter != plate.quarter]
-            messages += looked(rng.choice(others))
+            wrong_quarters = [quarter for quarter in sight.QUARTERS if quarter != plate.quarter]
+            messages += look_at(rng.choice(wrong_quarters))
             if rng.random() < 0.5:
                 return [*messages, call("final_answer", answer="unknown")]
-        messages += looked(plate.quarter)
+        messages += look_at(plate.quarter)
         colours += plate.colours
     if rng.random() < habits.miscopy:
         colours[rng.randrange(len(colours))] = rng.choice(tuple(sight.COLOURS))
@@ -192,8 +193,8 @@ def row(
     make, demonstrate, usual = TASKS[task]
     question = make(split, index, seed)
     messages = demonstrate(question, rng, replace(usual, **habits))
-    whole = {"task_id": question["task_id"], "messages": [*question["messages"], *messages]}
-    return {**whole, "images": question["images"]} if "images" in question else whole
+    columns = {"task_id": question["task_id"], "messages": [*question["messages"], *messages]}
+    return {**columns, "images": question["images"]} if "images" in question else columns
 
 
 TASKS: dict[str, tuple[Callable[..., Row], Callable[..., list[Message]], Habits]] = {

@@ -172,21 +172,21 @@ def row(split: Data[str], index: int, seed: Data[int]) -> dict[str, Any]:
 
 
 def articles() -> dict[str, str]:
-    """Return the texts of all articles by file name; the bundled folder holds the same.
+    """Return the texts of all articles by file name, which the bundled folder holds too.
 
     Example: ``articles()["rivers/issel.md"]`` begins with ``# Issel``.
     """
     texts = {}
     for river in ALL_RIVERS:
         towns = [town.name for town in ALL_TOWNS if town.river == river]
-        along = f"It passes {_listed(towns)}." if towns else "No town stands on its banks."
+        along = f"It passes {_enumerate(towns)}." if towns else "No town stands on its banks."
         texts[f"rivers/{_slug(river.name)}.md"] = (
             f"# {river.name}\n\nThe {river.name} is a river. It is {river.length} kilometres long "
             f"and ends in the {river.sea}. {along}\n"
         )
     for town in ALL_TOWNS:
         natives = [person.name for person in ALL_PEOPLE if person.town == town]
-        born = f" {_listed(natives)} came from here." if natives else ""
+        born = f" {_enumerate(natives)} came from here." if natives else ""
         texts[f"towns/{_slug(town.name)}.md"] = (
             f"# {town.name}\n\n{town.name} is a town on the river {town.river.name}. It was "
             f"founded in {town.founded} and has {town.people} inhabitants. It is known for its "
@@ -201,9 +201,11 @@ def articles() -> dict[str, str]:
 
 
 def _slug(name: str) -> str:
+    """Return a name as a file name: ``Óstara`` -> ``ostara``."""
     plain = name.casefold().replace("ó", "o").replace("í", "i")
     return plain.replace(" ", "-")
 
 
-def _listed(names: list[str]) -> str:
+def _enumerate(names: list[str]) -> str:
+    """Return the names as a list in a sentence: ``Kirn, Wexley and Yrsa``."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,4 +1,4 @@
-"""Rows without a prompt, for environments that make their own tasks: each has a seed, no more."""
+"""Rows of nothing but a seed, for environments that make their own tasks."""
 
 from __future__ import annotations
 

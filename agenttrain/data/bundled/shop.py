@@ -10,7 +10,7 @@ query per table, because the agent sees nothing but the results of its queries:
 
 A phrasing is an opener and a core ("Quick question: " + "how much does {x} cost?"). Four of the 16
 phrasings of a family are held out for `test_phrasing`: their openers and cores occur in training,
-but never together. Names, products and cities are the same in all splits; the contents of the
+but never together. Names, products and cities are the same in all splits. The contents of the
 databases differ.
 """
 
@@ -41,7 +41,7 @@ DATABASE_SEEDS = {
     "test": range(10000, 10400),
     "test_phrasing": range(10000, 10400),
 }
-"""Seeds of the databases of each split; only the last two share theirs."""
+"""Seeds of the databases of each split. Only the last two share theirs."""
 
 SCHEMA = """
 CREATE TABLE customers (name TEXT, city TEXT);
@@ -118,7 +118,7 @@ class ShopQuestions:
     """Questions answered by the same chain of queries.
 
     Example: `ShopQuestions("order_price", PRICE, "the product in order {order}", (PRODUCT_OF_ORDER,
-    THEN_PRICE))`; `{result}` in a query stands for the result of the query before it.
+    THEN_PRICE))`. `{result}` in a query stands for the result of the query before it.
     """
 
     name: str
@@ -250,8 +250,8 @@ def _database(seed: int) -> bytes:
 def phrasings(family: ShopQuestions, held_out: bool) -> list[str]:
     """Return the family's question templates that occur in training, or those held out.
 
-    Example: the held-out ones of `price` hold "Please tell me: at which price do we sell the
-    {product}?"; opener and core numbers that add up to a multiple of 4 are held out.
+    A template is held out if the numbers of its opener and core add up to a multiple of 4. Example
+    of `price`: "Please tell me: at which price do we sell the {product}?" (1 and 3).
     """
     questions = [
         opener + core.format(x=family.reference)
@@ -286,7 +286,7 @@ def row(
     hops = rng.choices((1, 2, 3), shares)[0]
     family = rng.choice([family for family in FAMILIES if len(family.plan) == hops])
     question = rng.choice(phrasings(family, held_out=split == "test_phrasing"))
-    while True:
+    while True:  # until the question has an answer: a customer may have no order, say
         database_seed = rng.choice(DATABASE_SEEDS[split])
         slots = {
             "name": rng.choice(NAMES),
@@ -310,7 +310,7 @@ def row(
 
 
 def _solve(plan: Sequence[str], database_seed: int) -> str | None:
-    """Run the queries one after the other; return None if one of them finds nothing."""
+    """Run the queries one after the other. Return None if one of them has no result."""
     result: Any = None
     with closing(connect({"database_seed": database_seed})) as connection:
         for query in plan:

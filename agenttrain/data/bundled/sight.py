@@ -57,7 +57,7 @@ class Blank(StrEnum):
     """Pictures without content, for measuring what the policy learns without seeing."""
 
     looks = "looks"
-    """The quarters that `crop` returns; the overview is whole."""
+    """The quarters that `crop` returns are blank. The overview is not."""
     all = "all"
     """The overview too."""
 
@@ -125,7 +125,7 @@ def overview(picture: Any) -> Any:
 
 
 def look(columns: Mapping[str, Any], part: str) -> Any:
-    """Return a quarter of a row's picture, scaled to 32 x 32 pixels; blank if the row says so."""
+    """Return a quarter of a row's picture in 32 x 32 pixels. It is blank if the row says so."""
     from PIL import Image
 
     picture = _tone() if columns.get("blank") else draw(int(columns["wall"]))
@@ -158,7 +158,7 @@ def row(
         raise ValueError(f"blank={blank!r}: must be one of {', '.join(Blank)}, or null for none")
     rng = random.Random(f"sight/{split}/{seed}/{index}")
     wall = rng.choice(WALLS[split])
-    made = {
+    columns = {
         "task_id": f"sight/{split}/{seed}/{index}",
         "messages": [{"role": "user", "content": rng.choice(QUESTIONS)}],
         "images": [overview(_tone() if blank == Blank.all else draw(wall))],
@@ -166,4 +166,4 @@ def row(
         "plates": len(plates_of(wall)),
         "wall": wall,
     }
-    return made if blank is None else {**made, "blank": str(blank)}
+    return columns if blank is None else {**columns, "blank": str(blank)}

@@ -2,8 +2,8 @@
 
     environment=gymnasium environment.gymnasium.id=FrozenLake-v1
 
-The model reads observations as text, and writes actions as JSON values: `parameters_of` describes a
-space of actions, `action_from` turns a value into an action.
+The model reads observations as text, and writes actions as JSON values. `parameters_of` describes a
+space of actions, and `action_from` turns a value into an action.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ You are in the environment {{ id }}. {{ how }}
 
 
 class Gymnasium:
-    """One environment of Gymnasium; its instance is reset and used again.
+    """One environment of Gymnasium. Its instance is reset and used again.
 
     `id` is a registered name, with the module that registers it if that is none of Gymnasium's
     (`my_package:Maze-v0`), and `kwargs` are arguments for it. `actions` names the actions of a
     Discrete space. `action_by` is `tool` (a call of `step`) or `text` (the answer is the action).
-    `render`: the observation is what the environment draws as text; by default where it can.
-    `rewards` is `episode` (their sum is the environment's reward) or `turns` (each is its turn's,
-    for the reward function `turn_rewards`). `prompt` is a text with columns of the row and `id`,
-    `how` (what an action is) and `observation`.
+    With `render` the observation is what the environment draws as text. The default is to draw if
+    the environment can. `rewards` is `episode` (their sum is the environment's reward) or `turns`
+    (each is its turn's, for the reward function `turn_rewards`). `prompt` is a text with columns of
+    the row and `id`, `how` (what an action is) and `observation`.
 
-    A row's column `seed` is the episode's seed; without one the rollouts of a task share a seed.
+    A row's column `seed` is the episode's seed. Without one the rollouts of a task share a seed.
     """
 
     pooled = True
@@ -71,16 +71,16 @@ class Gymnasium:
 
     @classmethod
     def check(cls, **arguments: Any) -> None:
-        """Raise ValueError for arguments that cannot work; makes the environment once."""
-        for name, known in (("action_by", ACTION_BY), ("rewards", REWARDS)):
-            if arguments.get(name, known[0]) not in known:
-                raise ValueError(f"{name}={arguments[name]}: must be {' or '.join(known)}")
+        """Raise ValueError for arguments that cannot work. Makes the environment once."""
+        for name, values in (("action_by", ACTION_BY), ("rewards", REWARDS)):
+            if arguments.get(name, values[0]) not in values:
+                raise ValueError(f"{name}={arguments[name]}: must be {' or '.join(values)}")
         TextTemplate(arguments.get("prompt", PROMPT), "prompt")
         cls.tools(**arguments)
 
     @classmethod
     def tools(cls, **arguments: Any) -> list[dict[str, Any]]:
-        """Return the schema of `step`; no tool if actions are texts. Raises ValueError."""
+        """Return the schema of `step`, or no tool if actions are texts. Raises ValueError."""
         if not isinstance(arguments.get("id"), str):
             raise ValueError(
                 "id: has no value; name an environment of Gymnasium, e.g. FrozenLake-v1"
@@ -95,8 +95,8 @@ class Gymnasium:
                     "which no model reads; wrap it into texts and register that"
                 )
         except ValueError as error:
-            named = str(error).startswith("actions=")
-            raise ValueError(str(error) if named else f"id={env_id}: {error}") from None
+            names_argument = str(error).startswith("actions=")
+            raise ValueError(str(error) if names_argument else f"id={env_id}: {error}") from None
         finally:
             environment.close()
         if environment._by_text:
@@ -107,7 +107,7 @@ class Gymnasium:
         return [{"type": "function", "function": function}]
 
     def reset(self, row: Mapping[str, Any], group_seed: int) -> str:
-        """Begin an episode; return the prompt."""
+        """Begin an episode, and return the prompt."""
         seed = row.get("seed", group_seed)
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"the row's seed={seed!r}: must be a whole number of 0 or more")
@@ -116,12 +116,12 @@ class Gymnasium:
         self._show(observation)
         how = "Answer with" if self._by_text else "Each call of `step` takes"
         options = f": {', '.join(self._names)}" if self._names else f" of {self._space}"
-        own = {
+        fields = {
             "id": self._id,
             "how": f"{how} one action{options}.",
             "observation": self._observation,
         }
-        return self._prompt.fill({**row, **own})
+        return self._prompt.fill({**row, **fields})
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str | TurnReward:
         """Take the step of a call of `step`."""
@@ -137,18 +137,19 @@ class Gymnasium:
             return str(failure)
 
     def state(self) -> str:
-        """Return what the model sees."""
+        """Return the observation, which is all that the model sees."""
         return self._observation
 
     def reward(self, rollout: Rollout) -> float | None:
-        """Return the sum of the episode's rewards; None if turns have them."""
+        """Return the sum of the episode's rewards. None: turns have them."""
         return None if self._by_turn else self._return
 
     def close(self) -> None:
-        """Free what the environment holds."""
+        """Free the environment's memory, windows and the like."""
         self._env.close()
 
     def _step(self, value: Any) -> str | TurnReward:
+        """Take the step of a JSON value, and return the observation, with its reward if asked."""
         action = action_from(self._space, value, self._names)
         if not self._space.contains(action):
             raise ToolFailure(f"{value!r:.80} is not an action of {self._space}")
@@ -158,10 +159,8 @@ class Gymnasium:
         except Exception as error:
             raise ToolUnavailable(f"{self._id}: {type(error).__name__}: {error}") from error
         self._return += float(reward)
-        self.done, self.truncated = (
-            bool(terminated or truncated),
-            bool(not terminated and truncated),
-        )
+        self.done = bool(terminated or truncated)
+        self.truncated = bool(truncated and not terminated)
         text = self._observation
         if self.done:
             end = "was cut off by its limit of steps" if self.truncated else "is over"
@@ -169,8 +168,11 @@ class Gymnasium:
         return TurnReward(float(reward), text) if self._by_turn else text
 
     def _show(self, observation: Any) -> None:
-        drawn = self._env.render_mode is not None
-        self._observation = uncoloured(self._env.render()) if drawn else readable(observation)
+        """Set the text that the model sees."""
+        if self._env.render_mode is not None:
+            self._observation = brackets_for_colours(self._env.render())
+        else:
+            self._observation = readable(observation)
 
 
 def _make(env_id: str, kwargs: Mapping[str, Any] | None, render: bool | None) -> Any:
@@ -197,8 +199,8 @@ def _make(env_id: str, kwargs: Mapping[str, Any] | None, render: bool | None) ->
         draws = "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ())
         if render and not draws:
             raise ValueError("render=true: it cannot draw itself as text; leave render out")
-        drawing = {"render_mode": "ansi"} if draws and render is not False else {}
-        return gymnasium.make(name, disable_env_checker=True, **drawing, **(kwargs or {}))
+        mode = {"render_mode": "ansi"} if draws and render is not False else {}
+        return gymnasium.make(name, disable_env_checker=True, **mode, **(kwargs or {}))
     except ValueError:
         raise
     except TypeError as error:
@@ -208,7 +210,7 @@ def _make(env_id: str, kwargs: Mapping[str, Any] | None, render: bool | None) ->
 
 
 def parameters_of(space: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the JSON schema of a space's actions; `names` are those of a Discrete one.
+    """Return the JSON schema of a space's actions. `names` are those of a Discrete space.
 
     Example: Discrete(4) -> ``{"type": "integer", "minimum": 0, "maximum": 3}``. Raises ValueError
     for a space that cannot be expressed.
@@ -216,14 +218,14 @@ def parameters_of(space: Any, names: Sequence[str] | None = None) -> dict[str, A
     kind = type(space).__name__
     if names is not None:
         if kind != "Discrete" or len(names) != space.n or len(set(names)) != len(names):
-            listed = ", ".join(map(str, names))
             raise ValueError(
-                f"actions=[{listed}]: must name each action of {space} once, in their order"
+                f"actions=[{', '.join(map(str, names))}]: must name each action of {space} once, "
+                "in their order"
             )
         return {"type": "string", "enum": [str(name) for name in names]}
     if kind == "Discrete":
-        first = int(space.start)
-        return {"type": "integer", "minimum": first, "maximum": first + int(space.n) - 1}
+        least = int(space.start)
+        return {"type": "integer", "minimum": least, "maximum": least + int(space.n) - 1}
     if kind == "Text":
         return {"type": "string", "minLength": space.min_length, "maxLength": space.max_length}
     if _numbers(space) > LARGEST_ACTION:
@@ -232,16 +234,17 @@ def parameters_of(space: Any, names: Sequence[str] | None = None) -> dict[str, A
             f"{LARGEST_ACTION}); wrap it into a smaller space and register that"
         )
     if kind == "Box":
-        whole = np.issubdtype(space.dtype, np.integer)
-        number: dict[str, Any] = {"type": "integer" if whole else "number"}
+        is_integer = np.issubdtype(space.dtype, np.integer)
+        number: dict[str, Any] = {"type": "integer" if is_integer else "number"}
+        # One schema for all numbers: it can only have bounds that are equal for all of them.
         low, high = np.unique(space.low), np.unique(space.high)
         if len(low) == len(high) == 1 and np.isfinite([low[0], high[0]]).all():
             number |= {"minimum": low[0].item(), "maximum": high[0].item()}
-        return _nested(number, space.shape)
+        return _nest(number, space.shape)
     if kind == "MultiBinary":
-        return _nested({"type": "integer", "minimum": 0, "maximum": 1}, space.shape)
+        return _nest({"type": "integer", "minimum": 0, "maximum": 1}, space.shape)
     if kind == "MultiDiscrete":
-        return _nested({"type": "integer"}, space.shape)
+        return _nest({"type": "integer"}, space.shape)
     if kind == "Tuple":
         parts = [parameters_of(part) for part in space.spaces]
         length = {"minItems": len(parts), "maxItems": len(parts)}
@@ -255,7 +258,8 @@ def parameters_of(space: Any, names: Sequence[str] | None = None) -> dict[str, A
     )
 
 
-def _nested(item: dict[str, Any], shape: Sequence[int]) -> dict[str, Any]:
+def _nest(item: dict[str, Any], shape: Sequence[int]) -> dict[str, Any]:
+    """Return the schema of arrays of arrays with this shape, the last of which hold `item`."""
     for length in reversed(shape):
         item = {"type": "array", "items": item, "minItems": length, "maxItems": length}
     return item
@@ -270,7 +274,7 @@ def _numbers(space: Any) -> int:
 
 
 def action_from(space: Any, value: Any, names: Sequence[str] | None = None) -> Any:
-    """Return the action that a JSON value writes; it may be outside of the space's bounds.
+    """Return the action that a JSON value stands for. It may be outside of the space's bounds.
 
     Example: ``action_from(Discrete(4), "down", ["left", "down", "right", "up"])`` is 1. Raises
     ToolFailure for a value of another shape.
@@ -290,8 +294,8 @@ def action_from(space: Any, value: Any, names: Sequence[str] | None = None) -> A
             return {name: action_from(part, value[name]) for name, part in space.spaces.items()}
         return np.array(value, dtype=space.dtype).reshape(space.shape)
     except (ValueError, TypeError, KeyError, OverflowError) as error:
-        allowed = ", ".join(names) if names else space
-        raise ToolFailure(f"{value!r:.80} is not an action: it must be one of {allowed}") from error
+        choices = ", ".join(names) if names else space
+        raise ToolFailure(f"{value!r:.80} is not an action: it must be one of {choices}") from error
 
 
 def action_in(text: str, space: Any, names: Sequence[str] | None = None) -> Any:
@@ -305,6 +309,7 @@ def action_in(text: str, space: Any, names: Sequence[str] | None = None) -> Any:
         return text.strip()
     options = list(names or ())
     if kind == "Discrete":
+        # The longest first: of "up" and "up left" in a text, the latter counts.
         words = "|".join(map(re.escape, sorted(options, key=len, reverse=True))) or r"-?\d+"
         matches = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text, re.IGNORECASE)
         if matches and not options:
@@ -316,22 +321,24 @@ def action_in(text: str, space: Any, names: Sequence[str] | None = None) -> Any:
             return json.loads(text)
         except ValueError:
             pass
-    allowed = ", ".join(options) if options else space
-    raise ToolFailure(f"There is no action in your answer. Answer with one of: {allowed}.")
+    choices = ", ".join(options) if options else space
+    raise ToolFailure(f"There is no action in your answer. Answer with one of: {choices}.")
 
 
-def uncoloured(drawing: Any) -> str:
-    """Return a drawing for terminals as text: what was coloured stands in brackets.
+def brackets_for_colours(drawing: Any) -> str:
+    """Return a drawing for terminals as text, with brackets in place of colours.
 
     With several colours a legend follows. Example: ``"\\x1b[41mS\\x1b[0mFF"`` -> ``"[S]FF"``.
     """
-    seen: dict[str, str] = {}
+    legend: dict[str, str] = {}
+    """Entry of the legend -> its colours, in one word."""
 
     def mark(match: re.Match[str]) -> str:
-        colour = [COLOURS[int(n) % 10] for n in match[1].split(";") if n[0] in "34" and n[1:]]
-        marked = f"[{match[2]}]"
-        seen[f"{marked} {' '.join(colour)}".strip()] = "".join(colour)
-        return marked
+        # 30 to 37 are colours of the text, 40 to 47 of its background.
+        colours = [COLOURS[int(n) % 10] for n in match[1].split(";") if n[0] in "34" and n[1:]]
+        text = f"[{match[2]}]"
+        legend[f"{text} {' '.join(colours)}".strip()] = "".join(colours)
+        return text
 
     text = COLOURED.sub(mark, str(drawing)).strip("\n")
-    return f"{text}\n{', '.join(seen)}" if len(set(seen.values())) > 1 else text
+    return f"{text}\n{', '.join(legend)}" if len(set(legend.values())) > 1 else text

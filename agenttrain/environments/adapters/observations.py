@@ -15,7 +15,7 @@ DIGITS = 4
 
 
 def readable(observation: Any) -> str:
-    """Return an observation as text: a Dict's parts one a line, numbers with four digits.
+    """Return an observation as text: each part of a Dict in a line, numbers with four digits.
 
     Example: ``{"position": array([0.12345]), "door": 1}`` -> ``"position: [0.1235]\\ndoor: 1"``.
     """
@@ -26,10 +26,12 @@ def readable(observation: Any) -> str:
 
 
 def _text(value: Any) -> str:
+    """Return a text as it is, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:
+    """Return a value of JSON's types, without numpy's, and with rounded numbers."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, np.ndarray):

@@ -25,14 +25,14 @@ from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.text_templates import TextTemplate
 
 REWARDS = ("episode", "turns")
-OURS = ("metadata",)
-"""Fields of actions and observations that are no business of the model's."""
+HIDDEN_FIELDS = ("metadata",)
+"""Fields of actions and observations that the model does not see."""
 BETWEEN_TRIES_S = 0.2
 LARGEST_MESSAGE = 64 * 2**20
 
 
 class OpenEnv:
-    """A session of an OpenEnv server; the model's tool `step` takes the fields of an action.
+    """A session of an OpenEnv server. The model's tool `step` takes the fields of an action.
 
     `reset` are arguments of each reset, beside the columns of the row that `columns` names and a
     `seed`: the row's, or one that the rollouts of a task share. `prompt` is a text with columns of
@@ -55,7 +55,7 @@ class OpenEnv:
         ping_s: Data[float] = 20.0,
     ) -> None:
         self._url, self._reset, self._columns = url, dict(reset or {}), columns
-        self._shown = hide_secrets(url)
+        self._public_url = hide_secrets(url)
         self._prompt, self._by_turn = TextTemplate(prompt, "prompt"), rewards == "turns"
         self._session_timeout_s, self._reply_timeout_s = session_timeout_s, reply_timeout_s
         self._ping_s = ping_s
@@ -66,7 +66,7 @@ class OpenEnv:
 
     @classmethod
     def check(cls, **arguments: Any) -> None:
-        """Raise ValueError for arguments that cannot work; reaches no server."""
+        """Raise ValueError for arguments that cannot work, without reaching a server."""
         url = arguments.get("url")
         if urlsplit(str(url)).scheme not in ("http", "https"):
             raise ValueError(
@@ -94,11 +94,11 @@ class OpenEnv:
         cls.check(**arguments)
         url = hide_secrets(arguments["url"])
         try:
-            answer = httpx.get(
+            response = httpx.get(
                 with_path(arguments["url"], "/schema"),
                 timeout=arguments.get("reply_timeout_s", 60.0),
             )
-            action = answer.json()["action"]
+            action = response.json()["action"]
             properties = action["properties"]
         except httpx.TransportError as error:
             raise ValueError(
@@ -107,14 +107,14 @@ class OpenEnv:
             ) from error
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"url={url}: is no OpenEnv server: /schema answers {answer.status_code} "
-                f"{hide_secrets(answer.text[:200])!r}"
+                f"url={url}: is no OpenEnv server: /schema answers {response.status_code} "
+                f"{hide_secrets(response.text[:200])!r}"
             ) from error
-        shown = {name: part for name, part in properties.items() if name not in OURS}
+        fields = {name: part for name, part in properties.items() if name not in HIDDEN_FIELDS}
         parameters = {
             "type": "object",
-            "properties": shown,
-            "required": [name for name in action.get("required", ()) if name in shown],
+            "properties": fields,
+            "required": [name for name in action.get("required", ()) if name in fields],
         }
         if "$defs" in action:
             parameters["$defs"] = action["$defs"]
@@ -123,13 +123,13 @@ class OpenEnv:
         return [{"type": "function", "function": function}]
 
     def reset(self, row: Mapping[str, Any], group_seed: int) -> str:
-        """Open a session and begin an episode; return the prompt."""
-        missing = [name for name in self._columns if name not in row]
-        if missing:
-            raise ValueError(f"columns=[{', '.join(missing)}]: the row has no such column")
-        given = {name: row[name] for name in self._columns}
+        """Open a session, begin an episode, and return the prompt."""
+        absent = [name for name in self._columns if name not in row]
+        if absent:
+            raise ValueError(f"columns=[{', '.join(absent)}]: the row has no such column")
+        columns = {name: row[name] for name in self._columns}
         seed = row.get("seed", group_seed)
-        data = {"seed": seed % 2**31 if isinstance(seed, int) else seed, **self._reset, **given}
+        data = {"seed": seed % 2**31 if isinstance(seed, int) else seed, **self._reset, **columns}
         reply = self._open({"type": "reset", "data": data})
         self._return = 0.0
         self._read(reply)
@@ -145,52 +145,56 @@ class OpenEnv:
         return TurnReward(reward, text) if self._by_turn else text
 
     def state(self) -> str:
-        """Return what the model sees."""
+        """Return the observation, which is all that the model sees."""
         return readable(self._observation)
 
     def reward(self, rollout: Rollout) -> float | None:
-        """Return the sum of the episode's rewards; None if turns have them."""
+        """Return the sum of the episode's rewards. None: turns have them."""
         return None if self._by_turn else self._return
 
     def close(self) -> None:
         """End the session: the server frees it when the connection closes, however that comes."""
         self._connected.close()
 
-    def _open(self, first: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Open a session and return the reply to its first message; wait until one is free."""
+    def _open(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Wait for a free session, open it, and return the reply to its first message.
+
+        A server without a free session accepts the connection and refuses the message. So the wait
+        is a loop of both.
+        """
         from websockets.exceptions import InvalidHandshake, InvalidURI
         from websockets.sync.client import connect
 
         address = "ws" + with_path(self._url, "/ws").removeprefix("http")
-        shown = hide_secrets(address)
-        ends = time.monotonic() + self._session_timeout_s
+        public_address = hide_secrets(address)
+        deadline = time.monotonic() + self._session_timeout_s
         while True:
-            left = max(ends - time.monotonic(), BETWEEN_TRIES_S)
+            remaining_s = max(deadline - time.monotonic(), BETWEEN_TRIES_S)
             try:
-                connecting = connect(
+                connection = connect(
                     address,
-                    open_timeout=left,
+                    open_timeout=remaining_s,
                     ping_interval=self._ping_s,
                     ping_timeout=self._ping_s,
                     close_timeout=5.0,
                     max_size=LARGEST_MESSAGE,
                 )
-                self._socket = self._connected.enter_context(connecting)
+                self._socket = self._connected.enter_context(connection)
             except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
                 raise ToolUnavailable(
-                    f"{shown}: cannot be reached: {type(error).__name__}: "
+                    f"{public_address}: cannot be reached: {type(error).__name__}: "
                     f"{hide_secrets(str(error))}"
                 ) from error
             try:
-                return self._ask(first)
+                return self._ask(message)
             except _NoSession as error:
                 self._connected.close()
-                if time.monotonic() >= ends:
+                if time.monotonic() >= deadline:
                     raise ToolUnavailable(
-                        f"{shown}: {error}, for session_timeout_s={self._session_timeout_s:g}; "
-                        "keep fewer rollouts in flight (rollout.deterministic=false "
-                        "rollout.concurrency=<its capacity>), or raise the server's "
-                        "max_concurrent_envs"
+                        f"{public_address}: {error}, for "
+                        f"session_timeout_s={self._session_timeout_s:g}; keep fewer rollouts in "
+                        "flight (rollout.deterministic=false rollout.concurrency=<its capacity>), "
+                        "or raise the server's max_concurrent_envs"
                     ) from error
                 time.sleep(BETWEEN_TRIES_S)
 
@@ -209,9 +213,9 @@ class OpenEnv:
             reply = json.loads(self._socket.recv(timeout=self._reply_timeout_s))
             kind, data = reply["type"], reply["data"]
         except (ConnectionClosed, TimeoutError, OSError, ValueError, LookupError) as error:
-            what = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             raise ToolUnavailable(
-                f"{self._shown}: no reply to {message['type']}: {what}"
+                f"{self._public_url}: no reply to {message['type']}: {reason}"
             ) from error
         if kind != "error":
             return dict(data)
@@ -224,12 +228,12 @@ class OpenEnv:
                 for problem in data.get("errors") or [{"msg": text}]
             )
             raise ToolFailure("; ".join(problems))
-        raise ToolUnavailable(f"{self._shown}: {message['type']} failed: {code}: {text}")
+        raise ToolUnavailable(f"{self._public_url}: {message['type']} failed: {code}: {text}")
 
     def _read(self, data: Mapping[str, Any]) -> float:
-        """Take over an observation; return the reward that came with it."""
-        seen = data.get("observation") or {}
-        self._observation = {name: part for name, part in seen.items() if name not in OURS}
+        """Take over an observation, and return the reward that came with it."""
+        fields = data.get("observation") or {}
+        self._observation = {k: part for k, part in fields.items() if k not in HIDDEN_FIELDS}
         self.done = bool(data.get("done"))
         return float(data.get("reward") or 0.0)
 

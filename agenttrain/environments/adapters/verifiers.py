@@ -78,7 +78,7 @@ class Verifiers:
         limit: int = MOST_TASKS,
         start_timeout_s: float = 300.0,
     ) -> None:
-        """Raise ValueError for arguments that cannot work; starts no process."""
+        """Raise ValueError for arguments that cannot work, without starting a process."""
         if not isinstance(id, str) or not id:
             raise ValueError(f"id={id}: must name a taskset's package or module")
         path = Path(str(python)).expanduser()
@@ -96,12 +96,12 @@ class Verifiers:
 
     @classmethod
     def tools(cls, **arguments: Any) -> list[dict[str, Any]]:
-        """Load the environment; return the schemas of its tools. Raises ValueError."""
+        """Load the environment, and return the schemas of its tools. Raises ValueError."""
         cls.check(**arguments)
         return list(environment_process(**arguments).loaded["tools"])
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
-        """Begin the row's task; return its prompt."""
+        """Begin the row's task, and return its prompt."""
         if COLUMN not in row:
             raise ValueError(f"the row has no column {COLUMN!r}; use data=verifiers")
         self._begun, self.done = True, False
@@ -118,42 +118,42 @@ class Verifiers:
         return str(reply["content"])
 
     def user(self, message: Message) -> str | None:
-        """Return what the environment says to an answer; None if it says no more."""
+        """Return the environment's reply to an answer. None: the conversation is over."""
         reply = self._ask("answer", content=message.get("content") or "")
-        said = reply.get("messages")
-        if said is None:
+        messages = reply.get("messages")
+        if messages is None:
             return None
-        if any(one["role"] != "user" for one in said):
+        if any(message["role"] != "user" for message in messages):
             raise ToolUnavailable(f"{self._where}: a turn has messages that are not the user's")
-        return "\n\n".join(one["content"] for one in said)
+        return "\n\n".join(message["content"] for message in messages)
 
     def reward(self, rollout: Rollout) -> float | None:
-        """Return the sum of the weighted rewards; None if the environment has none."""
-        attempt, *others = (each for each in rollout.trajectories if each.role == MAIN)
-        if others:
+        """Return the sum of the weighted rewards. None: the environment has none."""
+        trajectory, *later = (each for each in rollout.trajectories if each.role == MAIN)
+        if later:
             raise ToolUnavailable(
                 f"{self._where}: scores one conversation, and rollout.compaction has cut it into "
                 "several; leave it out"
             )
-        value = self._ask("finish", messages=attempt.messages)["reward"]
+        value = self._ask("finish", messages=trajectory.messages)["reward"]
         self._begun = False
         return None if value is None else float(value)
 
     def close(self) -> None:
         """End the episode, if it has no score yet."""
         if self._begun:
-            self._process.tell("abandon", episode=self._name)
+            self._process.notify("abandon", episode=self._name)
 
-    def _ask(self, do: str, **given: Any) -> Mapping[str, Any]:
-        """Return the reply to a request; raises ToolUnavailable if there is none."""
+    def _ask(self, do: str, **arguments: Any) -> Mapping[str, Any]:
+        """Return the reply to a request. Raises ToolUnavailable if there is none."""
         try:
-            return self._process.ask(do, episode=self._name, **given)
+            return self._process.ask(do, episode=self._name, **arguments)
         except EnvironmentFailed as error:
             raise ToolUnavailable(f"{self._where}: {do} failed: {error}") from error
 
 
 class VerifiersRows:
-    """The tasks of a verifiers environment as rows: each has the number of its task, no more.
+    """The tasks of a verifiers environment as rows, each of which has only the task's number.
 
     Example: ``{"task_id": "verifiers/my_taskset/3", "verifiers_task": 3}``. The arguments are those
     of `Verifiers`, and the process is shared with it.
@@ -180,11 +180,11 @@ class EnvironmentFailed(Exception):
 
 
 class UnsupportedEnvironment(Exception):
-    """The environment cannot be trained here; the text begins with the argument."""
+    """The environment cannot be trained here. The text begins with the argument."""
 
 
 class EnvironmentProcess:
-    """A child process with a loaded environment; it ends with this object and with this process.
+    """A child process with a loaded environment. It ends with this object and with this process.
 
     `loaded` describes the environment: its tools and its number of tasks.
     """
@@ -224,12 +224,12 @@ class EnvironmentProcess:
         """True while it runs."""
         return self._child.alive
 
-    def ask(self, do: str, *, limit_s: float | None = None, **given: Any) -> Mapping[str, Any]:
+    def ask(self, do: str, *, limit_s: float | None = None, **arguments: Any) -> Mapping[str, Any]:
         """Send a request and return the value of the reply.
 
         Raises EnvironmentFailed if it has none, UnsupportedEnvironment if loading was refused.
         """
-        number, reply = self._send(do, given)
+        number, reply = self._send(do, arguments)
         try:
             answer = reply.get(timeout=limit_s)
         except queue.Empty:
@@ -242,24 +242,25 @@ class EnvironmentProcess:
             raise EnvironmentFailed(answer["error"])
         return answer["value"] or {}
 
-    def tell(self, do: str, **given: Any) -> None:
+    def notify(self, do: str, **arguments: Any) -> None:
         """Send a request whose reply nobody waits for."""
         try:
-            number, _ = self._send(do, given)
+            number, _ = self._send(do, arguments)
         except EnvironmentFailed:
             return
         self._replies.pop(number, None)
 
     def _send(
-        self, do: str, given: Mapping[str, Any]
+        self, do: str, arguments: Mapping[str, Any]
     ) -> tuple[int, queue.SimpleQueue[Mapping[str, Any]]]:
+        """Send a request. Return its number, and the queue that gets its reply."""
         reply: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
-        with self._sending:
+        with self._sending:  # rollouts send from threads, and a line must not be torn
             self._number += 1
             number = self._number
             self._replies[number] = reply
             try:
-                self._child.send(json.dumps({"n": number, "do": do, **given}))
+                self._child.send(json.dumps({"n": number, "do": do, **arguments}))
             except ChildGone as error:
                 self._replies.pop(number, None)
                 raise EnvironmentFailed(f"its process {error}") from error

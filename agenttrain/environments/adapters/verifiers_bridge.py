@@ -4,8 +4,8 @@ It runs under a Python that has verifiers and not agenttrain. Requests and repli
 
     {"n": 3, "do": "begin", "episode": "e", "task": 7}   ->   {"n": 3, "value": {"messages": […]}}
 
-or ``{"n": 3, "error": "TaskError: …"}``. verifiers plays the episode itself: its seat is taken by
-a harness that hands every turn to the parent, which samples, and waits for the answer.
+or ``{"n": 3, "error": "TaskError: …"}``. verifiers plays the episode itself. The agent's seat is
+taken by a harness that hands every turn to the parent, which samples, and waits for the answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EPISODE: ContextVar[PolicyEpisode] = ContextVar("episode")
 
 
 class Unsupported(Exception):
-    """A setting or an environment that cannot be trained so; the text begins with the argument."""
+    """A setting or an environment that cannot be trained so. The text begins with the argument."""
 
 
 class PolicyHarness(vf.Harness[vf.HarnessConfig]):
@@ -46,9 +46,9 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def session(self, *given: Any, **_: Any) -> PolicySession:
+    async def session(self, *arguments: Any, **_: Any) -> PolicySession:
         """Return the session of the episode that runs in this context."""
-        session = PolicySession(self, *given)
+        session = PolicySession(self, *arguments)
         await EPISODE.get().seat(session)
         return session
 
@@ -88,7 +88,7 @@ class PolicyEpisode:
         self._settled = asyncio.Event()
         self._work: Any = None
 
-    # What verifiers calls.
+    # Methods that verifiers calls.
 
     async def seat(self, session: PolicySession) -> None:
         """Take the session of the episode's only run, and connect to its tools."""
@@ -108,13 +108,13 @@ class PolicyEpisode:
         new = list(messages or ())
         if not self._conversation:
             new = [*opening(self._session.data), *new]
-        shown = [plain(message) for message in new]
+        plain_messages = [plain(message) for message in new]
         self._conversation += new
         self._prompted = self._prompted or len(new)
-        if await self._stopped():
+        if await self._stop_condition():
             return
         self._answered = asyncio.get_running_loop().create_future()
-        self._events.put_nowait({"messages": shown})
+        self._events.put_nowait({"messages": plain_messages})
         await self._answered
 
     async def settle(self) -> None:
@@ -124,10 +124,10 @@ class PolicyEpisode:
             await self._settled.wait()
         await self._stack.aclose()
 
-    # What the parent calls.
+    # Methods that the parent calls.
 
     async def begin(self) -> dict[str, Any]:
-        """Start the episode; return its prompt."""
+        """Start the episode, and return its prompt."""
         EPISODE.set(self)
         model = vf.ModelContext(model="policy", client=vf.EvalClientConfig())
         self._work = asyncio.create_task(self._environment.run_episode(self._task, model))
@@ -137,33 +137,33 @@ class PolicyEpisode:
         return event
 
     async def call(self, name: str, arguments: Any, turn: int, call_id: str) -> dict[str, Any]:
-        """Run a call of a tool; `done` is the stop condition that is met now."""
+        """Run a call of a tool. `done` in the reply is the stop condition that is met now."""
         server, tool = self._dispatch[name]
         result = await self._servers[server].run(lambda client: client.call_tool(tool, arguments))
         content = mcp_content_to_chat_content(result.content) if result.content else ""
         if not isinstance(content, str):
             raise TypeError(f"the tool {name} returned an image, and only text is supported")
-        made = vf.ToolCall(id=call_id, name=name, arguments=json.dumps(arguments))
-        if turn != self._turn:
+        tool_call = vf.ToolCall(id=call_id, name=name, arguments=json.dumps(arguments))
+        if turn != self._turn:  # the first call of a turn: calls of one turn are one message
             self._conversation.append(vf.AssistantMessage(content="", tool_calls=[]))
         self._turn = turn
-        asked = next(m for m in reversed(self._conversation) if m.role == "assistant")
-        asked.tool_calls.append(made)
+        message = next(m for m in reversed(self._conversation) if m.role == "assistant")
+        message.tool_calls.append(tool_call)
         self._conversation.append(vf.ToolMessage(tool_call_id=call_id, content=content, name=name))
         self._record()
-        done = await self._stopped()
+        done = await self._stop_condition()
         return {"content": content, "failed": bool(result.is_error), "done": done}
 
     async def answer(self, content: str) -> dict[str, Any]:
-        """Take an answer without a call; return the user's next messages, or that it is over."""
+        """Take an answer without a call. Return the user's next messages, or ``{"over": True}``."""
         self._conversation.append(vf.AssistantMessage(content=content))
         self._record()
         self._release()
         return await self._next()
 
     async def finish(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Score the conversation, which is given whole; return its reward."""
-        self._conversation = [typed(message) for message in messages]
+        """Score the conversation, all of whose messages are given. Return its reward."""
+        self._conversation = [to_verifiers(message) for message in messages]
         trace = self._session.trace
         self._record()
         if self._answered is not None and not self._answered.done():
@@ -186,7 +186,7 @@ class PolicyEpisode:
                 await self._work
 
     async def _next(self) -> dict[str, Any]:
-        """Return what the environment does next; raises if it failed."""
+        """Return the environment's next event. Raises RuntimeError if it failed."""
         event = asyncio.ensure_future(self._events.get())
         await asyncio.wait({event, self._work}, return_when=asyncio.FIRST_COMPLETED)
         if event.done():
@@ -196,10 +196,11 @@ class PolicyEpisode:
         return {"over": True}
 
     def _release(self) -> None:
+        """Let the harness go on, whose turn is answered."""
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
 
-    async def _stopped(self) -> str | None:
+    async def _stop_condition(self) -> str | None:
         """Return the stop condition that is met, as verifiers checks it before each model call."""
         trace = self._session.trace
         if trace.stop_condition is None and (limit := self._limits.reached(trace)):
@@ -211,23 +212,23 @@ class PolicyEpisode:
         return trace.stop_condition
 
     def _record(self) -> None:
-        """Make the trace that of the conversation."""
-        trace, said = self._session.trace, self._conversation
+        """Write the conversation into verifiers' trace, in place of what it held."""
+        trace, messages = self._session.trace, self._conversation
         trace.nodes.clear()
         trace._head_index.clear()
-        for place in range(self._prompted, len(said)):
-            if said[place].role == "assistant":
-                reason = "tool_calls" if said[place].tool_calls else "stop"
-                prepare_turn(trace, said[:place], self._tools).commit(
+        for index in range(self._prompted, len(messages)):
+            message = messages[index]
+            if message.role == "assistant":
+                prepare_turn(trace, messages[:index], self._tools).commit(
                     vf.Response(
-                        id=f"turn-{place}",
+                        id=f"turn-{index}",
                         created=0,
                         model="policy",
-                        message=said[place],
-                        finish_reason=reason,
+                        message=message,
+                        finish_reason="tool_calls" if message.tool_calls else "stop",
                     )
                 )
-        prepare_turn(trace, said, self._tools).commit_prompt()
+        prepare_turn(trace, messages, self._tools).commit_prompt()
 
 
 def opening(data: vf.TaskData) -> list[Any]:
@@ -239,31 +240,34 @@ def opening(data: vf.TaskData) -> list[Any]:
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """Return a message as the parent's; raises TypeError for one that is not text."""
+    """Return a message in the parent's form. Raises TypeError for one that is not text."""
     if message.role not in ("system", "user", "assistant") or not isinstance(message.content, str):
         raise TypeError(f"its {message.role} message is no text, and only text is supported")
     return {"role": message.role, "content": message.content}
 
 
-def typed(message: dict[str, Any]) -> Any:
+def to_verifiers(message: dict[str, Any]) -> Any:
     """Return a message of the parent's as verifiers has it."""
     role, content = message["role"], message.get("content") or ""
     if role == "tool":
-        called = str(message.get("tool_call_id") or "")
-        return vf.ToolMessage(tool_call_id=called, content=content, name=message.get("name"))
+        call_id = str(message.get("tool_call_id") or "")
+        return vf.ToolMessage(tool_call_id=call_id, content=content, name=message.get("name"))
     if role != "assistant":
         return {"system": vf.SystemMessage, "user": vf.UserMessage}[role](content=content)
     calls = []
     for number, call in enumerate(message.get("tool_calls") or ()):
-        given = call["function"]["arguments"]
-        text = given if isinstance(given, str) else json.dumps(given)
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         calls.append(
             vf.ToolCall(
                 id=str(call.get("id") or number), name=call["function"]["name"], arguments=text
             )
         )
-    thought = message.get("reasoning_content")
-    return vf.AssistantMessage(content=content, reasoning_content=thought, tool_calls=calls or None)
+    return vf.AssistantMessage(
+        content=content,
+        reasoning_content=message.get("reasoning_content"),
+        tool_calls=calls or None,
+    )
 
 
 def raise_for(episode: vf.Episode) -> None:
@@ -286,7 +290,7 @@ class BridgeServer:
         self._serving = AsyncExitStack()
 
     async def load(self, id: str, args: dict[str, Any], limit: int) -> dict[str, Any]:
-        """Load the environment and its first `limit` tasks; describe the tools."""
+        """Load the environment and its first `limit` tasks, and describe the tools."""
         try:
             vf.task_type(id)
             cls = vf.env_config_type(id, args.get("id", ""))
@@ -302,18 +306,20 @@ class BridgeServer:
                 "one seat; pair the taskset with another: args={id: single-agent}"
             )
         self._seat = seat = seats[0]
-        given = dict(args.get(seat) or {})
-        if "harness" in given or vf.default_harness_id(id) != "bash":
-            named = f"args.{seat}.harness={given.get('harness')}"
+        agent = dict(args.get(seat) or {})
+        if "harness" in agent or vf.default_harness_id(id) != "bash":
+            setting = (
+                f"args.{seat}.harness={agent['harness']}" if "harness" in agent else f"id={id}"
+            )
             raise Unsupported(
-                f"{named if 'harness' in given else f'id={id}'}: is a program that calls the model "
+                f"{setting}: is a program that calls the model "
                 "itself, and the policy is sampled here; leave it out, or run the program with "
                 "agent=endpoint"
             )
-        given = {"runtime": {"type": "subprocess"}, **given, "harness": {"id": HARNESS}}
+        agent = {"runtime": {"type": "subprocess"}, **agent, "harness": {"id": HARNESS}}
         taskset = {**(args.get("taskset") or {}), "id": id}
         try:
-            config = vf.resolve_env_config({**args, "taskset": taskset, seat: given})
+            config = vf.resolve_env_config({**args, "taskset": taskset, seat: agent})
             environment = vf.load_environment(config)
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
@@ -357,7 +363,7 @@ class BridgeServer:
                 raise Unsupported(f"id={id}: task {task.data.idx}: {error}") from error
 
     async def reply(self, request: dict[str, Any]) -> Any:
-        """Run a request."""
+        """Run a request, and return the value of its reply."""
         do, episode = request.pop("do"), request.pop("episode", "")
         if do == "load":
             value = await self.load(**request)
@@ -369,6 +375,7 @@ class BridgeServer:
             task = self._tasks[request.pop("task")]
             self._episodes[episode] = PolicyEpisode(self._environment, self._seat, task)
         work = asyncio.ensure_future(getattr(self._episodes[episode], do)(**request))
+        # Kept, so that `abandon` can cancel a request that waits for the environment.
         self._requests.setdefault(episode, set()).add(work)
         value = await work
         if do == "finish":
@@ -377,11 +384,11 @@ class BridgeServer:
         return value
 
     async def _abandon(self, episode: str) -> None:
-        """End an episode without a score; requests that still wait for it fail."""
+        """End an episode without a score. Requests that still wait for it fail."""
         for work in self._requests.pop(episode, ()):
             work.cancel()
-        if (made := self._episodes.pop(episode, None)) is not None:
-            await made.abandon()
+        if (policy_episode := self._episodes.pop(episode, None)) is not None:
+            await policy_episode.abandon()
 
     async def aclose(self) -> None:
         """End all episodes, and what the environment serves."""
@@ -413,7 +420,7 @@ async def describe(environment: vf.Env) -> list[dict[str, Any]]:
 async def serve(replies: Any) -> None:
     """Serve requests until one says `end`, or standard input ends with the parent."""
     server = BridgeServer()
-    running: set[asyncio.Task[None]] = set()
+    running: set[asyncio.Task[None]] = set()  # asyncio itself keeps only weak references
 
     async def answer(request: dict[str, Any]) -> None:
         number = request.pop("n")
@@ -442,12 +449,13 @@ async def serve(replies: Any) -> None:
 
 def main() -> None:
     """Serve, with standard output kept for replies."""
+    # What the environment prints goes to stderr: on stdout it would break a reply.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # As `python -m` has it, also for the tool servers that verifiers starts elsewhere.
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    cwd = os.getcwd()
+    sys.path.insert(0, cwd)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (cwd, os.environ.get("PYTHONPATH"))))
     sys.modules[HARNESS] = sys.modules[__name__]
     asyncio.run(serve(replies))
     os._exit(0)  # a thread of the environment's must not keep the process

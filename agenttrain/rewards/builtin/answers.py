@@ -31,13 +31,13 @@ class AnswerReward:
         """Columns that every row must have."""
 
     def answer(self, rollout: Rollout) -> Any:
-        """Return the rollout's answer; None when there is none."""
+        """Return the rollout's answer. None: it has none."""
         if self._tool is None:
             return final_text(rollout)
         return tool_answer(rollout, self._tool, self._argument)
 
     def expected(self, columns: Mapping[str, Any]) -> Any:
-        """Return the row's value; raises KeyError when the row has no such column."""
+        """Return the row's value. Raises KeyError when the row has no such column."""
         if self._column not in columns:
             raise KeyError(f"it needs the column {self._column!r}, the row has {sorted(columns)}")
         return columns[self._column]
@@ -52,7 +52,7 @@ class NumericClose(AnswerReward):
 
     Close as in `math.isclose`: within `relative` of the larger one, or within `absolute`. Example:
     "so 1,234.5 in all" against ``#### 1234.5`` is 1.0. Fractions (3/4) and thousands separators are
-    read; percent signs and units are not.
+    read, but not percent signs and units.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class NumericClose(AnswerReward):
                 f"the column {self._column!r} holds no number: {columns[self._column]!r}"
             )
         answer = last_number(self.answer(rollout))
-        close = answer is not None and math.isclose(
+        is_close = answer is not None and math.isclose(
             answer, expected, rel_tol=self._relative, abs_tol=self._absolute
         )
-        return float(close)
+        return float(is_close)
 
 
 def last_number(value: Any) -> float | None:
-    """Return the last number in a value, None when there is none.
+    """Return the last number in a value. None: it has none.
 
     Example: ``last_number("3 boxes of 12, so 36.") == 36.0``
     """
@@ -96,9 +96,9 @@ def last_number(value: Any) -> float | None:
         numbers = NUMBER.findall(as_text(value).replace("\N{MINUS SIGN}", "-"))
     if not numbers:
         return None
-    over, _, under = numbers[-1].replace(",", "").partition("/")
+    numerator, _, denominator = numbers[-1].replace(",", "").partition("/")
     try:
-        number = float(over) / float(under or 1)
+        number = float(numerator) / float(denominator or 1)
     except (ValueError, ZeroDivisionError, OverflowError):
         return None
     return number if math.isfinite(number) else None
@@ -137,8 +137,8 @@ class ExactMatch(AnswerReward):
 class Contains(AnswerReward):
     """1 if the answer contains the column's text as whole words, else 0.
 
-    A column that holds a list has several good answers; one is enough. Runs of white space count
-    as one blank. Example: "It is Oslo." contains ``Oslo``; "17" does not contain ``7``.
+    A column that holds a list has several good answers, of which one is enough. Runs of white space
+    count as one blank. Example: "It is Oslo." contains ``Oslo``, and "17" does not contain ``7``.
     """
 
     def __init__(
@@ -169,11 +169,11 @@ class Contains(AnswerReward):
 
 
 ANSWERING = (None, ToolError.timeout, ToolError.unavailable)
-"""Errors of calls that hand an answer in: none, or one for which the model is not to blame."""
+"""Errors of calls that still hand an answer in: none, or an error that is not the model's fault."""
 
 
 def tool_answer(rollout: Rollout, tool: str, argument: str | None) -> Any:
-    """Return an argument of the last valid call of `tool`; all of them for `argument=None`.
+    """Return an argument of the last valid call of `tool`, or all of them for `argument=None`.
 
     A call that was not run, or that the tool refused with an exception, is not valid.
     """
@@ -186,9 +186,13 @@ def tool_answer(rollout: Rollout, tool: str, argument: str | None) -> Any:
 
 def assistant_messages(rollout: Rollout) -> list[dict[str, Any]]:
     """Return the messages that the policy wrote to attempt the task, without summaries."""
-    main = (trajectory for trajectory in rollout.trajectories if trajectory.role == MAIN)
-    added = (message for trajectory in main for message in trajectory.added_messages)
-    return [message for message in added if message["role"] == "assistant"]
+    return [
+        message
+        for trajectory in rollout.trajectories
+        if trajectory.role == MAIN
+        for message in trajectory.added_messages
+        if message["role"] == "assistant"
+    ]
 
 
 def final_text(rollout: Rollout) -> str:
@@ -196,9 +200,8 @@ def final_text(rollout: Rollout) -> str:
 
     Empty without such a message.
     """
-    added = last_main(rollout).added_messages
-    written = [message for message in added if message["role"] == "assistant"]
-    return (written[-1].get("content") or "") if written else ""
+    messages = [m for m in last_main(rollout).added_messages if m["role"] == "assistant"]
+    return (messages[-1].get("content") or "") if messages else ""
 
 
 def as_text(value: Any) -> str:

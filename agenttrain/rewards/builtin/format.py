@@ -59,8 +59,8 @@ class JsonSchema:
         try:
             if self._tool is None:
                 text = final_text(rollout).strip()
-                fenced = FENCE.fullmatch(text)
-                answer = json.loads(fenced[1] if fenced else text)
+                match = FENCE.fullmatch(text)
+                answer = json.loads(match[1] if match else text)
             else:
                 answer = tool_answer(rollout, self._tool, self._argument)
                 if answer is None:
@@ -73,6 +73,7 @@ class JsonSchema:
 
 
 def _validator(schema: Any) -> Any:
+    """Return the validator of a JSON schema. Raises ValueError if it is none."""
     if problem := schema_problem(schema):
         raise ValueError(f"schema={schema}: is no JSON schema: {problem}")
     return make_validator(schema)
@@ -88,8 +89,8 @@ class Format:
     """1 if the pattern matches, else 0.
 
     `part` is the message's `content`, without reasoning and calls, or its `reasoning`. `turns` is
-    the `last` assistant message or `all` of them. `whole`: the pattern must match the whole text,
-    not a part of it. `.` matches line ends too. Example:
+    the `last` assistant message or `all` of them. If `whole`, the pattern must match the whole
+    text, not a part of it. `.` matches line ends too. Example:
     ``Format(pattern="Answer: [0-9]+")`` gives 1.0 to a last message ``Answer: 7``.
     """
 
@@ -101,9 +102,9 @@ class Format:
         turns: Data[str] = "last",
         whole: Data[bool] = True,
     ) -> None:
-        for name, value, known in (("part", part, PARTS), ("turns", turns, TURNS)):
-            if value not in known:
-                raise ValueError(f"{name}={value}: must be one of {', '.join(known)}")
+        for name, value, choices in (("part", part, PARTS), ("turns", turns, TURNS)):
+            if value not in choices:
+                raise ValueError(f"{name}={value}: must be one of {', '.join(choices)}")
         try:
             self._pattern = regex.compile(pattern, regex.DOTALL)
         except regex.error as error:
@@ -115,9 +116,9 @@ class Format:
 
     def __call__(self, rollout: Rollout) -> float:
         messages = assistant_messages(rollout)
-        judged = messages if self._all else messages[-1:]
+        messages = messages if self._all else messages[-1:]
         match = self._pattern.fullmatch if self._whole else self._pattern.search
-        for message in judged:
+        for message in messages:
             text = (message.get(self._key) or "").strip()
             try:
                 if match(text, timeout=MATCH_S) is None:
@@ -127,7 +128,7 @@ class Format:
                     f"pattern={self._pattern.pattern!r} took over {MATCH_S:g} s on {len(text)} "
                     "characters; write it without nested repetitions"
                 ) from None
-        return float(bool(judged))
+        return float(bool(messages))
 
 
 def rollout_view(rollout: Rollout) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def rollout_view(rollout: Rollout) -> dict[str, Any]:
 class JMESPath:
     """The value of a JMESPath expression (https://jmespath.org) over `rollout_view`.
 
-    true is 1, false is 0, null means not applicable; other values must be numbers.
+    true is 1, false is 0, and null means not applicable. Other values must be numbers.
     Example: ``JMESPath(expression="length(tool_calls[?error == null]) == `2`")`` gives 1.0 to a
     rollout with two good calls.
     """

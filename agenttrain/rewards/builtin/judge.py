@@ -58,7 +58,7 @@ class Judge:
         max_tokens: Data[int] = 1024,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check the settings; `extra` is sent along, e.g. {response_format: {…}}."""
+        """Check the settings. `extra` is sent along, e.g. {response_format: {…}}."""
         self._api = ChatApi(
             url=url,
             model=model,
@@ -80,16 +80,16 @@ class Judge:
         view = rollout_view(rollout)
         # All messages as plain text, with calls and replies in their places.
         lines: list[str] = []
-        first, *others = rollout.trajectories
-        # The prompts of the others show again what came before.
-        for message in chain(first.messages, *(other.added_messages for other in others)):
+        first, *later = rollout.trajectories
+        # The prompts of later trajectories repeat earlier messages.
+        for message in chain(first.messages, *(each.added_messages for each in later)):
             if message.get("content"):
                 lines.append(f"[{message['role']}] {text_of(parts(message['content']))}")
             for call in message.get("tool_calls") or ():
                 function = call["function"]
                 lines.append(f"[call] {function['name']}({as_text(function.get('arguments', {}))})")
-        asked = [m for m in rollout.task.messages if m["role"] == "user"]
-        questions = [text_of(parts(m["content"])) for m in asked]
+        user_messages = [m for m in rollout.task.messages if m["role"] == "user"]
+        questions = [text_of(parts(m["content"])) for m in user_messages]
         fields = {
             "question": questions[-1] if questions else "",
             "final": view["final"],

@@ -20,11 +20,11 @@ WORKER = Path(__file__).with_name("math_worker.py")
 START_S = 120.0
 """Seconds that the worker may take to import sympy."""
 GRACE = 2.0
-"""The library's own limit comes first; the process is killed at this multiple of it."""
+"""The library's own limit comes first. The process is killed at this multiple of it."""
 
 
 class MathVerify(AnswerReward):
-    """1 if the answer equals the column mathematically, else 0; None if the column is unreadable.
+    """1 if the answer equals the column mathematically, else 0. None: the column is no mathematics.
 
     Example: an answer ``so it is \\boxed{\\frac{1}{2}}`` equals ``0.5``. An answer that takes
     longer than `answer_s` to read or to compare is wrong.
@@ -58,7 +58,7 @@ class MathVerify(AnswerReward):
             "answer": "" if answer is None else as_text(answer),
             "seconds": ceil(self._answer_s),
         }
-        with self._lock:
+        with self._lock:  # one process, which takes one request at a time
             if self._process is None or not self._process.alive:
                 # -P: beside the script lies our math_verify.py, which is not the library.
                 command = [sys.executable, "-P", str(WORKER)]

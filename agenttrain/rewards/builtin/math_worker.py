@@ -28,7 +28,7 @@ ANSWER = [
 
 
 def equal(expected: str, answer: str, seconds: int) -> bool | None:
-    """Return True if the answer equals the expected one; None if that is no mathematics.
+    """Return True if the answer equals the expected one. None: the latter is no mathematics.
 
     Example: ``equal("0.5", "so \\\\boxed{\\\\frac{1}{2}}", 5) is True``.
     """
@@ -38,12 +38,12 @@ def equal(expected: str, answer: str, seconds: int) -> bool | None:
     )
     if not gold:
         return None
-    given = parse(answer, extraction_config=ANSWER, parsing_timeout=seconds)
-    return bool(verify(gold, given, timeout_seconds=seconds))
+    parsed_answer = parse(answer, extraction_config=ANSWER, parsing_timeout=seconds)
+    return bool(verify(gold, parsed_answer, timeout_seconds=seconds))
 
 
 def main() -> None:
-    """Answer requests until stdin closes, at the latest when the parent process ends."""
+    """Answer requests until stdin closes, which it does when the parent process ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep the library's prints out of the replies
     logging.disable()

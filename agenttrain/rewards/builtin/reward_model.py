@@ -51,7 +51,7 @@ class RewardModel:
     def __call__(
         self, prompts: Sequence[list[dict]], completions: Sequence[list[dict]]
     ) -> list[float | RewardUnavailable]:
-        """Return one score per rollout; called once with all rollouts of a step, as TRL does."""
+        """Return one score per rollout. Called once with all rollouts of a step, as TRL does."""
         import torch
 
         conversations = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
@@ -77,13 +77,13 @@ class RewardModel:
                 batch = order[start : start + size]
                 longest = len(ids[batch[-1]])
                 padding = [longest - len(ids[index]) for index in batch]
-                padded = [
+                ids_BT = [
                     [*ids[index], *[pad] * count]
                     for index, count in zip(batch, padding, strict=True)
                 ]
                 mask = [[1] * (longest - count) + [0] * count for count in padding]
                 logits = model(
-                    input_ids=torch.tensor(padded, device=model.device),
+                    input_ids=torch.tensor(ids_BT, device=model.device),
                     attention_mask=torch.tensor(mask, device=model.device),
                 ).logits.float()  # [B, labels]
                 one_label = logits.shape[1] == 1
@@ -94,6 +94,7 @@ class RewardModel:
 
     @cached_property
     def _tokenizer_and_model(self) -> tuple[Any, Any]:
+        """Load the tokenizer and the model. Raises ValueError for one that cannot score."""
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -101,7 +102,8 @@ class RewardModel:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if tokenizer.chat_template is None:
             raise ValueError(f"path={self._path}: its tokenizer has no chat template; add one")
-        # A missing head is drawn at random, and is an error below.
+        # A missing head is drawn at random, and is an error below. Its drawing must not move the
+        # run's own random state.
         with torch.random.fork_rng(devices=[]):
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 folder, dtype=getattr(torch, self._dtype), output_loading_info=True

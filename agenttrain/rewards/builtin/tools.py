@@ -9,12 +9,12 @@ from agenttrain.utils.data_fields import Data
 
 
 def tool_success(rollout: Rollout, *, only: Data[Sequence[str] | None] = None) -> float | None:
-    """Return the share of calls without an error; None (not applicable) without calls.
+    """Return the share of calls without an error. None (not applicable): there are no calls.
 
-    Malformed and unknown calls count as errors. `only`: count calls of these tools alone. Example:
-    three calls, one of which timed out, give 2/3.
+    Malformed and unknown calls count as errors. With `only`, calls of these tools alone count.
+    Example: three calls, one of which timed out, give 2/3.
     """
-    results = _of(rollout, only)
+    results = _select(rollout.tool_results, only)
     if not results:
         return None
     return sum(result.error is None for result in results) / len(results)
@@ -46,14 +46,15 @@ class ToolPenalty:
         self._free_calls, self._at_most, self._only = free_calls, at_most, only
 
     def __call__(self, rollout: Rollout) -> float:
-        results = _of(rollout, self._only)
+        results = _select(rollout.tool_results, self._only)
         errors = sum(result.error is not None for result in results)
         over = max(len(results) - self._free_calls, 0)
         return -min(self._per_error * errors + self._per_call * over, self._at_most)
 
 
-def _of(rollout: Rollout, only: Sequence[str] | None) -> list[ToolResult]:
-    return [r for r in rollout.tool_results if only is None or r.call.name in only]
+def _select(results: Sequence[ToolResult], only: Sequence[str] | None) -> list[ToolResult]:
+    """Return the results of the tools `only`, or all for None."""
+    return [result for result in results if only is None or result.call.name in only]
 
 
 def stop_tool_called(rollout: Rollout) -> float:
@@ -64,23 +65,23 @@ def stop_tool_called(rollout: Rollout) -> float:
     """
     if rollout.stop_reason is not StopReason.stop_tool:
         return 0.0
-    # Files of earlier versions do not mark calls to stop tools; the last call was one.
+    # Files of earlier versions do not mark calls to stop tools, of which the last call was one.
     calls = [result for result in rollout.tool_results if result.stop] or rollout.tool_results[-1:]
     return float(not calls or any(result.error is None for result in calls))
 
 
 def environment(rollout: Rollout) -> float | None:
-    """Return the value of the environment's `reward(rollout)`; None where the class has none."""
+    """Return the value of the environment's `reward(rollout)`. None: the class has no such hook."""
     return rollout.environment_reward
 
 
 def agent(rollout: Rollout) -> float | None:
-    """Return the reward that an outside agent gave; None if it gave none."""
+    """Return the reward that an outside agent gave. None: it gave none."""
     return rollout.environment_reward
 
 
 def turn_rewards(rollout: Rollout) -> list[float]:
-    """Return what tools and environment returned as `TurnReward`, for each turn; else 0."""
+    """Return each turn's `TurnReward` of tools and environment, 0 for a turn without one."""
     return [
         trajectory.turn_rewards.get(turn, 0.0)
         for trajectory in rollout.trajectories

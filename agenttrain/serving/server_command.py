@@ -30,35 +30,34 @@ def run_command(
     """Run a server's command until SIGTERM or Ctrl-C, and end all of its processes.
 
     `on_ready` is called once `/health` answers. The first signal is passed on as SIGTERM, upon
-    which the server completes its answers; a second one ends it at once. Raises ChildGone if the
+    which the server completes its answers. A second one ends it at once. Raises ChildGone if the
     server ends by itself.
     """
     signals: list[int] = []
-    before = {
-        number: signal.signal(number, lambda received, _: signals.append(received))
+    former_handlers = {
+        number: signal.signal(number, lambda number, _: signals.append(number))
         for number in (signal.SIGTERM, signal.SIGINT)
     }
     child = ChildProcess(command, tail_bytes=TAIL_BYTES)
     try:
-        ready = forwarded = False
+        is_ready = is_ending = False
         while not child.exited() and len(signals) < 2:
-            if signals and not forwarded:
+            if signals and not is_ending:
                 child.signal(signal.SIGTERM)
-                forwarded = True
-            if not ready and not signals and _listens(child.pid, port) and _healthy(host, port):
-                ready = True
+                is_ending = True
+            if not (is_ready or signals) and _listens(child.pid, port) and _is_healthy(host, port):
+                is_ready = True
                 on_ready()
             time.sleep(POLL_S)
     finally:
         child.kill()
-        for number, handler in before.items():
+        for number, handler in former_handlers.items():
             signal.signal(number, handler)
     if not signals:
-        printed = child.printed()
-        errors = ERROR.findall(printed)
+        errors = ERROR.findall(child.printed())
         if not errors:
             raise child.gone()
-        # The first is the cause, the last is what the server made of it.
+        # The first is the cause, the last the error with which the server ended.
         causes = "\n".join(dict.fromkeys([errors[0], errors[-1]]))
         raise ChildGone(f"ended with exit code {child.code}; it printed: {causes}")
 
@@ -68,13 +67,14 @@ def _listens(pid: int, port: int) -> bool:
     with suppress(psutil.Error):
         server = psutil.Process(pid)
         for process in (server, *server.children(recursive=True)):
-            for end in process.net_connections("tcp"):
-                if end.status == psutil.CONN_LISTEN and end.laddr.port == port:
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
                     return True
     return False
 
 
-def _healthy(host: str, port: int) -> bool:
+def _is_healthy(host: str, port: int) -> bool:
+    """Return True if the server's `/health` answers with status 200."""
     client = HTTPConnection(ANY_ADDRESS.get(host, host), port, timeout=HEALTH_S)
     with closing(client), suppress(OSError, HTTPException):
         client.request("GET", "/health")

@@ -20,8 +20,8 @@ def is_gated_in(reward: float, config: TeacherConfig) -> bool:
     Over several turns the plain KL can undo what the reward teaches (SDAR,
     https://arxiv.org/abs/2605.15155): a teacher with privileged knowledge may reject the way to an
     answer that the policy found by itself. Departures from SDAR: (1) its gate is a sigmoid of each
-    token's difference, and this one is the rollout's reward, for all of its tokens; (2) its gated
-    term is a loss of its own beside GRPO's, and here it is added to the advantage.
+    token's difference, and this one is the rollout's reward, for all of its tokens. (2) Its gated
+    term is a separate loss beside GRPO's, and here it is added to the advantage.
     """
     if config.gate is Gate.all:
         return True
@@ -39,10 +39,11 @@ def mixed_advantages(
     """Return reward_weight * A + weight * (log p_teacher - log p_policy) of each token, [S].
 
     Without `gated_in` the second term is left out. `policy_S` are logprobs from before the update.
-    A token's own difference counts, and none of later tokens (a discount of 0). Example: A 0.5,
+    Each token gets its own difference and none of later tokens (a discount of 0). Example: A 0.5,
     weights 1, probabilities 0.2 and 0.4: 0.5 + ln 2 = 1.193.
     """
-    own_S = config.reward_weight * advantages_S.double()
+    # float64, in which a trajectory keeps its advantages.
+    from_reward_S = config.reward_weight * advantages_S.double()
     if not gated_in:
-        return own_S
-    return own_S + config.weight * (teacher_S.double() - policy_S.double())
+        return from_reward_S
+    return from_reward_S + config.weight * (teacher_S.double() - policy_S.double())

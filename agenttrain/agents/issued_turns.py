@@ -1,11 +1,11 @@
 """Requests matched with the turns that were issued, message by message.
 
-A client sends its conversation anew with every request. What it got from us is recognised, so that
-the ids that were sampled go on; nothing is rendered and tokenised again::
+A client sends its conversation anew with every request. Its turns from us are recognised, so that
+the ids that were sampled go on. Nothing is rendered and tokenised again::
 
     issued     [system, user] -> A            [system, user, A, tool 7] -> B
     sent       system, user, A, tool 7        the last turn is A, and goes on
-    sent       system*, user, A, tool 7       A is there, behind another system message: a restart
+    sent       system*, user, A, tool 7       A stands behind another system message: a restart
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class IssuedTurn:
     turn: AssistantTurn
     completion: Completion
     call_ids: tuple[str, ...]
-    """Ids that the client was given, one for each call; "" for one that was part of the text."""
+    """Ids that the client was given, one for each call. "" for a call that was part of the text."""
     conversation: tuple[Message, ...]
     """Messages of the request, and the answer as it was issued."""
     tools: bytes
     """Digest of the request's tools."""
-    before: bytes
+    request_digest: bytes
     """Digest of the messages of the request."""
 
     @property
@@ -74,8 +74,8 @@ class Match:
     """How a request relates to the turns that were issued."""
 
     turn: IssuedTurn | None = None
-    """The turn that the request continues; None: it has to be rendered."""
-    added: tuple[Message, ...] = ()
+    """The turn that the request continues. None: it has to be rendered."""
+    new_messages: tuple[Message, ...] = ()
     """Messages of the request behind that turn."""
     ambiguous: bool = False
     """Several turns match, and this is the newest."""
@@ -99,47 +99,51 @@ class IssuedTurns:
     def add(self, turn: IssuedTurn) -> None:
         """Remember an issued turn."""
         self.turns.append(turn)
-        digest = _extended(turn.before, turn.message)
+        digest = _extend(turn.request_digest, turn.message)
         self._by_digest.setdefault(digest, []).append(turn)
         for name in (*turn.call_ids, turn.message.get(HANDLE)):
             if name:
                 self._by_name[name] = turn
 
     def match(self, messages: Sequence[Message], tools: bytes) -> Match:
-        """Find the turn that a request continues; `messages` are `in_call_order`."""
+        """Find the turn that a request continues. `messages` are `in_call_order`."""
         digests = _digests(messages)
-        whole = digests[-1]
-        ambiguous, matched, place = False, None, -1
-        for place in range(len(messages) - 1, -1, -1):
-            if messages[place]["role"] != "assistant":
+        digest = digests[-1]
+        # From the last answer of the request back to the first: which one did we issue?
+        is_ambiguous, last_turn, index = False, None, -1
+        for index in range(len(messages) - 1, -1, -1):
+            if messages[index]["role"] != "assistant":
                 continue
             candidates = [
                 turn
-                for turn in self._by_digest.get(digests[place], ())
-                if _reasoning_agrees(messages[: place + 1], turn.conversation)
+                for turn in self._by_digest.get(digests[index], ())
+                if _reasoning_agrees(messages[: index + 1], turn.conversation)
             ]
             same_tools = [turn for turn in candidates if turn.tools == tools]
             if candidates:
-                matched, ambiguous = (same_tools or candidates)[-1], len(same_tools) > 1
+                last_turn, is_ambiguous = (same_tools or candidates)[-1], len(same_tools) > 1
                 break
-        added = tuple(messages[place + 1 :])
-        foreign = any(message["role"] == "assistant" for message in added)
-        if matched is not None and not foreign and matched.tools == tools:
-            return Match(turn=matched, added=added, ambiguous=ambiguous, digest=whole)
-        if matched is not None and not foreign:
-            restart, difference = Restart.tools, "the definitions of the tools"
-            return Match(restart=restart, difference=difference, digest=whole)
+        new_messages = tuple(messages[index + 1 :])
+        # An answer behind our last turn is not ours, so that the request does not continue it.
+        has_foreign_answer = any(message["role"] == "assistant" for message in new_messages)
+        if last_turn is not None and not has_foreign_answer:
+            if last_turn.tools != tools:
+                text = "the definitions of the tools"
+                return Match(restart=Restart.tools, difference=text, digest=digest)
+            return Match(
+                turn=last_turn, new_messages=new_messages, ambiguous=is_ambiguous, digest=digest
+            )
         nearest = self._nearest(messages)
         if nearest is None:
-            return Match(digest=whole)
+            return Match(digest=digest)
         restart, difference = first_difference(messages, nearest.conversation)
-        return Match(restart=restart, difference=difference, digest=whole)
+        return Match(restart=restart, difference=difference, digest=digest)
 
     def _nearest(self, messages: Sequence[Message]) -> IssuedTurn | None:
-        """Return the turn that a request most likely goes back to; None: it is a new conversation.
+        """Return the turn that a request most likely goes back to. None: a new conversation.
 
-        That is the last one whose calls, handle or text it holds, else one whose conversation
-        begins with the same messages up to the first of the user.
+        That is the last turn whose calls, handle or text the request holds. Otherwise it is one
+        whose conversation begins with the same messages up to the first of the user.
         """
         for message in reversed(messages):
             if message["role"] != "assistant":
@@ -164,8 +168,8 @@ class IssuedTurns:
 
 
 def opening_of(messages: Sequence[Message]) -> list[bytes]:
-    """Return the messages up to the first of the user; none without one."""
-    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    """Return the messages up to the first of the user, or none if there is no such message."""
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
     return [_canonical(message) for message in messages[: users[0] + 1]] if users else []
 
 
@@ -187,42 +191,42 @@ def in_call_order(messages: Sequence[Message]) -> list[Message]:
     Raises RequestError unless each call of an assistant message has exactly one reply right behind
     it, and each reply has a call.
     """
-    ordered: list[Message] = []
-    place = 0
-    while place < len(messages):
-        message = messages[place]
-        place += 1
+    result: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
         if message["role"] == "tool":
             raise RequestError(
                 f"messages: the tool message for {message['tool_call_id']} has no place here; it "
                 "follows the assistant message with its call",
                 param="messages",
             )
-        ordered.append(message)
+        result.append(message)
         if message["role"] != "assistant":
             continue
         replies: dict[str, Message] = {}
-        wanted = [call["id"] for call in message.get("tool_calls", ())]
-        while place < len(messages) and messages[place]["role"] == "tool":
-            call_id = messages[place]["tool_call_id"]
-            if call_id in replies or call_id not in wanted:
+        call_ids = [call["id"] for call in message.get("tool_calls", ())]
+        while index < len(messages) and messages[index]["role"] == "tool":
+            call_id = messages[index]["tool_call_id"]
+            if call_id in replies or call_id not in call_ids:
                 raise RequestError(
                     f"messages: the tool message for {call_id} is there twice, or has no call in "
                     "the assistant message before it",
                     param="messages",
                 )
-            replies[call_id] = messages[place]
-            place += 1
-        missing = [call_id for call_id in wanted if call_id not in replies]
-        if missing or len(set(wanted)) != len(wanted):
+            replies[call_id] = messages[index]
+            index += 1
+        unanswered = [call_id for call_id in call_ids if call_id not in replies]
+        if unanswered or len(set(call_ids)) != len(call_ids):
             raise RequestError(
-                f"messages: the assistant made the calls {', '.join(wanted)}, and each needs "
-                f"exactly one tool message behind it; {', '.join(missing) or 'an id'} has "
-                f"{'none' if missing else 'two calls'}",
+                f"messages: the assistant made the calls {', '.join(call_ids)}, and each needs "
+                f"exactly one tool message behind it; {', '.join(unanswered) or 'an id'} has "
+                f"{'none' if unanswered else 'two calls'}",
                 param="messages",
             )
-        ordered += [replies[call_id] for call_id in wanted]
-    return ordered
+        result += [replies[call_id] for call_id in call_ids]
+    return result
 
 
 def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tuple[Restart, str]:
@@ -232,37 +236,41 @@ def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tupl
     '12:00'")``
     """
     pairs = zip(sent, issued, strict=False)
-    differs = (
-        _canonical(a) != _canonical(b) or not _reasoning_agrees((a,), (b,)) for a, b in pairs
-    )
-    place = next((place for place, other in enumerate(differs) if other), None)
-    if place is None:
+    index = next((i for i, (a, b) in enumerate(pairs) if not _is_same(a, b)), None)
+    if index is None:
         if len(sent) > len(issued):
             return Restart.edited, f"message {len(issued)} was not issued"
         return Restart.dropped, f"{len(issued) - len(sent)} messages that followed are missing"
-    before, after = issued[place], sent[place]
-    later = {_canonical(message) for message in issued[place + 1 :]}
-    where = f"message {place} ({before['role']})"
-    if before["role"] == "system" or after["role"] == "system":
+    sent_message, issued_message = sent[index], issued[index]
+    roles = (sent_message["role"], issued_message["role"])
+    where = f"message {index} ({issued_message['role']})"
+    if "system" in roles:
         kind = Restart.system
-    elif _canonical(after) in later:
+    elif _canonical(sent_message) in map(_canonical, issued[index + 1 :]):
         return Restart.dropped, f"{where} is missing"
-    elif before["role"] == "tool" == after["role"]:
+    elif roles == ("tool", "tool"):
         kind = Restart.tools
     else:
         kind = Restart.edited
-    return kind, f"{where}{_text_difference(_shown(after), _shown(before))}"
+    return kind, f"{where}{_text_difference(_as_text(sent_message), _as_text(issued_message))}"
+
+
+def _is_same(sent: Message, issued: Message) -> bool:
+    """Return True if a message is the one that was issued, however it is spelt."""
+    return _canonical(sent) == _canonical(issued) and _reasoning_agrees((sent,), (issued,))
 
 
 def _text_difference(sent: str, issued: str) -> str:
+    """Return where two texts begin to differ, as the end of a sentence."""
     pairs = zip(sent, issued, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(sent), len(issued)))
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(sent), len(issued)))
     return (
-        f", character {place}: sent {sent[place:][:QUOTED]!r}, issued {issued[place:][:QUOTED]!r}"
+        f", character {index}: sent {sent[index:][:QUOTED]!r}, issued {issued[index:][:QUOTED]!r}"
     )
 
 
-def _shown(message: Message) -> str:
+def _as_text(message: Message) -> str:
+    """Return a message's content, calls and reasoning as one text, for a person to read."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     text = str(message["content"]) + (_json(calls) if calls else "")
     reasoning = message.get("reasoning_content")
@@ -272,8 +280,8 @@ def _shown(message: Message) -> str:
 def _reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> bool:
     """Return True if reasoning and handles that were sent are those that were issued."""
     return all(
-        message.get(key) in (None, issued[place].get(key))
-        for place, message in enumerate(sent)
+        message.get(key) in (None, issued[index].get(key))  # most clients send no reasoning
+        for index, message in enumerate(sent)
         if message["role"] == "assistant"
         for key in ("reasoning_content", HANDLE)
     )
@@ -283,18 +291,18 @@ def _digests(messages: Sequence[Message]) -> list[bytes]:
     """Return for each message a digest of the messages up to and with it."""
     digests, digest = [], b""
     for message in messages:
-        digest = _extended(digest, message)
+        digest = _extend(digest, message)
         digests.append(digest)
     return digests
 
 
-def _extended(digest: bytes, message: Message) -> bytes:
-    """Return the digest of the messages of `digest` and one more."""
+def _extend(digest: bytes, message: Message) -> bytes:
+    """Return the digest of the messages of `digest` and one more message."""
     return hashlib.sha256(digest + _canonical(message)).digest()
 
 
 def _canonical(message: Message) -> bytes:
-    """Return a message in a form that is the same for all spellings of it; without reasoning."""
+    """Return a message without reasoning, in a form that is the same for all its spellings."""
     content = str(message["content"])
     calls = []
     for call in message.get("tool_calls", ()):
@@ -318,6 +326,7 @@ def _whole_numbers(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
+    """Return a JSON value without the keys whose value is null, which some clients leave out."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(v) for key, v in value.items() if v is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,8 +1,7 @@
 """The teacher: a second model whose probabilities of the sampled tokens become advantages.
 
-It reads what the policy read, with a prompt of its own if `algorithm.teacher.prompt` adds to it. Of
-a rollout with the prompt ``p p`` and a teacher that sees ``p q q p`` in its place (s sampled, t
-tool)::
+It reads the policy's tokens, with another prompt if `algorithm.teacher.prompt` adds to it. Example:
+the prompt is ``p p``, and the teacher sees ``p q q p`` in its place (s sampled, t tool)::
 
     policy     p p     s s t s
     teacher    p q q p s s t s
@@ -24,8 +23,8 @@ from transformers import PreTrainedModel
 
 from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.credit import set_advantages
+from agenttrain.algorithms.distillation import is_gated_in, mixed_advantages
 from agenttrain.algorithms.loss import MetricParts, mean_parts
-from agenttrain.algorithms.teacher import is_gated_in, mixed_advantages
 from agenttrain.engines.base import EngineError
 from agenttrain.training.batch import SequenceKey, TrainingSequence
 from agenttrain.training.config import TrainingConfig
@@ -71,9 +70,11 @@ class ModelTeacher:
         weights: SlicedWeights | None = None,
         prompt_ids: PromptIds | None = None,
     ) -> None:
-        """Move `model` to the device, or shard it; `prompt_ids` None: it reads the policy's prompt.
+        """Move `model` to the device, or shard it.
 
-        With `weights`, which are for a sharded one, `model` is on the meta device until then.
+        Without `prompt_ids` the teacher reads the policy's prompt.
+
+        With `weights`, which only a sharded model has, `model` is on the meta device until then.
 
         Raises UnsupportedModel for a model whose probabilities cannot be computed here.
         """
@@ -105,11 +106,11 @@ class ModelTeacher:
 
     def score(self, sequences: Sequence[TrainingSequence]) -> dict[SequenceKey, Tensor]:
         """Return the logprobs [S] of the sampled tokens of each sequence that is not too long."""
-        read = [as_read(sequence, self._prompt_ids) for sequence in sequences]
-        fitting = [sequence for sequence in read if sequence.length <= self._longest]
+        sequences = [with_teacher_prompt(sequence, self._prompt_ids) for sequence in sequences]
+        fitting = [sequence for sequence in sequences if sequence.length <= self._longest]
         peers = self._world if self._sharded else None
-        packed = pack_evenly(self._scorer, fitting, self._budget, self._device, peers)
-        scores = score_microbatches(self._scorer, packed)
+        microbatches = pack_evenly(self._scorer, fitting, self._budget, self._device, peers)
+        scores = score_microbatches(self._scorer, microbatches)
         return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
 
 
@@ -117,7 +118,7 @@ class TextScorer(Protocol):
     """Servers that score texts."""
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probability, at temperature 1, of every id of each but the first.
+        """Return the log-probability at temperature 1 of every id of each text but the first id.
 
         Raises EngineError.
         """
@@ -145,35 +146,38 @@ class ServedTeacher:
 
         Raises TeacherFailed, in all processes, if the servers fail.
         """
-        read = [as_read(sequence, self._prompt_ids) for sequence in sequences]
-        # A server samples a token that nobody needs, for which there has to be room.
-        fitting = [sequence for sequence in read if sequence.length < self._max_context]
+        sequences = [with_teacher_prompt(sequence, self._prompt_ids) for sequence in sequences]
+        # A server also samples a token, which is thrown away but needs room.
+        fitting = [sequence for sequence in sequences if sequence.length < self._max_context]
         values: list[list[float]] = []
         with self._world.together("the teacher's servers", TeacherFailed, patient=True):
             try:
-                values = self._servers.score([one.token_ids_T.tolist() for one in fitting])
+                values = self._servers.score([s.token_ids_T.tolist() for s in fitting])
             except EngineError as error:
                 raise TeacherFailed(f"{error}") from error
         return {
-            one.key: torch.tensor(logprobs)[one.targets_S]
-            for one, logprobs in zip(fitting, values, strict=True)
+            sequence.key: torch.tensor(logprobs)[sequence.targets_S]
+            for sequence, logprobs in zip(fitting, values, strict=True)
         }
 
 
-def as_read(sequence: TrainingSequence, prompt_ids: PromptIds | None) -> TrainingSequence:
+def with_teacher_prompt(
+    sequence: TrainingSequence, prompt_ids: PromptIds | None
+) -> TrainingSequence:
     """Return the sequence with the teacher's prompt in place of the policy's.
 
-    One that does not begin with the main trajectory's prompt, or with only a part of it, stays the
-    same: a sub-agent's prompt is not about the row.
+    A sequence that does not begin with the main trajectory's whole prompt stays the same: a
+    sub-agent's prompt is not about the row.
     """
-    trajectory, common = sequence.trajectory, sequence.length
-    while trajectory.parent is not None:
-        parent, position = trajectory.parent
-        trajectory, common = sequence.rollout.trajectories[parent], min(common, position)
-    length = trajectory.prompt_length
-    if prompt_ids is None or trajectory.role != MAIN or common < length:
+    # Go back to the trajectory that this one branches from, and count the tokens they share.
+    root, shared = sequence.trajectory, sequence.length
+    while root.parent is not None:
+        parent, position = root.parent
+        root, shared = sequence.rollout.trajectories[parent], min(shared, position)
+    length = root.prompt_length
+    if prompt_ids is None or root.role != MAIN or shared < length:
         return sequence
-    prompt = torch.tensor(prompt_ids(sequence.rollout, trajectory), dtype=torch.long)
+    prompt = torch.tensor(prompt_ids(sequence.rollout, root), dtype=torch.long)
     return replace(
         sequence,
         token_ids_T=torch.cat([prompt, sequence.token_ids_T[length:]]),
@@ -197,14 +201,13 @@ def score_with(
                     "tokens are not finite; check the weights of algorithm.teacher.path, or set "
                     "algorithm.teacher.dtype=float32"
                 )
-    too_long = {
-        one.rollout.rollout_id for group in groups for one in group if one.key not in scores
-    }
+    # A rollout with one trajectory that is too long is left out as a whole.
+    too_long = {s.rollout.rollout_id for group in groups for s in group if s.key not in scores}
     return [
         [
-            replace(one, teacher_logprobs_S=scores[one.key])
-            for one in group
-            if one.rollout.rollout_id not in too_long
+            replace(sequence, teacher_logprobs_S=scores[sequence.key])
+            for sequence in group
+            if sequence.rollout.rollout_id not in too_long
         ]
         for group in groups
     ]
@@ -215,17 +218,17 @@ def add_teacher(
     sequences: Sequence[Sequence[TrainingSequence]],
     config: AlgorithmConfig,
 ) -> MetricParts:
-    """Mix the teacher's part into the advantages of the scored rollouts; return its metrics.
+    """Mix the teacher's part into the advantages of the scored rollouts. Return its metrics.
 
     A rollout that has a reward but was not scored gets no advantage: the rewards' part alone would
-    teach something else than the others.
+    teach something else than the other rollouts do.
     """
     teacher = config.teacher
-    scored = {one.rollout.rollout_id for group in sequences for one in group}
+    scored_ids = {sequence.rollout.rollout_id for sequence in chain(*sequences)}
     differences, gated_in, too_long = [], [], []
     for sequence in chain(*sequences):
-        recomputed = config.behaviour is Behaviour.recomputed
-        policy_S = sequence.old_logprobs_S if recomputed else sequence.behaviour_S
+        is_recomputed = config.behaviour is Behaviour.recomputed
+        policy_S = sequence.old_logprobs_S if is_recomputed else sequence.behaviour_S
         assert policy_S is not None and sequence.teacher_logprobs_S is not None
         differences.append(policy_S - sequence.teacher_logprobs_S)
         rollout, trajectory = sequence.rollout, sequence.trajectory
@@ -244,7 +247,7 @@ def add_teacher(
         if rollout.reward is None or not rollout.sampled_length:
             continue
         gated_in.append(is_gated_in(rollout.reward, teacher))
-        too_long.append(rollout.rollout_id not in scored)
+        too_long.append(rollout.rollout_id not in scored_ids)
         if too_long[-1]:
             set_advantages(rollout, None)
     return {

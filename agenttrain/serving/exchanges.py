@@ -1,7 +1,7 @@
-"""Answered requests, so that a request which continues one goes on from the ids that were sampled.
+"""Answered requests: a request that continues one goes on from the ids that were sampled.
 
 A client sends the messages of a conversation anew each time. Rendering them again would tokenise
-the model's own text again, perhaps to other ids than it sampled: the model would see a context that
+the model's own text again, perhaps to other ids than it sampled. The model would see a context that
 it never saw in training, and the engine's cache would be lost.
 """
 
@@ -24,7 +24,7 @@ from agenttrain.chat.wire.openai import RequestError, well_formed
 from agenttrain.types import AssistantTurn, Finish, Message
 
 MOST_TOKENS = 4_000_000
-"""Ids of all remembered conversations together; the least recently used are forgotten."""
+"""Ids of all remembered conversations together. The oldest conversations are forgotten."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Exchange:
     call_ids: tuple[str, ...]
     """Ids that the client was given for the well-formed calls."""
     session: str | None
-    """The engine's session with these ids in its cache; None once another request took it."""
+    """The engine's session with these ids in its cache. None: another request took it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,13 @@ class Prompt:
 
     token_ids: array[int]
     session: str
-    known: int = 0
-    """Ids at the beginning that come from an earlier answer; 0: all were rendered."""
+    reused: int = 0
+    """Ids at the beginning that come from an earlier answer. 0: all were rendered."""
 
 
 @dataclass(slots=True)
 class Conversations:
-    """The exchanges of a server, by tools and messages up to the answer."""
+    """The exchanges of a server, by a digest of tools and messages up to the answer."""
 
     chat: Chat
     most_tokens: int = MOST_TOKENS
@@ -65,24 +65,25 @@ class Conversations:
     def prompt(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> Prompt:
         """Return the ids for a request's messages.
 
-        If they continue an answered request, these are its ids and the template's suffix; else the
-        messages are rendered. Raises RequestError, and ChatError for messages that the template
+        If they continue an answered request, these are its ids and the template's suffix. Otherwise
+        the messages are rendered. Raises RequestError, and ChatError for messages that the template
         refuses.
         """
-        last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-        if last is not None:
-            exchange = self._exchanges.get(_key(messages[: last + 1], schemas))
-            sent = messages[last].get("reasoning_content")
-            if exchange is not None and sent in (None, exchange.turn.reasoning):
-                # A role that the template refuses behind an answer: rendered with all the others.
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if answers:
+            end = answers[-1] + 1
+            exchange = self._exchanges.get(_key(messages[:end], schemas))
+            reasoning = messages[end - 1].get("reasoning_content")
+            if exchange is not None and reasoning in (None, exchange.turn.reasoning):
+                # If the template refuses a role behind an answer, all messages are rendered below.
                 with suppress(ChatError):
-                    suffix = self._suffix(exchange, messages[last + 1 :])
+                    suffix = self._suffix(exchange, messages[end:])
                     with self._taking:  # large requests are read in threads
                         session, exchange.session = exchange.session, None
                     return Prompt(
                         token_ids=exchange.token_ids + array("q", suffix),
                         session=session or secrets.token_hex(8),
-                        known=len(exchange.token_ids),
+                        reused=len(exchange.token_ids),
                     )
         ids = self.chat.prompt_ids(messages, schemas, may_omit=("assistant",))
         return Prompt(token_ids=array("q", ids), session=secrets.token_hex(8))
@@ -98,7 +99,7 @@ class Conversations:
         answer: Mapping[str, Any],
         call_ids: Sequence[str],
     ) -> list[str]:
-        """Remember an answer, as the client will send it; return the sessions to release."""
+        """Remember an answer as the client will send it. Return the sessions to release."""
         exchange = Exchange(
             token_ids=prompt.token_ids + array("q", completion_ids),
             completion_ids=completion_ids,
@@ -111,26 +112,26 @@ class Conversations:
         forgotten = [self._exchanges.pop(key)] if key in self._exchanges else []
         self._exchanges[key] = exchange
         self._tokens += len(exchange.token_ids)
-        self._tokens -= sum(len(other.token_ids) for other in forgotten)
+        self._tokens -= sum(len(exchange.token_ids) for exchange in forgotten)
         while self._tokens > self.most_tokens and len(self._exchanges) > 1:
             _, oldest = self._exchanges.popitem(last=False)
             self._tokens -= len(oldest.token_ids)
             forgotten.append(oldest)
-        return [other.session for other in forgotten if other.session is not None]
+        return [exchange.session for exchange in forgotten if exchange.session is not None]
 
-    def _suffix(self, exchange: Exchange, added: Sequence[Message]) -> list[int]:
+    def _suffix(self, exchange: Exchange, messages: Sequence[Message]) -> list[int]:
         """Return the ids that follow an answer: the replies to its calls, then other messages."""
         calls = well_formed(exchange.turn)
-        given = {message["tool_call_id"]: message for message in added if message["role"] == "tool"}
-        tools = sum(message["role"] == "tool" for message in added)
-        if set(given) != set(exchange.call_ids) or tools != len(given):
+        tool_messages = [message for message in messages if message["role"] == "tool"]
+        by_id = {message["tool_call_id"]: message for message in tool_messages}
+        if set(by_id) != set(exchange.call_ids) or len(tool_messages) != len(by_id):
             raise RequestError(
                 f"messages: the assistant made the calls {', '.join(exchange.call_ids) or 'none'}, "
                 "and each needs exactly one tool message behind it",
                 param="messages",
             )
         contents = {
-            call.id: given[call_id]["content"]
+            call.id: by_id[call_id]["content"]
             for call, call_id in zip(calls, exchange.call_ids, strict=True)
         }
         replies: list[Message] = [
@@ -143,7 +144,7 @@ class Conversations:
             }
             for call in exchange.turn.calls
         ]
-        replies += [dict(message) for message in added if message["role"] != "tool"]
+        replies += [dict(message) for message in messages if message["role"] != "tool"]
         suffix = self.chat.suffix(
             exchange.turn,
             replies,
@@ -165,8 +166,9 @@ def _key(messages: Sequence[Mapping[str, Any]], schemas: Sequence[dict[str, Any]
         calls = []
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
-            decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
-            calls.append([call["id"], call["function"]["name"], decoded])
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            calls.append([call["id"], call["function"]["name"], arguments])
         content = (message.get("content") or "").strip()
         parts.append([message["role"], content, calls, message.get("tool_call_id")])
     text = json.dumps([tools, parts], sort_keys=True, ensure_ascii=True)
