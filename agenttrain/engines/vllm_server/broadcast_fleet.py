@@ -15,7 +15,7 @@ from agenttrain.engines.vllm_server.fleet import Fleet, FleetLost
 from agenttrain.engines.vllm_server.health import ANSWERING, EXAMINED, Member, MemberState
 from agenttrain.engines.vllm_server.nccl_transport import BROADCAST_S
 from agenttrain.engines.vllm_server.outside import Outside
-from agenttrain.engines.vllm_server.records import ServerRecord
+from agenttrain.engines.vllm_server.server_records import ServerRecord
 from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import WeightSyncMode
 

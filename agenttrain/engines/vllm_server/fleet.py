@@ -20,13 +20,13 @@ from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
 from agenttrain.engines.vllm_server.outside import ROUTER, Front, Outside, watch_outside
-from agenttrain.engines.vllm_server.records import (
+from agenttrain.engines.vllm_server.routing import choose
+from agenttrain.engines.vllm_server.server_records import (
     ServerRecord,
     order_path,
     update_path,
     write_private,
 )
-from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.status import StatusFile
 from agenttrain.engines.vllm_server.versions import ADAPTERS, Versions
 from agenttrain.engines.vllm_server.watched import SENDS, StartProgress, WatchedServers

@@ -14,8 +14,8 @@ from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient, ServerFailed
 from agenttrain.engines.vllm_server.health import Member, MemberState, watch
-from agenttrain.engines.vllm_server.records import ServerRecord
 from agenttrain.engines.vllm_server.routing import choose
+from agenttrain.engines.vllm_server.server_records import ServerRecord
 from agenttrain.engines.vllm_server.status import StatusFile
 from agenttrain.engines.vllm_server.watched import SENDS, WatchedServers
 

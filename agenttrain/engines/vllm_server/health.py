@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient, ServerFailed
-from agenttrain.engines.vllm_server.records import Condition, ServerRecord, read_record
+from agenttrain.engines.vllm_server.server_records import Condition, ServerRecord, read_record
 
 FAULTS = 3
 """Calls that fail one after the other until a server that still runs is killed."""

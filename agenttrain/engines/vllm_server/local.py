@@ -20,7 +20,7 @@ from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.spec import SERVERS_OWNER
 from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.files_transport import BACKEND
-from agenttrain.engines.vllm_server.records import (
+from agenttrain.engines.vllm_server.server_records import (
     FOLDER,
     PLAN,
     ServerPlan,

@@ -20,7 +20,7 @@ from agenttrain.engines.vllm_server.client import ServerClient, ServerFacts, Ser
 from agenttrain.engines.vllm_server.files_transport import BACKEND, METHODS
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import EXAMINED, FAULTS, Member, Members, MemberState
-from agenttrain.engines.vllm_server.records import Condition, ServerRecord
+from agenttrain.engines.vllm_server.server_records import Condition, ServerRecord
 
 WRITTEN_FOR = "0.32"
 """vLLM whose routes the client calls."""

@@ -25,7 +25,7 @@ from agenttrain.engines.vllm_server.client import ServerClient
 from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.frozen import FrozenFleet
 from agenttrain.engines.vllm_server.local import LocalServers
-from agenttrain.engines.vllm_server.records import (
+from agenttrain.engines.vllm_server.server_records import (
     FOLDER,
     Condition,
     ServerPlan,

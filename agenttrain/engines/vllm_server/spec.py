@@ -30,11 +30,11 @@ from agenttrain.engines.vllm_server.local import (
     server_wrappers,
     weights_folder,
 )
-from agenttrain.engines.vllm_server.memory import memory, server_memory
 from agenttrain.engines.vllm_server.nccl_transport import BACKEND as NCCL
 from agenttrain.engines.vllm_server.nccl_transport import NcclSender
 from agenttrain.engines.vllm_server.outside import Outside
-from agenttrain.engines.vllm_server.records import (
+from agenttrain.engines.vllm_server.server_memory import memory, server_memory
+from agenttrain.engines.vllm_server.server_records import (
     FOLDER,
     ServerPlan,
     is_running,
@@ -52,7 +52,7 @@ from agenttrain.utils.sections import plain, shown
 if TYPE_CHECKING:
     from agenttrain.engines.vllm_server.wrapper import Wrapper
 
-SERVER = "agenttrain.engines.vllm_server.process"
+SERVER = "agenttrain.engines.vllm_server.server_process"
 """The module that is a server."""
 OWNED = {
     "dtype": "engine.dtype",
@@ -79,13 +79,13 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     import torch
 
     from agenttrain.engines.vllm_server.broadcast_fleet import BroadcastFleet
-    from agenttrain.engines.vllm_server.engine import (
+    from agenttrain.engines.vllm_server.fleet import Fleet
+    from agenttrain.engines.vllm_server.server_engine import (
         BroadcastEngine,
         ServedForm,
         Servers,
         VllmServerEngine,
     )
-    from agenttrain.engines.vllm_server.fleet import Fleet
     from agenttrain.engines.weight_files import WeightWriter
 
     folder, servers = inputs.run_folder, inputs.servers

@@ -13,7 +13,7 @@ from typing import Any
 
 from agenttrain.engines.base import EngineDead
 from agenttrain.engines.vllm_server.health import Member, MemberState
-from agenttrain.engines.vllm_server.records import last_lines, log_path
+from agenttrain.engines.vllm_server.server_records import last_lines, log_path
 from agenttrain.engines.vllm_server.status import StatusFile
 
 SENDS = 5

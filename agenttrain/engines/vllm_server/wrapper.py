@@ -25,7 +25,7 @@ import httpx
 
 from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.guard import HOST, TOKEN
-from agenttrain.engines.vllm_server.records import (
+from agenttrain.engines.vllm_server.server_records import (
     FOLDER,
     PLAN,
     Condition,

@@ -1,6 +1,6 @@
-"""One vLLM server: `python -m agenttrain.engines.vllm_server.process <run folder> <number> <port>`.
+"""One vLLM server, as its wrapper starts it: in a process group that ends as a whole.
 
-Its wrapper starts it, in a process group of its own that ends as a whole.
+    python -m agenttrain.engines.vllm_server.server_process <run folder> <number> <port>
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.files_transport import BACKEND, METHODS, OWN_GROUP, PLUGIN
 from agenttrain.engines.vllm_server.guard import HOST
-from agenttrain.engines.vllm_server.records import ServerPlan
+from agenttrain.engines.vllm_server.server_records import ServerPlan
 from agenttrain.utils.child_process import end_with_parent
 
 GRACE_S = 5
