@@ -1,6 +1,6 @@
 """One vLLM server, as its wrapper starts it: in a process group that ends as a whole.
 
-    python -m agenttrain.engines.vllm_server.server_process <run folder> <number> <port>
+python -m agenttrain.engines.vllm_server.server_process <run folder> <number> <port>
 """
 
 from __future__ import annotations
