@@ -16,9 +16,9 @@ from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.utils.child_process import end_with_parent
 
 GRACE_S = 30
-"""Seconds that answers in flight have left once the server is asked to end."""
+"""Seconds in which answers in flight have to end once the server gets SIGTERM."""
 IN_PROCESS_ONLY = ("skip_tokenizer_init", "use_tqdm_on_load", "enable_sleep_mode")
-"""Arguments of an engine in the trainer's process that a server does not take over."""
+"""Arguments of an engine in the trainer's process that vLLM's server does not get."""
 
 
 def main() -> None:
@@ -34,19 +34,20 @@ def main() -> None:
 
 
 def server_flags(settings: VllmSettings, served: ServedModel) -> list[str]:
-    """Return the flags of vLLM's server, once vLLM's environment is set."""
+    """Set vLLM's environment variables, and return the flags of its server."""
     import torch
 
     from agenttrain.engines.vllm.setup import engine_arguments, set_environment
 
     set_environment(settings)
     if not torch.cuda.is_available() and settings.tensor_parallel_size == 1:
-        # The engine's process works itself, and none is started below it: seconds less.
+        # The engine runs in the server's process, which saves seconds at the start.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     rank, name = 0, served.name
     if served.adapters is not None:
-        described = Path(served.adapters, "adapter_config.json").read_text(encoding="utf-8")
-        rank, name = int(json.loads(described)["r"]), f"{served.name}-base"
+        # Clients ask for the adapters by `served.name`, so the base model needs another one.
+        config = Path(served.adapters, "adapter_config.json").read_text(encoding="utf-8")
+        rank, name = int(json.loads(config)["r"]), f"{served.name}-base"
     arguments = engine_arguments(
         Path(served.folder), settings, served.dtype, rank, Path(served.tokenizer), served.seed
     )
@@ -59,7 +60,7 @@ def server_flags(settings: VllmSettings, served: ServedModel) -> list[str]:
         "generation_config": served.generation,
         "override_generation_config": served.sampling,
         "chat_template": served.template,
-        # As in training: a template that takes parts as well would be given lists.
+        # Text, as in training: vLLM would pass lists of parts to a template that accepts both.
         "chat_template_content_format": "string",
         "enable_prompt_tokens_details": True,
         "shutdown_timeout": GRACE_S,
@@ -74,7 +75,7 @@ def server_flags(settings: VllmSettings, served: ServedModel) -> list[str]:
 
 
 def flag(name: str, value: Any) -> list[str]:
-    """Return an argument as words of a command line; none for None."""
+    """Return an argument as words of a command line: ``["--max-num-seqs", "8"]``; [] for None."""
     words = name.replace("_", "-")
     if value is None:
         return []

@@ -17,9 +17,9 @@ from agenttrain.engines.vllm_server.server_records import ServerPlan
 from agenttrain.utils.child_process import end_with_parent
 
 GRACE_S = 5
-"""Seconds that answers in flight have left once the server is asked to end."""
+"""Seconds in which answers in flight have to end once the server gets SIGTERM."""
 KEEP_ALIVE_S = 3600
-"""Seconds that an unused connection stays open: longer than an update of the policy."""
+"""Seconds for which an idle connection stays open: longer than an update of the policy."""
 NAME = "policy"
 """Name of the model for clients."""
 
@@ -31,7 +31,7 @@ def main() -> None:
     folder, number, port = sys.argv[1:]
     plan = ServerPlan.read(Path(folder))
     if plan.gpus is None:
-        # By default each server would compute on all cores, and bind its threads to the first.
+        # By default each server would use all cores, and bind its threads to the same first ones.
         nodes = max(plan.nodes, 1)
         share = len(os.sched_getaffinity(0)) * nodes // plan.servers["count"]
         os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
@@ -46,22 +46,22 @@ def main() -> None:
 
 
 def server_flags(plan: ServerPlan, port: int) -> list[str]:
-    """Return the flags of vLLM's server, once vLLM's environment is set."""
+    """Set vLLM's environment variables, and return the flags of its server."""
     import torch
 
     from agenttrain.engines.vllm.config import VllmSettings
     from agenttrain.engines.vllm.server import IN_PROCESS_ONLY, flag
     from agenttrain.engines.vllm.setup import engine_arguments, set_environment
 
-    own = VllmServerSettings(**plan.engine)
+    engine = VllmServerSettings(**plan.engine)
     settings = VllmSettings(
         max_context=plan.max_context,
-        max_rows=own.max_rows,
-        memory_share=own.memory_share,
-        kv_cache_mb=own.kv_cache_mb,
+        max_rows=engine.max_rows,
+        memory_share=engine.memory_share,
+        kv_cache_mb=engine.kv_cache_mb,
         tensor_parallel_size=plan.servers["tensor_parallel_size"],
-        quantization=own.quantization,
-        enforce_eager=own.enforce_eager,
+        quantization=engine.quantization,
+        enforce_eager=engine.enforce_eager,
     )
     os.environ |= {
         "VLLM_SERVER_DEV_MODE": "1",  # routes that pause a server and replace its weights
@@ -69,11 +69,11 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         "VLLM_HOST_IP": "127.0.0.1",  # for the sockets of its workers
     }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    if plugins := os.environ.get("VLLM_PLUGINS"):  # the only ones that vLLM would load
+    if plugins := os.environ.get("VLLM_PLUGINS"):  # vLLM loads only those that are listed there
         os.environ["VLLM_PLUGINS"] = f"{plugins},{PLUGIN}"
     set_environment(settings)
     if not torch.cuda.is_available() and settings.tensor_parallel_size == 1:
-        # The engine's process works itself, and none is started below it: seconds less.
+        # The engine runs in the server's process, which saves seconds at the start.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     model = Path(plan.model)
     tokenizer = None if plan.tokenizer is None else Path(plan.tokenizer)
@@ -102,7 +102,8 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         if plan.backend == BACKEND:
             arguments["worker_extension_cls"] = METHODS
     else:
-        arguments["generation_config"] = "auto"  # the model's own ends of a turn, and sampling
+        # The model's own end-of-turn tokens and sampling defaults, as its callers expect.
+        arguments["generation_config"] = "auto"
     arguments |= {name.replace("-", "_"): value for name, value in plan.servers["args"].items()}
     return [word for name, value in arguments.items() for word in flag(name, value)]
 
