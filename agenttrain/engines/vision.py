@@ -199,7 +199,7 @@ class Vision:
             grids += grid
         tower: Any = model.model.visual
         device = next(tower.parameters()).device
-        # Leave the engine's inference mode: the trainer cannot backpropagate through its tensors.
+        # Not in inference mode, in which the engine runs: the trainer uses these tensors too.
         with (
             torch.inference_mode(False),  # this switches gradients on
             torch.set_grad_enabled(grad),

@@ -72,7 +72,7 @@ def _plan_copy(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> O
         count=1,
         gpus=1,
         estimate=by_rows[load.rows],
-        remedies={f"engine.max_rows={rows}": estimate for rows, estimate in by_rows.items()},
+        remedies={f"engine.max_rows={rows}": smaller for rows, smaller in by_rows.items()},
         limit=memory.machine.memory,
     )
 

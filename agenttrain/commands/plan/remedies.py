@@ -71,10 +71,10 @@ class Planner:
         return estimate(config, self.sizes(config.model), self.machine, self.prompt_tokens)
 
     def remedies(self) -> list[Remedy]:
-        """Return the settings of which each alone is enough, and the number of GPUs that is.
+        """Return remedies: each setting that alone is enough, then the fewest GPUs that are.
 
-        If no setting alone is enough, several together take their place. They may still be too
-        little: then no known setting helps.
+        If no setting alone is enough, the first remedy has several of them. If even that is too
+        little (`fits` is False), no known setting helps.
         """
         settings = list(self._settings())
         remedies = self._sufficient_alone(settings) or [self._combine([*settings, *LAST_RESORTS])]

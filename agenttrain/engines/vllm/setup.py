@@ -225,6 +225,7 @@ def _logging_to(log: Path | None, arguments: Any) -> Iterator[None]:
             }
         },
     }
+    # vLLM and its workers read the settings from a file, while the engine is built.
     with TemporaryFolder() as folder:
         path = folder / "logging.json"
         path.write_text(json.dumps(settings), encoding="utf-8")

@@ -234,8 +234,9 @@ class ServerClient:
     ) -> None:
         """Replace the weights by those of a folder of files, and sample with them from now on.
 
-        The files are verified before the server is paused. After ServerFailed the server may be
-        paused, or hold a mixture of weights: kill it.
+        `first`: these are the first weights since the server's start. The files are verified before
+        the server is paused. After ServerFailed it may be paused, or hold a mixture of weights:
+        kill it.
         """
         await self._verify(folder, digest)
         await self.pause(mode)

@@ -138,7 +138,7 @@ class Fleet(WatchedServers):
     async def _pick(self, session: str) -> Member:
         """Return the server for a request. Waits until there is one."""
         while True:
-            # Before the first `verify` its probe text is sampled, from weights not verified yet.
+            # Before the first `verify` only its probe is sampled, from weights not verified yet.
             state = MemberState.live if self._verified else MemberState.loaded
             has_weights = self._versions.newest is not None
             may_sample = has_weights and (self._probe is not None or not self._verified)

@@ -160,12 +160,11 @@ class Member:
         """Fail the server's requests, and count its death unless it was restarting already."""
         if self.state is not MemberState.restarting:
             self.deaths += 1
-        consequence = {
-            (False, True): "it is started again",
-            (False, False): "it is gone for good",
-            (True, True): "it is asked again",
-            (True, False): "it is given up",
-        }[self.outside, state is MemberState.restarting]
+        comes_back = state is MemberState.restarting
+        if self.outside:
+            consequence = "it is asked again" if comes_back else "it is given up"
+        else:
+            consequence = "it is started again" if comes_back else "it is gone for good"
         print(f"{self.name} {reason}; {consequence}", file=sys.stderr, flush=True)
         self.state, self.reason = state, reason
         self.lost.set()

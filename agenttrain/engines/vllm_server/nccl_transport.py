@@ -291,33 +291,33 @@ class NcclSender:
         """Servers of the group."""
         self._unfinished: set[Receiver] = set()
         """Servers that answer, but whose last update has failed."""
-        self._fan: FanOut | None = None
+        self._fan_out: FanOut | None = None
 
     async def pause(self, audience: Audience) -> None:
         """Implement `WeightSender.pause`."""
-        self._fan = FanOut(audience)
-        await self._fan.pause(self._unfinished)
+        self._fan_out = FanOut(audience)
+        await self._fan_out.pause(self._unfinished)
 
     async def send(self, weights: Regathered) -> BroadcastResult:
         """Implement `WeightSender.send`. Raises EngineError for a failure of this process."""
-        fan, self._fan = self._fan, None
-        assert fan is not None, "pause comes first"
+        fan_out, self._fan_out = self._fan_out, None
+        assert fan_out is not None, "pause comes first"
         source = OnePass(weights)
         try:
-            if fan.receivers:
-                await self._broadcast(fan, source)
+            if fan_out.receivers:
+                await self._broadcast(fan_out, source)
         finally:
-            gathered = await self._threads.run(source.finish)
-            await fan.aclose()
-        if (error := source.error or gathered.error) is not None:
+            outcome = await self._threads.run(source.finish)
+            await fan_out.aclose()
+        if (error := source.error or outcome.error) is not None:
             raise error
-        result, self._unfinished = fan.result(self._unfinished)
+        result, self._unfinished = fan_out.result(self._unfinished)
         return result
 
-    async def _broadcast(self, fan: FanOut, source: OnePass) -> None:
+    async def _broadcast(self, fan_out: FanOut, source: OnePass) -> None:
         """Do one broadcast. After a failure leave the group, and find servers that still answer."""
-        work = asyncio.create_task(self._threads.run(lambda: self._send_in_thread(fan, source)))
-        failed = asyncio.create_task(fan.failed.wait())
+        work = asyncio.create_task(self._threads.run(lambda: self._send_in_thread(fan_out, source)))
+        failed = asyncio.create_task(fan_out.failed.wait())
         try:
             await asyncio.wait(
                 (work, failed), timeout=BROADCAST_S, return_when=asyncio.FIRST_COMPLETED
@@ -332,31 +332,31 @@ class NcclSender:
             await self._threads.run(self._leave)
             if source.error is not None:
                 return
-            if error is not None and not fan.failed.is_set():
-                raise EngineError(f"weight update {fan.version}: {error}") from error
-            await fan.settle()
+            if error is not None and not fan_out.failed.is_set():
+                raise EngineError(f"weight update {fan_out.version}: {error}") from error
+            await fan_out.settle()
         finally:
             work.cancel()
             failed.cancel()
 
-    def _send_in_thread(self, fan: FanOut, source: OnePass) -> None:
+    def _send_in_thread(self, fan_out: FanOut, source: OnePass) -> None:
         """Send the weights, in a new group unless the last one has the same servers."""
         transfer = self._transfer
-        if transfer is None or self._members != fan.receivers:
+        if transfer is None or self._members != fan_out.receivers:
             self._leave()
-            address = address_towards([receiver.url for receiver in fan.receivers])
+            address = address_towards([receiver.url for receiver in fan_out.receivers])
             with socket.create_server((address, 0)) as free_port:
                 port: int = free_port.getsockname()[1]
-            ranks = 1 + sum(receiver.workers for receiver in fan.receivers)
-            transfer = self._join(address, port, ranks, fan, source)
+            ranks = 1 + sum(receiver.workers for receiver in fan_out.receivers)
+            transfer = self._join(address, port, ranks, fan_out, source)
             # The join may end after the broadcast was given up: `_leave` has not seen this group.
             with self._lock:
                 if not source.given_up:
-                    self._transfer, self._members = transfer, fan.receivers
+                    self._transfer, self._members = transfer, fan_out.receivers
             if source.given_up:
                 transfer.shutdown()
                 raise GaveUp
-        transfer.client, transfer.source = fan, source
+        transfer.client, transfer.source = fan_out, source
         transfer.send_weights()
 
     def _leave(self) -> None:
@@ -368,9 +368,9 @@ class NcclSender:
 
     async def aclose(self) -> None:
         """Leave the group."""
-        fan, self._fan = self._fan, None
-        if fan is not None:  # `send` has not followed `pause`
-            await fan.aclose()
+        fan_out, self._fan_out = self._fan_out, None
+        if fan_out is not None:  # `send` has not followed `pause`
+            await fan_out.aclose()
         await self._threads.run(self._leave)
         self._threads.close()
 

@@ -187,20 +187,21 @@ async def _watch_with(
     A member that is starting or away is checked with growing delays, until it joins or its time is
     over.
     """
-    begun = time.monotonic()
-    attempt_s, next_attempt, misses = servers.health_s, begun, 0
+    away_since = time.monotonic()
+    attempt_s, next_attempt, misses = servers.health_s, away_since, 0
     while True:
         boot, version = member.boot, member.version
         label = await _label(client, run, servers.dead_s)
-        failed = label if isinstance(label, ServerFailed) else None
-        member.answers = failed is None
+        failure = label if isinstance(label, ServerFailed) else None
+        member.answers = failure is None
         now = time.monotonic()
         if member.state not in (MemberState.starting, *AWAY):
-            begun = now
+            away_since = now
+        # The answer says nothing of a server that has joined again while it was awaited.
         if member.state in EXAMINED and member.boot == boot:
-            misses = 0 if failed is None else misses + 1
-            if failed is not None:
-                _missed(member, str(failed), misses)
+            misses = 0 if failure is None else misses + 1
+            if failure is not None:
+                _count_miss(member, str(failure), misses)
             elif member.version == version and label not in (None, str(version)):
                 member.leave(
                     MemberState.restarting,
@@ -210,25 +211,30 @@ async def _watch_with(
                 member.state = MemberState.live
         if member.state in (MemberState.starting, *AWAY):
             # A server that refuses the request may lack a route or the token: the check says so.
-            if (failed is None or failed.status in REFUSALS) and now >= next_attempt:
+            if (failure is None or failure.status in REFUSALS) and now >= next_attempt:
                 await _join_if_fit(member, client, fleet, run)
                 if member.state in EXAMINED:
                     attempt_s = servers.health_s
                 else:
                     attempt_s = min(2 * attempt_s, LONGEST_S)
                 next_attempt = time.monotonic() + attempt_s
-            limits = {
-                MemberState.starting: ("start_s", servers.start_s),
-                MemberState.restarting: ("dead_s", servers.dead_s),
-            }
-            name, limit_s = limits.get(member.state, ("", float("inf")))
-            if now > begun + limit_s:
-                problem = (
-                    f"does not answer: {failed}" if failed else f"cannot be used: {member.reason}"
-                )
-                member.leave(MemberState.gone, f"{problem}; servers.{name}={limit_s:g} s are over")
+            _give_up_late(member, failure, now - away_since, servers)
         fleet.changed()
         await asyncio.sleep(servers.health_s)
+
+
+def _give_up_late(
+    member: Member, failure: ServerFailed | None, away_s: float, servers: ServersConfig
+) -> None:
+    """Give up a server that has been starting, or away, for too long."""
+    limits = {
+        MemberState.starting: ("start_s", servers.start_s),
+        MemberState.restarting: ("dead_s", servers.dead_s),
+    }
+    name, limit_s = limits.get(member.state, ("", float("inf")))
+    if away_s > limit_s:
+        problem = f"does not answer: {failure}" if failure else f"cannot be used: {member.reason}"
+        member.leave(MemberState.gone, f"{problem}; servers.{name}={limit_s:g} s are over")
 
 
 async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | ServerFailed | None:
@@ -249,12 +255,13 @@ async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | Ser
         return error
 
 
-def _missed(member: Member, reason: str, misses: int) -> None:
+def _count_miss(member: Member, reason: str, misses: int) -> None:
     """Count an examination without an answer.
 
     The server is lost after `FAULTS` in a row, or after one that took `servers.dead_s`.
     """
-    if misses >= FAULTS or "did not answer for" in reason:
+    took_dead_s = "did not answer for" in reason  # as `_label` says it
+    if misses >= FAULTS or took_dead_s:
         member.leave(MemberState.restarting, f"does not answer: {reason}")
     else:
         member.state = MemberState.suspect

@@ -340,6 +340,7 @@ class StubServer:
 
 
 def _route(name: str, answer: Callable[[Any], Awaitable[Any]]) -> Route:
+    """Return the route of e.g. "POST /pause", whose bodies are JSON both ways."""
     method, _, path = name.partition(" ")
 
     async def endpoint(request: Request) -> Response:

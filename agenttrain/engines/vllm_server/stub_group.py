@@ -95,7 +95,7 @@ class StubTransfer:
             joining.result()
 
     def send_weights(self) -> None:
-        """Start, update beside the broadcast, finish."""
+        """Do a whole update: the servers receive in a thread while this one broadcasts."""
         forms = self.source.metadata()
         info = {
             "names": [form.name for form in forms],
