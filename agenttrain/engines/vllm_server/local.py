@@ -38,8 +38,6 @@ from agenttrain.engines.weights_place import new_weights_folder, remove_weights_
 from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.processes import process_exists
 
-MEMORY = Path("/dev/shm")
-"""A file system in memory, where there is one."""
 VERSIONS = 3
 """Most versions of the weights on disk at once: two, and one that is being written."""
 LOOK_S = 0.1
@@ -53,11 +51,11 @@ def weights_folder(run: Path, chosen: str | None, size: int, servers: ServersCon
 
     `size`: bytes of one version. Servers on other machines do not see this one's memory.
     """
-    is_local = not servers.outside and not servers.nodes and MEMORY.is_dir()
+    is_local = not servers.outside and not servers.nodes and scratch.MEMORY.is_dir()
     if chosen is not None:
         parent = Path(chosen).expanduser()
-    elif is_local and shutil.disk_usage(MEMORY).free > VERSIONS * size:
-        parent = MEMORY
+    elif is_local and shutil.disk_usage(scratch.MEMORY).free > VERSIONS * size:
+        parent = scratch.MEMORY
     else:
         parent = run.resolve() / FOLDER
     return new_weights_folder(run, parent)

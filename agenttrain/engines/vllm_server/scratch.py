@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
+"""A file system in memory, where there is one."""
 SHARED = ("psm_", "sem.mp-", "vllm_dist_")
 """Prefixes of file names: Python's shared memory and semaphores, and vLLM's CPU workers."""
 SOCKETS = "agenttrain-server-"

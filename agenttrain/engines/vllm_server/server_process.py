@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
+from agenttrain.engines.vllm.config import VllmSettings
+from agenttrain.engines.vllm.server import as_flags, serve, server_arguments
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.files_transport import BACKEND, METHODS, OWN_GROUP, PLUGIN
 from agenttrain.engines.vllm_server.guard import HOST
@@ -37,22 +38,12 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     flags = server_flags(plan, int(port))
-    # `vllm serve` asks for the metadata of a distribution that the build for CPUs does not have.
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
-
     print(f"server {number}: vllm serve {' '.join(flags)}", flush=True)
-    sys.argv = ["vllm serve", *flags]
-    serve()
+    serve(flags)
 
 
 def server_flags(plan: ServerPlan, port: int) -> list[str]:
     """Set vLLM's environment variables, and return the flags of its server."""
-    import torch
-
-    from agenttrain.engines.vllm.config import VllmSettings
-    from agenttrain.engines.vllm.server import IN_PROCESS_ONLY, flag
-    from agenttrain.engines.vllm.setup import engine_arguments, set_environment
-
     engine = VllmServerSettings(**plan.engine)
     settings = VllmSettings(
         max_context=plan.max_context,
@@ -71,17 +62,9 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     if plugins := os.environ.get("VLLM_PLUGINS"):  # vLLM loads only those that are listed there
         os.environ["VLLM_PLUGINS"] = f"{plugins},{PLUGIN}"
-    set_environment(settings)
-    if not torch.cuda.is_available() and settings.tensor_parallel_size == 1:
-        # The engine runs in the server's process, which saves seconds at the start.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     model = Path(plan.model)
     tokenizer = None if plan.tokenizer is None else Path(plan.tokenizer)
-    arguments: dict[str, Any] = engine_arguments(
-        model, settings, plan.dtype, plan.rank, tokenizer, plan.seed
-    )
-    for unused in IN_PROCESS_ONLY:
-        arguments.pop(unused, None)
+    arguments = server_arguments(model, settings, plan.dtype, plan.rank, tokenizer, plan.seed)
     if plan.rank:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         arguments["max_loras"] = plan.adapters
@@ -92,10 +75,7 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         "served_model_name": plan.role or NAME,
         "middleware": "agenttrain.engines.vllm_server.guard.TokenGuard",
         "enable_scale_out": True,  # token ids in, token ids out
-        "enable_prompt_tokens_details": True,
         "shutdown_timeout": GRACE_S,
-        "uvicorn_log_level": "warning",
-        "disable_uvicorn_access_log": True,
     }
     if plan.role is None:
         arguments["weight_transfer_config"] = {"backend": plan.backend}
@@ -105,7 +85,7 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         # The model's own end-of-turn tokens and sampling defaults, as its callers expect.
         arguments["generation_config"] = "auto"
     arguments |= {name.replace("-", "_"): value for name, value in plan.servers["args"].items()}
-    return [word for name, value in arguments.items() for word in flag(name, value)]
+    return as_flags(arguments)
 
 
 if __name__ == "__main__":
