@@ -22,10 +22,10 @@ from transformers import Qwen3Config
 from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.engine import VllmServerEngine
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.guard import TOKEN
-from agenttrain.engines.vllm_server.records import ServerRecord, read_record
+from agenttrain.engines.vllm_server.server_engine import VllmServerEngine
+from agenttrain.engines.vllm_server.server_records import ServerRecord, read_record
 from agenttrain.engines.vllm_server.spec import build
 from agenttrain.engines.vllm_server.stub import CONFIG, next_token
 from agenttrain.training.config import Transport, WeightSyncMode

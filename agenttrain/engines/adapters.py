@@ -13,16 +13,16 @@ LARGEST_RANK = 512
 
 
 def adapter_config(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Any]:
-    """Return adapter_config.json for adapters by peft's names.
+    """Return the content of adapter_config.json for adapters by peft's names.
 
-    Example: "….q_proj.lora_A.weight" of 16 rows has rank 16; of embeddings the name is
+    Example: "….q_proj.lora_A.weight" of 16 rows has rank 16. Adapters of embeddings are named
     "….embed_tokens.lora_embedding_A".
     """
-    below = [name for name in tensors if ".lora_A." in name or name.endswith(".lora_embedding_A")]
+    lora_a = [name for name in tensors if ".lora_A." in name or name.endswith(".lora_embedding_A")]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": len(tensors[below[0]]),
+        "r": len(tensors[lora_a[0]]),
         "lora_alpha": alpha,
-        "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in below}),
+        "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in lora_a}),
     }

@@ -66,11 +66,11 @@ class Engine(Protocol):
     ) -> Completion:
         """Continue `token_ids` by at most `sampling.max_tokens` tokens.
 
-        `session` names the trajectory: a later call of the same session extends what it sent and
-        got before, so that its cache can be kept between the turns. `parent` is the session that
-        waits for this one, which takes its seat where an engine gives out seats. `images` stand in
-        `token_ids` at their placeholders, in order; raises ImagesRefused where the engine reads
-        token ids alone.
+        `session` names the trajectory. A later call of the same session extends the ids of the
+        calls before it, so that its cache can be kept between the turns. `parent` is the session
+        that waits for this one: an engine that decodes a fixed number of sessions together decodes
+        this one in its parent's place. `images` stand in `token_ids` at their placeholders, in
+        order. Raises EngineError, and ImagesRefused where the engine reads token ids alone.
         """
         ...
 
@@ -92,16 +92,15 @@ class Separate(Protocol):
     """An engine with weights of its own: they are sent to it, and its copy is checked."""
 
     takes_adapters: bool
-    """True: `update` takes a model's adapters as they are, by peft's names, and no other weights;
-    False: it takes all weights, with the adapters merged into them, by the names in the model's
-    files."""
+    """True: `update` takes only a model's adapters, by peft's names. False: it takes all weights,
+    with the adapters merged into them, by the names in the model's files."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of every id after the first, given those before it, at temperature 1."""
         ...
 
     async def sleep(self) -> None:
-        """Give memory back until the next `update`; the engine takes no calls in between."""
+        """Free memory until the next `update`. Nothing may be called in between."""
         ...
 
 
@@ -115,11 +114,11 @@ class Replicated(Protocol):
     async def verify(
         self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
-        """Score the ids by every copy, as `score`, and sample from those without a problem.
+        """Score the ids by every copy, as `score` does, and let the good copies sample.
 
-        `problem` says what is wrong with a copy's scores; None: nothing. It is kept until the next
-        update, for copies that come later. Return the scores of a good copy; if there is none,
-        those of a bad one.
+        `problem` returns why a copy's scores are wrong, or None. It is kept until the next update,
+        to check copies that start later. Return the scores of a good copy. If no copy is good,
+        return those of a bad one.
         """
         ...
 
@@ -128,17 +127,17 @@ class Replicated(Protocol):
 class ReadsFiles(Protocol):
     """A `Separate` engine whose copies read new weights from files.
 
-    For weights of another process: it writes them as `writer` does, and `load` takes the place of
-    `update`.
+    Used if the policy is in another process. That process writes files as `writer` does, and then
+    `load` is called instead of `update`.
     """
 
     @property
     def writer(self) -> WeightWriter:
-        """Return the writer of its files, whose folder goes when the engine does."""
+        """Return the writer of the files. Their folder is removed when the engine closes."""
         ...
 
     async def load(self, files: WeightFiles) -> None:
-        """Have every copy load a version, as `update` does once it has written one."""
+        """Have every copy load a version that was written."""
         ...
 
 
@@ -155,24 +154,24 @@ class ModelNames(Protocol):
     """A `Separate` engine whose model is transformers' own."""
 
     model_names: bool
-    """True: it takes weights by their names in the model in memory; False, as without the
-    attribute: by those of the model's files, in the files' pieces."""
+    """True: it takes weights by their names in the model in memory. False, or no such attribute:
+    by their names in the model's files, and split as in the files."""
 
 
 @runtime_checkable
 class Quantized(Protocol):
-    """A `Separate` engine that may round the weights that it is sent to a coarser format."""
+    """A `Separate` engine that may round its weights to a coarser format."""
 
     quantized: bool
-    """True: its weights may stay the same where the policy's changed a little."""
+    """True: a small change of the policy's weights may not change the engine's."""
 
 
 @runtime_checkable
 class Forgetful(Protocol):
-    """A `Separate` engine that takes adapters, and forgets the weights under them in `sleep`."""
+    """A `Separate` engine that takes adapters, and drops its base weights in `sleep`."""
 
     lacks_base: bool
-    """True: the next update has to bring the weights under the adapters too, before them."""
+    """True: the next update has to send the base weights too, before the adapters."""
 
 
 @runtime_checkable
@@ -189,7 +188,7 @@ class Placed(Protocol):
     """An engine of several servers."""
 
     def server_of(self, session: str) -> int | None:
-        """Return the number of the server that had the last request of a session."""
+        """Return the number of the server that got the last request of a session."""
         ...
 
 
@@ -200,19 +199,19 @@ class Streaming(Protocol):
     def watch(self, session: str, listener: Callable[[int], None]) -> None:
         """Call `listener` with every token that is sampled for a session, until its release.
 
-        The calls are made on the event loop of `generate`, in order; those of a completion come
-        before `generate` returns it.
+        The calls are made on the event loop of `generate`, in order. All calls for a completion
+        are made before `generate` returns it.
         """
         ...
 
 
 @runtime_checkable
 class Lockstep(Protocol):
-    """An engine that can repeat a run bit for bit if it knows which rollouts to wait for."""
+    """An engine that repeats a run bit for bit if it knows which sessions to wait for."""
 
     def expect(self, sessions: Sequence[str]) -> None:
-        """These sessions, in this order, will each call `generate` and finally `release`.
+        """Expect each of these sessions, in this order, to call `generate` and then `release`.
 
-        A session that one of them waits for need not be expected: it names it as its `parent`.
+        A session with a `parent` among them need not be expected itself.
         """
         ...

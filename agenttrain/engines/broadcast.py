@@ -1,18 +1,18 @@
 """Weights by a broadcast: the trainer sends them to all servers at once, from its GPU to theirs.
 
-The trainer has the weights and speaks with the servers during a sync, as it alone notices that a
-broadcast hangs. The fleet, maybe in another process, knows the servers: who is there, and who may
-sample. A sync of two servers, the second of which dies in it::
+During a sync the trainer talks to the servers itself, because only the sender notices that a
+broadcast hangs. The fleet, which may be in another process, knows which servers answer and which
+may sample. A sync of two servers, the second of which dies in it::
 
     trainer                            fleet
     assemble(7)                 -->
                                 <--    Audience: servers 0 and 1, their addresses and workers
     the broadcast breaks
-    server 1 is lost            -->    kills it; nobody has the weights: False
+    server 1 is lost            -->    kills it; no server has the weights: False
     assemble(7)                 -->
                                 <--    Audience: server 0
     broadcast
-    server 0 has the weights    -->    it is compared, and serves: True
+    server 0 has the weights    -->    its weights are checked, and it serves: True
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class WeightForm(NamedTuple):
 
 @runtime_checkable
 class Regathered(Protocol):
-    """Weights that can be gathered again, where the first broadcast of them has failed."""
+    """Weights that can be gathered again if their first broadcast has failed."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather all weights, from the first on; all processes do so together."""
+        """Gather all weights, from the first on. All processes do so together."""
         ...
 
     def forms(self) -> list[WeightForm]:
-        """Return the form of each weight in the order of the iteration, and gather none."""
+        """Return the form of each weight, in the order of the iteration, without gathering."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiver:
-    """A server that is to get weights."""
+    """A server that gets weights in a broadcast."""
 
     number: int
     boot: int
-    """Its start: a server that was started again is another receiver."""
+    """Number of its start: a server that was started again is another receiver."""
     url: str
     token: str = field(repr=False)
     workers: int
@@ -71,7 +71,7 @@ class Audience:
     mode: WeightSyncMode
     """Treatment of requests in flight."""
     pause_s: float
-    """Longest time for these to end."""
+    """Longest time that a pause waits for requests in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Receipt:
     number: int
     boot: int
     problem: str | None = None
-    """Reason why it has to be started again; None: it has the weights."""
+    """Reason why the server has to be started again. None: it has the weights."""
     paused_s: float = 0.0
 
 
@@ -97,15 +97,15 @@ class BroadcastResult:
 class Broadcasts(Protocol):
     """A `Separate` engine whose copies take new weights from a broadcast.
 
-    For weights of another process: `assemble` and `settle` take the place of `update`.
+    Used if the policy is in another process, with `assemble` and `settle` instead of `update`.
     """
 
     async def assemble(self, version: int) -> Audience:
-        """Stop sampling from the servers that answer, and return them; wait until there is one."""
+        """Stop sampling, and return the servers that answer. Waits until there is one."""
         ...
 
     async def settle(self, result: BroadcastResult) -> bool:
-        """Record who has the weights; return False if nobody has: they have to be sent again."""
+        """Record which servers have the weights. Return False if none has: send them again."""
         ...
 
 
@@ -113,14 +113,14 @@ class WeightSender(Protocol):
     """The trainer's end of broadcasts, in its first process."""
 
     async def pause(self, audience: Audience) -> None:
-        """Have the servers end or hold their requests; those that fail are left out."""
+        """Have the servers end or hold their requests. Servers that fail are left out."""
         ...
 
     async def send(self, weights: Regathered) -> BroadcastResult:
         """Send the weights to the paused servers.
 
-        They are gathered once from the first to the last, whatever happens, as other processes
-        gather along. Raises the error of a gather.
+        All weights are gathered once, even after a failure: the other processes take part in
+        every gather and would wait for this one. Raises the error of a gather.
         """
         ...
 

@@ -43,7 +43,7 @@ class EngineDtype(StrEnum):
 
 
 def flash_attention_notes(dtype: EngineDtype) -> Iterator[str]:
-    """Yield a note on a number format that FlashAttention, which vLLM uses on GPUs, refuses."""
+    """Yield a note if FlashAttention, which vLLM uses on GPUs, does not take the number format."""
     if dtype is EngineDtype.float32:
         yield (
             "engine.dtype=float32 samples without FlashAttention, which takes 16 bits; leave it out"
@@ -82,7 +82,7 @@ class StartedServers:
 
 
 def gpu_problems(key: str, servers: StartedServers) -> Iterator[str]:
-    """Yield why the GPUs that are named at `key` do not suit the servers."""
+    """Yield problems of `gpus` in the section `key`, e.g. a GPU that is named twice."""
     gpus = servers.gpus
     if gpus is None:
         return
@@ -123,7 +123,7 @@ class ServersConfig(StartedServers):
 
     @model_validator(mode="after")
     def _check(self) -> ServersConfig:
-        if self.count == 1:
+        if self.count == 1:  # the default: one server on each node
             self.count = max(self.nodes, 1)
         raise_problems(self._problems())
         return self
@@ -166,6 +166,7 @@ class ServersConfig(StartedServers):
             )
 
     def _outside_problems(self) -> Iterator[str]:
+        """Yield problems of servers that somebody else starts."""
         urls = self.admin_urls
         if self.url is not None and not urls:
             yield (
@@ -184,9 +185,9 @@ class ServersConfig(StartedServers):
                 f"servers.count={self.count}: servers.admin_urls names {len(urls)}; lower it, or "
                 "name more"
             )
-        started = ServersConfig()
+        default = ServersConfig()
         for key in STARTED:
-            if (value := getattr(self, key)) != getattr(started, key):
+            if (value := getattr(self, key)) != getattr(default, key):
                 yield (
                     f"servers.{key}={shown(value)}: servers.admin_urls names servers that somebody "
                     "else starts; leave it out"
@@ -197,8 +198,8 @@ STARTED = ("tensor_parallel_size", "gpus", "restarts", "args")
 """Keys of servers that the run itself starts."""
 URL = re.compile(r"https?://[^\s/?#@]+/?")
 LEAST_TEMPERATURE = 0.01
-"""Least above 0. At lower ones rounding of the logits moves logprobs by whole nats, and vLLM 0.32
-samples at this one instead (sampling_params.py)."""
+"""Least temperature above 0. At lower ones rounding of the logits moves logprobs by whole nats, and
+vLLM 0.32 samples at this one instead (sampling_params.py)."""
 
 
 @plain_dataclass(frozen=True, slots=True, kw_only=True)

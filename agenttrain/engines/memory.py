@@ -22,17 +22,17 @@ class When(StrEnum):
 
 EVER = tuple(When)
 AWAKE = (When.start, When.rollouts, When.sync, When.checkpoint)
-"""Moments at which an engine that sleeps during updates is there."""
+"""Moments at which an engine that sleeps during updates holds its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryItem:
-    """Something that takes memory."""
+    """A part of a process's memory, and the moments at which it is held."""
 
     name: str
     bytes: int
     why: str
-    """Its contents."""
+    """Contents, as the plan prints them."""
     when: tuple[When, ...] = EVER
     on_host: bool = False
     """The memory is the host's."""
@@ -42,10 +42,10 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The memory that an engine has for keys and values, and the least that it needs."""
+    """Memory of an engine for keys and values, and the least that it needs to start."""
 
     has: int
-    """Bytes; below 0 where its weights alone are more than its share."""
+    """Bytes. Below 0 if the engine's weights alone exceed its share."""
     needs: int
     """Bytes of one sequence of `tokens`."""
     tokens: int
@@ -103,14 +103,14 @@ class ModelSizes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The work and the machine of one process, on which an engine's memory depends."""
+    """Work and machine of one process: an engine's memory depends on them."""
 
     rows: int
     """Rollouts in flight."""
     prompt: int
     """Tokens of a prompt."""
     sampled: int
-    """Most tokens of one sequence: prompt and completion. Rollouts of evaluations count too."""
+    """Most tokens of one sequence, prompt and completion, in training or evaluation."""
     limit: int
     """The engine's context, to which rows of its cache may grow."""
     on_gpu: bool
@@ -127,7 +127,7 @@ class EngineLoad:
 
 
 Saving = tuple[str, Sequence[Any]]
-"""A setting and values of it that take less memory, the mildest first: ``("sleep", [True])``."""
+"""A setting with values that need less memory, the mildest first: ``("sleep", [True])``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +136,12 @@ class EngineMemory:
 
     items: tuple[MemoryItem, ...] = ()
     room: Room | None = None
-    """Memory for keys and values, of an engine that refuses to start with too little of it."""
+    """Room for keys and values. None: the engine starts with any."""
     savings: tuple[Saving, ...] = ()
-    """Settings of the engine that make a run smaller, in the order in which to try them."""
+    """Settings of the engine that need less memory, in the order in which to try them."""
 
 
 def shorter_context(max_context: int | None, load: EngineLoad) -> tuple[Saving, ...]:
-    """Return a context as long as the run's sequences, if `max_context` allows longer ones."""
-    longer = max_context is None or max_context > load.sampled
-    return (("max_context", [load.sampled]),) if longer else ()
+    """Return the saving of a context no longer than the run's sequences, if it is longer now."""
+    is_longer = max_context is None or max_context > load.sampled
+    return (("max_context", [load.sampled]),) if is_longer else ()

@@ -1,6 +1,6 @@
-"""Placement: which GPUs of this machine the servers take beside the trainer.
+"""Placement of servers on the GPUs of this machine that the trainer does not use.
 
-A fleet is the servers of one section: the policy's, at `servers`, or a role's, at `roles.judge`.
+A fleet is the servers of one section: the policy's at `servers`, or a role's at `roles.judge`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ Fleets = Mapping[str, StartedServers]
 
 
 def placement_problems(fleets: Fleets, gpus: int, trainers: int = 1) -> Iterator[str]:
-    """Yield why servers do not fit a machine with `gpus` GPUs; with none they run on the CPU.
+    """Yield why servers do not fit on a machine with `gpus` GPUs. With 0 they run on the CPU.
 
-    The first `trainers` GPUs are those of the training processes.
+    The training processes have the first `trainers` GPUs.
     """
     owners: dict[int, str] = {}
     for key, servers in fleets.items():
-        chosen = servers.gpus
-        if chosen is None:
+        numbers = servers.gpus
+        if numbers is None:
             continue
+        setting = f"{key}.gpus={shown(numbers)}"
         if gpus == 0:
-            yield f"{key}.gpus={shown(chosen)}: this machine has no GPU; leave it out"
-        elif max(chosen) >= gpus:
-            yield f"{key}.gpus={shown(chosen)}: this machine's GPUs are 0 to {gpus - 1}"
-        elif min(chosen) < trainers:
-            yield f"{key}.gpus={shown(chosen)}: GPU {min(chosen)} is the trainer's; leave it out"
-        elif taken := [gpu for gpu in chosen if gpu in owners]:
+            yield f"{setting}: this machine has no GPU; leave it out"
+        elif max(numbers) >= gpus:
+            yield f"{setting}: this machine's GPUs are 0 to {gpus - 1}"
+        elif min(numbers) < trainers:
+            yield f"{setting}: GPU {min(numbers)} is the trainer's; leave it out"
+        elif shared := [gpu for gpu in numbers if gpu in owners]:
             yield (
-                f"{key}.gpus={shown(chosen)}: {owners[taken[0]]}.gpus has GPU {taken[0]} too; "
-                "name each GPU once"
+                f"{setting}: {owners[shared[0]]}.gpus has GPU {shared[0]} too; name each GPU once"
             )
-        owners |= {gpu: key for gpu in chosen if gpu not in owners}
+        owners |= {gpu: key for gpu in numbers if gpu not in owners}
     free = [gpu for gpu in range(trainers, gpus) if gpu not in owners]
     unplaced = {key: servers for key, servers in fleets.items() if servers.gpus is None}
     needed = sum(servers.gpu_count for servers in unplaced.values())
@@ -48,19 +48,25 @@ def placement_problems(fleets: Fleets, gpus: int, trainers: int = 1) -> Iterator
         f"{key}.tensor_parallel_size={servers.tensor_parallel_size}"
         for key, servers in unplaced.items()
     )
-    others = "the trainer's" if trainers == 1 else f"the {trainers} of the trainer"
-    named = f" and the {len(owners)} that are named" if owners else ""
-    lower = "lower it" if len(unplaced) == 1 else "lower one of them"
+    used = "the trainer's" if trainers == 1 else f"the {trainers} of the trainer"
+    if owners:
+        used += f" and the {len(owners)} that are named"
+    remedy = "lower it" if len(unplaced) == 1 else "lower one of them"
+    if trainers > 1:
+        remedy += ", or set distributed.processes"
     yield (
-        f"{settings}: with {sizes} the servers need {needed} GPUs beside {others}{named}, and this "
-        f"machine has {gpus}; {lower}{', or set distributed.processes' if trainers > 1 else ''}"
+        f"{settings}: with {sizes} the servers need {needed} GPUs beside {used}, and this machine "
+        f"has {gpus}; {remedy}"
     )
 
 
 def gpu_numbers(
     servers: StartedServers, trainers: int = 1, taken: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Return the numbers of the servers' GPUs; `taken` are those of others beside the trainers'."""
+    """Return the numbers of the servers' GPUs: the named ones, or the first free ones.
+
+    Free is what neither the `trainers` processes nor `taken` use.
+    """
     free = (gpu for gpu in count(trainers) if gpu not in taken)
     return tuple(servers.gpus or islice(free, servers.gpu_count))
 
@@ -70,8 +76,8 @@ def place(
 ) -> tuple[tuple[int | str, ...], ...]:
     """Return the GPUs of each server, as CUDA_VISIBLE_DEVICES names them.
 
-    Example: two servers of two GPUs beside one trainer: ``((1, 2), (3, 4))``. On nodes of their own
-    they are positions among the GPUs of the server's node: ``((0, 1), (2, 3), (0, 1), (2, 3))``.
+    Example: two servers of two GPUs beside one trainer: ``((1, 2), (3, 4))``. With `servers.nodes`
+    the numbers count the GPUs of the server's node: ``((0, 1), (2, 3), (0, 1), (2, 3))``.
     """
     size = servers.tensor_parallel_size
     if isinstance(servers, ServersConfig) and servers.nodes:
@@ -79,6 +85,7 @@ def place(
         return tuple(tuple(range(first, first + size)) for first in firsts)
     numbers = gpu_numbers(servers, trainers, taken)
     names: list[int | str] = list(numbers)
+    # `numbers` index the GPUs that this process sees: translate them into the machine's names.
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         names = [visible.split(",")[number] for number in numbers]
     return tuple(tuple(names[i * size : (i + 1) * size]) for i in range(servers.count))

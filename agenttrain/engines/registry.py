@@ -1,7 +1,7 @@
 """Engines by name: the bundled ones, each a folder with a `spec.py`, and those from outside.
 
 `engine._target_` names an engine from outside by the dotted path of its EngineSpec. Its module is
-foreign code: only `admit` imports it, once everything else in the settings is valid.
+the user's code: only `admit` imports it, once everything else in the settings is valid.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def specs() -> Mapping[str, EngineSpec[Any]]:
 
 
 def spec_of(settings: S) -> EngineSpec[S]:
-    """Return the engine of these settings; an engine from outside must have passed `admit`."""
+    """Return the spec of an engine. An engine from outside must have passed `admit` before."""
     assert not isinstance(settings, OutsideEngine), "its module is not imported yet"
     bundled = specs().get(settings.name)
     if bundled is not None:
@@ -65,19 +65,19 @@ def names_with(**abilities: bool) -> str:
 
     Example: ``names_with(grammars=True) == "engine=vllm|vllm_server"``.
     """
-    able = [
+    names = [
         name
         for name, spec in specs().items()
         if all(getattr(spec, ability) == value for ability, value in abilities.items())
     ]
-    return f"engine={'|'.join(able)}"
+    return f"engine={'|'.join(names)}"
 
 
 def chosen(section: Any) -> EngineSettings:
     """Return the section `engine` as settings of the engine that it names.
 
-    Raises InvalidSettings with lines ``key=value: problem; remedy``. Beside `_target_` the
-    `name` must be the default engine's, which a section has that names none.
+    Raises InvalidSettings with lines ``key=value: problem; remedy``. With `_target_`, `name` must
+    be the default engine's: any other engine was chosen as well.
     """
     if isinstance(section, EngineSettings):
         return section
@@ -101,15 +101,16 @@ def chosen(section: Any) -> EngineSettings:
         return OutsideEngine(**{**asdict(base), "name": path}, own=keys)
     name = keys["name"]
     if not isinstance(name, str) or name not in specs():
-        known = f"{', '.join(specs())}{did_you_mean(str(name), specs())}"
-        raise_problems([f"engine.name={shown(name)}: expected one of: {known}"])
+        choices = f"{', '.join(specs())}{did_you_mean(str(name), specs())}"
+        raise_problems([f"engine.name={shown(name)}: expected one of: {choices}"])
     return _validated(specs()[name].settings, keys, f"engine={name}")
 
 
 def admit(settings: EngineSettings) -> EngineSettings:
-    """Import an engine from outside and return its own settings; return a bundled one's unchanged.
+    """Import an engine from outside and return its settings, checked by its own class.
 
-    Raises ConfigError if the path names no engine, or the engine's settings are invalid.
+    Settings of a bundled engine are returned unchanged. Raises ConfigError if the path names no
+    engine, or the engine's settings are invalid.
     """
     if not isinstance(settings, OutsideEngine):
         return settings
@@ -125,15 +126,15 @@ def admit(settings: EngineSettings) -> EngineSettings:
                 "settings; derive a pydantic dataclass from EngineSettings: class "
                 "MySettings(EngineSettings)"
             )
-        own = _validated(spec.settings, settings.own, f"{key}={path}")
+        checked = _validated(spec.settings, settings.own, f"{key}={path}")
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    own.name = path
-    return own
+    checked.name = path
+    return checked
 
 
 def plain(settings: EngineSettings) -> dict[str, Any]:
-    """Return the section as config.yaml stores it; before `admit` with the given keys only."""
+    """Return the section as config.yaml stores it. Before `admit` it has only the user's keys."""
     if isinstance(settings, OutsideEngine):
         return {TARGET: settings.name, **settings.own}
     keys = sections.plain(settings)
@@ -143,23 +144,25 @@ def plain(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
-    known = field_names(settings)
+    """Build settings from keys; raises InvalidSettings. `engine` names the engine in messages."""
+    names = field_names(settings)
 
     def unknown(key: str, value: Any) -> Iterator[str]:
         if isinstance(value, Mapping):
             for name, inner in value.items():
-                typed = f"engine.{key}.{name}={shown(inner)}"
-                now = moved_key(typed)
-                yield f"{typed}: {'unknown key' if now is None else f'is {now} now'}"
+                override = f"engine.{key}.{name}={shown(inner)}"
+                new_key = moved_key(override)
+                problem = "unknown key" if new_key is None else f"is {new_key} now"
+                yield f"{override}: {problem}"
             return
-        typed = f"engine.{key}={shown(value)}"
+        override = f"engine.{key}={shown(value)}"
         owners = owners_of(key, {name: spec.settings for name, spec in specs().items()})
         if owners:
-            yield f"{typed}: {engine} has no such key; it belongs to engine={'|'.join(owners)}"
+            yield f"{override}: {engine} has no such key; it belongs to engine={'|'.join(owners)}"
             return
-        hint = f"; the keys of {engine} are: {', '.join(known)}"
-        if near := get_close_matches(key, known, n=1):
-            hint = f" (did you mean 'engine.{near[0]}'?)"
-        yield f"{typed}: unknown key{hint}"
+        hint = f"; the keys of {engine} are: {', '.join(names)}"
+        if close := get_close_matches(key, names, n=1):
+            hint = f" (did you mean 'engine.{close[0]}'?)"
+        yield f"{override}: unknown key{hint}"
 
     return with_known_keys(settings, keys, "engine", unknown)

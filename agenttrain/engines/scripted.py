@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 
 Answer = str | Sequence[int] | Completion
-"""Text (encoded, and ended by the request's first stop id), token ids as they are, or a completion
-with logprobs of its own; a completion with finish `abort` may end anywhere."""
+"""An answer of the script:
+
+- text: it is encoded, and the request's first stop id is added;
+- token ids: they are returned as they are;
+- a completion, with its own logprobs. With finish `abort` it may end without a stop id.
+"""
 Script = (
     Sequence[Answer] | Mapping[str, Sequence[Answer]] | Callable[[Sequence[int], str, int], Answer]
 )
@@ -66,10 +70,10 @@ class ScriptedEngine:
         keeps_sent: bool = True,
         reads_images: bool = False,
     ) -> None:
-        """`delay`: seconds until an answer; `encode`: function from text answers to ids.
+        """`delay`: seconds until an answer. `encode`: turns text answers into ids.
 
-        With `keeps_sent`, `sent` collects every request with all of its ids. `reads_images`: images
-        are taken, and change no answer.
+        With `keeps_sent`, `sent` collects every request with all of its ids. With `reads_images`,
+        requests may have images, which change no answer.
         """
         self.reads_images = reads_images
         self.script = script
@@ -108,9 +112,9 @@ class ScriptedEngine:
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1
         if self.keeps_sent:
-            seen = tuple(images)
-            sent = Sent(session=session, turn=turn, ids=ids, sampling=sampling, images=seen)
-            self.sent.append(sent)
+            self.sent.append(
+                Sent(session=session, turn=turn, ids=ids, sampling=sampling, images=tuple(images))
+            )
         await asyncio.sleep(self.delay)
         script = self.script
         if callable(script):
@@ -124,8 +128,9 @@ class ScriptedEngine:
         return self._complete(answer, sampling.stop_token_ids, budget, f"{session} turn {turn}")
 
     def _complete(
-        self, answer: Answer, stops: Sequence[int], budget: int, where: str
+        self, answer: Answer, stop_ids: Sequence[int], budget: int, where: str
     ) -> Completion:
+        """Return the completion of an answer; `where` names session and turn in errors."""
         logprobs, aborted = None, False
         if isinstance(answer, Completion):
             ids, logprobs = list(answer.token_ids), answer.logprobs
@@ -137,17 +142,18 @@ class ScriptedEngine:
                 f"script: {answer!r} is text. Give ScriptedEngine an encode function."
             )
         else:
-            ids = [*self.encode(answer), *stops[:1]]
+            ids = [*self.encode(answer), *stop_ids[:1]]
         if not ids:
             raise EngineError(f"script, {where}: no token to answer with. Give at least one.")
-        end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
+        end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
         end = min(end, budget)
-        finish = Finish.stop if end and ids[end - 1] in stops else Finish.length
+        finish = Finish.stop if end and ids[end - 1] in stop_ids else Finish.length
+        # A real engine would go on here: only an aborted request ends in the middle.
         if finish is Finish.length and end < budget:
             if not aborted:
                 raise EngineError(
-                    f"script, {where}: {ids} ends with neither a stop id of {tuple(stops)} nor the "
-                    f"budget of {budget}. End the answer with a stop id."
+                    f"script, {where}: {ids} ends with neither a stop id of {tuple(stop_ids)} nor "
+                    f"the budget of {budget}. End the answer with a stop id."
                 )
             finish = Finish.abort
         return Completion(

@@ -24,7 +24,7 @@ S = TypeVar("S", bound=EngineSettings)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInputs:
-    """The parts of a run that engines are built from; most engines need few of them."""
+    """The parts of a run that engines are built from. Most engines need few of them."""
 
     policy: Any
     """The module to sample from; None for an engine with weights of its own."""
@@ -52,11 +52,11 @@ class EngineInputs:
     trainers: int = 1
     """Training processes of this machine, which have its first GPUs."""
     taken: tuple[int, ...] = ()
-    """Further GPUs, by number, that the servers of roles have."""
+    """GPUs, by number, that role servers take beside the trainers'."""
     max_staleness: int = 0
     """async_training.max_staleness: updates by which a rollout may be older than the policy."""
     vision: Vision | None = None
-    """Reads the images of requests, by the policy's own weights; None: there are none."""
+    """Turns the images of requests into features, by the policy's weights. None: no images."""
     mixed_precision: str = "no"
     """Number format that training computes in, under autocast: no, bf16 or fp16."""
 
@@ -106,7 +106,7 @@ class RunFacts:
     """The run has more than one process."""
     servers: ServersConfig
     rollout_process: bool = False
-    """The rollouts have a process of their own, which has the engine."""
+    """Rollouts run in a process of their own, which has the engine."""
 
 
 def _no_problems(*_: Any) -> Iterable[str]:
@@ -118,8 +118,8 @@ def _accept(settings: EngineSettings, model: Any) -> None:
 
 
 SERVERS_OWNER = "AGENTTRAIN_SERVERS_OWNER"
-"""Environment variable with a launcher's process number and, after a space, its run's folder: the
-servers of that run are the launcher's."""
+"""Environment variable ``<process number of the launcher> <run folder>``. It says that the launcher
+owns the servers of that run: they go on when the run's process ends."""
 
 
 def _no_memory(settings: EngineSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
@@ -135,8 +135,8 @@ class EngineSpec(Generic[S]):
 
         SPEC = EngineSpec(settings=MySettings, build=build)   # engine._target_=my_pkg.engine.SPEC
 
-    Problems are complete lines ``key=value: problem; remedy``. The module of a spec is imported
-    to check settings, so it imports torch and the engine itself in `build`, not at its top.
+    Problems are complete lines ``key=value: problem; remedy``. A spec's module is imported when
+    settings are checked, so torch and the engine itself are imported inside `build`.
     """
 
     settings: type[S]
@@ -145,49 +145,50 @@ class EngineSpec(Generic[S]):
     check: Callable[[S, RunFacts], Iterable[str]] = _no_problems
     """Yield problems of the settings together with those of other sections."""
     check_machine: Callable[[S, Callable[[], int]], Iterable[str]] = _no_problems
-    """Yield problems of this machine. The second argument counts its GPUs and imports torch."""
+    """Yield problems of this machine. The second argument counts its GPUs, which imports torch."""
     check_model: Callable[[S, Any], None] = _accept
-    """Raise EngineError for a model, built without weights, that the engine cannot serve."""
+    """Raise EngineError for a model that the engine cannot serve. It is built without weights."""
     gpu_notes: Callable[[S], Iterable[str]] = _no_problems
     """Yield settings that are slow on a GPU, with a remedy."""
     memory: Callable[[S, EngineLoad, ModelSizes], EngineMemory] = _no_memory
     """Estimate the memory that the engine takes in each process."""
     server_memory: Callable[[S, EngineLoad, ModelSizes, int], EngineMemory] | None = None
-    """Estimate the memory that a server of so many GPUs takes of each, or the copy of the policy in
-    the rollout process, which has one; None: there are none."""
+    """Estimate the memory that each GPU of a server needs; the last argument counts its GPUs. The
+    rollout process's copy of the policy counts as a server of one GPU. None: there are none."""
     package: str | None = None
-    """Package of others that samples, beside agenttrain's own; `agenttrain doctor` imports it."""
+    """Package that the engine needs, e.g. vllm; `agenttrain doctor` imports it."""
     own_weights: bool = False
-    """True: samples from weights of its own, which are sent to it; False: from the policy's."""
+    """True: samples from its own weights, which are sent to it. False: from the policy's module."""
     standalone: bool = False
-    """True: needs neither the policy nor a device of its process, so that it can be in a process
-    apart from the trainer's (`rollout.process`)."""
+    """True: needs neither the policy nor a device of its process, so it can run in the rollout
+    process (`rollout.process`)."""
     apart: EngineSpec[S] | None = None
-    """The same engine with weights of its own, for a process apart from the trainer's; None: it is
-    this one, or there is none."""
+    """The same engine with its own weights, for the rollout process. None: this spec is used there
+    too, or the engine cannot run there."""
     run_server: Callable[[Path, int, int | None, str], int] | None = None
-    """Run one server of the run in a folder, by its number, until it is stopped or the process of
-    the third argument has ended, at an address of this machine; return the exit code. Raises
-    ConfigError if that server runs already. None: the engine has no servers."""
+    """Run one server of a run and return its exit code. Arguments: the run's folder, the server's
+    number, a process with which the server ends too (None: it runs until it is stopped), and the
+    address to listen on. Raises ConfigError if that server runs already. None: the engine has no
+    servers."""
     read_servers: Callable[[Path, int], dict[str, Any] | None] | None = None
-    """Return the state of the servers of the run in a folder, with so many lines of each log:
-    ``{"time": …, "pid": …, "ended": …, "servers": [{"number": 0, "state": "live", …}, …]}``; None:
-    it has none. None in its place: the engine has no servers."""
+    """Return the state of a run's servers, or None if it has none. Arguments: the run's folder, and
+    the number of lines of each log. ``{"time": …, "pid": …, "ended": …, "servers": [{"number": 0,
+    "state": "live", …}, …]}``. None: the engine has no servers."""
     server_wrappers: Callable[[Path], Sequence[int]] | None = None
-    """Return the processes on this machine, by number, that keep a run's servers up, those of its
-    roles too; None: the engine has no servers."""
+    """Return the process numbers of the wrappers on this machine that keep a run's servers up, role
+    servers included. None: the engine has no servers."""
     end_servers: Callable[[Path], None] | None = None
-    """End the servers of a launcher's run (`SERVERS_OWNER`), and remove their files but the logs;
-    None: the engine has no servers."""
+    """End the servers of a launcher's run (`SERVERS_OWNER`), and remove their files except the
+    logs. None: the engine has no servers."""
     serve_alone: Callable[[S, EngineInputs, str, int], int] | None = None
-    """Run a server for runs of others at a host and a port, until it is stopped; return the exit
-    code. Raises ConfigError. None: the engine has no servers."""
+    """Run a server at a host and a port, for runs that did not start it, until it is stopped.
+    Return the exit code. Raises ConfigError. None: the engine has no servers."""
     sender: Callable[[], WeightSender] | None = None
-    """Return the trainer's end of weight_sync.transport=nccl; None: the engine takes weights in no
-    such way."""
+    """Return the trainer's end of weight_sync.transport=nccl. None: the engine does not support
+    it."""
     server: Callable[[S, ServedModel], list[str]] | None = None
-    """Return the command of the engine's own server of OpenAI's API, which answers `/health` once
-    it is ready and completes its answers after a SIGTERM; None: it has none."""
+    """Return the command of the engine's own server of OpenAI's API. It answers `/health` once it
+    is ready, and completes its answers after a SIGTERM. None: there is none."""
     deterministic: bool = False
     """True: can repeat a run bit for bit (`Lockstep`)."""
     reads_images: bool = False
@@ -202,10 +203,10 @@ class EngineSpec(Generic[S]):
 
     @property
     def may_stand_alone(self) -> bool:
-        """True: can be in a process apart from the trainer's, if with weights of its own."""
+        """True: can run in the rollout process, as it is or as `apart`."""
         return self.standalone or self.apart is not None
 
     @property
     def fleet(self) -> bool:
-        """True: samples by processes of the section `servers`, which have devices of their own."""
+        """True: samples by the servers of the section `servers`, which have their own devices."""
         return self.run_server is not None

@@ -1,9 +1,10 @@
 """Images in a model of this process: their features, their positions, and where both enter.
 
-The engine and the trainer call these functions, so that both see an image alike. An image's
-features do not depend on what is beside it: they need not be computed twice, and are kept where the
-vision tower is frozen. Where it is trained, an update computes those of a microbatch in one pass. N
-rows of a forward pass, T tokens of a row or of a packed batch, V of them placeholders, H hidden.
+The engine and the trainer both call these functions, so that both see the same features. An image's
+features do not depend on the rest of the sequence. If the vision tower is frozen they are computed
+once and cached. If it is trained, an update computes those of a microbatch in one pass.
+
+N rows of a forward pass, T tokens of a row or of a packed batch, V of them placeholders, H hidden.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from agenttrain.utils.placeholders import Placeholders
 
 PROCESSOR_FILE = "preprocessor_config.json"
 CACHED_TOKENS = 2**18
-"""Placeholders whose features are kept: at hidden size 2,048 in 16 bits, with three deepstack
-layers, 4 GiB."""
+"""Placeholders whose features are cached. 4 GiB at hidden size 2,048 in 16 bits, with three
+deepstack layers."""
 KEY_DIGITS = 15
 """Hex digits of an image's hash in its key: keys fit 64 bits."""
 
@@ -36,27 +37,26 @@ class Features(NamedTuple):
     """Vectors that a model makes of an image."""
 
     rows_VH: Tensor
-    """Vectors that take the place of the placeholders' embeddings."""
+    """Vectors that replace the placeholders' embeddings."""
     deep: tuple[Tensor, ...]
-    """[V, H] each: added to the hidden states after the first layers (Qwen3-VL's deepstack)."""
+    """[V, H] each, added to the hidden states after the first layers (Qwen3-VL's deepstack)."""
 
 
 class Piece(NamedTuple):
-    """Neighbouring placeholders of one image among the tokens of a pass."""
+    """Consecutive placeholders of one image in a pass: they get its vectors first … last - 1."""
 
     start: int
-    """Position of the first one among the flattened tokens of the pass."""
+    """Position of the first placeholder among the flattened tokens of the pass."""
     image: Image
     first: int
-    """Number of its vector, of all of the image."""
     last: int
-    """Number after that of the last one's vector."""
 
 
 def image_key(image: Image) -> int:
-    """Return the number that stands for an image's placeholders where ids are compared.
+    """Return the number that replaces the ids of an image's placeholders where ids are compared.
 
-    It is negative, so that it is no token id: equal placeholders of different images differ.
+    All images have the same placeholder id, so comparing ids would take two images for one. The key
+    is negative, so that it is no token id.
     """
     return -1 - int(image.sha256[:KEY_DIGITS], 16)
 
@@ -65,62 +65,69 @@ def image_key(image: Image) -> int:
 class Layout:
     """Positions of a sequence with images, in three dimensions, and its placeholders.
 
-    Multimodal rotary positions (https://arxiv.org/abs/2409.12191): a text token has one number
-    three times. An image has its own first position in time, and in height and width those of its
-    rows and columns; what follows it goes on after the largest. ``a b`` before an image of 2 x 3
-    vectors, ``c`` after it::
+    Multimodal rotary positions (https://arxiv.org/abs/2409.12191). A text token has the same
+    position in all three dimensions. An image's vectors share one position in time, and count its
+    rows in height and its columns in width. The next token follows the largest position so far.
+    Example: ``a b``, an image of 2 x 3 vectors, ``c``::
 
         time    0 1   2 2 2 2 2 2   5
         height  0 1   2 2 2 3 3 3   5
         width   0 1   2 3 4 2 3 4   5
 
-    They are computed from the sequence alone: transformers keeps an offset in the module, of the
-    sequence that it saw last.
+    They are computed from the sequence alone. transformers keeps an offset in the module instead,
+    which belongs to whichever sequence it saw last.
     """
 
     images: tuple[PlacedImage, ...]
 
     def __post_init__(self) -> None:
-        for one, following in pairwise(self.images):
-            if one.end > following.start:
+        for placed, following in pairwise(self.images):
+            if placed.end > following.start:
                 raise BadImage(
-                    f"{one.image} and {following.image}: both stand at position {following.start}"
+                    f"{placed.image} and {following.image}: both stand at position "
+                    f"{following.start}"
                 )
 
     def positions(self, first: int, last: int) -> np.ndarray:
         """Return the positions of tokens `first` to `last` - 1, [3, T]."""
+        # Decoding: behind the last image every position differs from the token's by one constant.
+        if self.images and first >= self.images[-1].end:
+            offset = sum(max(placed.grid) - placed.tokens for placed in self.images)
+            return _text_positions(first + offset, last - first)
         columns: list[np.ndarray] = []
         token = position = 0
-        if self.images and first >= self.images[-1].end:
-            gained = sum(max(one.grid) - one.tokens for one in self.images)
-            return _text(first + gained, last - first)
-        for one in self.images:
-            columns.append(_text(position, one.start - token))
-            position += one.start - token
-            high, wide = one.grid
-            grid = np.indices((1, high, wide)).reshape(3, -1)
+        for placed in self.images:
+            columns.append(_text_positions(position, placed.start - token))
+            position += placed.start - token
+            height, width = placed.grid
+            grid = np.indices((1, height, width)).reshape(3, -1)
             columns.append(grid + position)
-            position += max(high, wide)
-            token = one.end
-        columns.append(_text(position, max(last - token, 0)))
+            position += max(height, width)
+            token = placed.end
+        columns.append(_text_positions(position, max(last - token, 0)))
         return np.concatenate(columns, axis=1)[:, first:last]
 
     def pieces(self, first: int, last: int, start: int) -> Iterator[Piece]:
-        """Yield the placeholders among tokens `first` to `last` - 1, which begin at `start`."""
-        for one in self.images:
-            low, high = max(one.start, first), min(one.end, last)
+        """Yield the placeholders among tokens `first` to `last` - 1 of the sequence.
+
+        `start` is the position of token `first` in the forward pass.
+        """
+        for placed in self.images:
+            low, high = max(placed.start, first), min(placed.end, last)
             if low < high:
-                yield Piece(start + low - first, one.image, low - one.start, high - one.start)
+                yield Piece(
+                    start + low - first, placed.image, low - placed.start, high - placed.start
+                )
 
     def keyed(self, ids: np.ndarray) -> np.ndarray:
-        """Return a copy of the ids with an image's key in the place of its placeholders."""
+        """Return a copy of the ids in which each image's key replaces its placeholders."""
         keyed = ids.copy()
-        for one in self.images:
-            keyed[one.start : one.end] = image_key(one.image)
+        for placed in self.images:
+            keyed[placed.start : placed.end] = image_key(placed.image)
         return keyed
 
 
-def _text(position: int, count: int) -> np.ndarray:
+def _text_positions(position: int, count: int) -> np.ndarray:
     return np.broadcast_to(np.arange(position, position + count), (3, count))
 
 
@@ -135,7 +142,7 @@ class Vision:
         frozen: bool = True,
         settings: bytes = b"",
     ) -> None:
-        """`frozen`: the tower is never trained, so that features stay the same all run.
+        """`frozen`: the vision tower is not trained, so features stay valid for the whole run.
 
         `settings` is the content of the processor's file, for checkpoints.
         """
@@ -148,43 +155,41 @@ class Vision:
         """Images whose features were computed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Vision:
-        # The copy of a model, e.g. the reference, has the same frozen tower, or another one.
-        return (
-            self
-            if self.frozen
-            else Vision(self.placeholders, self._processor, frozen=False, settings=self.settings)
-        )
+        # The copy of a model, e.g. the reference, shares cached features only of a frozen tower.
+        if self.frozen:
+            return self
+        return Vision(self.placeholders, self._processor, frozen=False, settings=self.settings)
 
     def forget(self) -> None:
-        """Drop the features, after the weights have changed."""
+        """Drop the cached features of a trained tower, after its weights have changed."""
         if not self.frozen:
             self._cache.clear()
             self._cached = 0
 
     def features(self, model: Any, image: Image) -> Features:
-        """Return the features of an image without a gradient, from the cache if they are there."""
-        known = self._cache.get(image.sha256)
-        if known is None:
-            (known,) = self.compute(model, [image], grad=False)
-            self._cache[image.sha256] = known
-            self._cached += len(known.rows_VH)
+        """Return the features of an image without a gradient, cached if possible."""
+        features = self._cache.get(image.sha256)
+        if features is None:
+            (features,) = self.compute(model, [image], grad=False)
+            self._cache[image.sha256] = features
+            self._cached += len(features.rows_VH)
             while self._cached > CACHED_TOKENS and len(self._cache) > 1:
                 self._cached -= len(self._cache.popitem(last=False)[1].rows_VH)
         else:
             self._cache.move_to_end(image.sha256)
-        return known
+        return features
 
     def compute(self, model: Any, images: Sequence[Image], *, grad: bool) -> list[Features]:
-        """Compute the features of images in one pass of the tower, in which none sees another.
+        """Compute the features of images in one pass of the tower. No image attends to another.
 
-        Raises BadImage if they are not as many as expected.
+        Raises BadImage if an image has not as many features as placeholders.
         """
         self.computed += len(images)
         merge = self.placeholders.merge
         pixels, grids = [], []
         for image in images:
-            made = self._processor(images=[picture_of(image)], return_tensors="np")
-            grid = made["image_grid_thw"].tolist()
+            processed = self._processor(images=[picture_of(image)], return_tensors="np")
+            grid = processed["image_grid_thw"].tolist()
             rows, columns = self.placeholders.grid(image)
             if grid != [[1, rows * merge, columns * merge]]:
                 raise BadImage(
@@ -192,13 +197,13 @@ class Vision:
                     f"{rows} x {columns} placeholders stand for it; preprocessor_config.json and "
                     "config.json of the model disagree"
                 )
-            pixels.append(torch.from_numpy(made["pixel_values"]))
+            pixels.append(torch.from_numpy(processed["pixel_values"]))
             grids += grid
         tower: Any = model.model.visual
         device = next(tower.parameters()).device
-        # Not `inference_mode`, in which the engine runs: the trainer uses the tensors too.
+        # Not in inference mode, in which the engine runs: the trainer uses these tensors too.
         with (
-            torch.inference_mode(False),  # which switches gradients on
+            torch.inference_mode(False),  # this switches gradients on
             torch.set_grad_enabled(grad),
             torch.autocast(device.type, enabled=False),
         ):
@@ -213,21 +218,20 @@ class Vision:
 
 
 def embed(
-    model: Any, ids_NT: Tensor, pieces: Sequence[Piece], known: dict[str, Features]
+    model: Any, ids_NT: Tensor, pieces: Sequence[Piece], features: dict[str, Features]
 ) -> dict[str, Any]:
     """Return keywords of the language model: embeddings, and the deepstack features.
 
     `ids_NT` holds keys at placeholders (`Layout.keyed`). `pieces` are in the order of the flattened
-    tokens, `known` has the features of their images. Raises BadImage unless there is a vector for
-    each placeholder, and none left.
+    tokens. `features` are those of their images, by hash. Raises BadImage unless there are exactly
+    as many vectors as placeholders.
     """
     embeddings_NTH = model.get_input_embeddings()(ids_NT.clamp(min=0))
-    seen_NT = ids_NT < 0
-    if sum(piece.last - piece.first for piece in pieces) != int(seen_NT.sum()):
-        raise BadImage(
-            f"{int(seen_NT.sum())} placeholders, but {sum(p.last - p.first for p in pieces)} "
-            "vectors of images"
-        )
+    is_image_NT = ids_NT < 0
+    placeholder_count = int(is_image_NT.sum())
+    vector_count = sum(piece.last - piece.first for piece in pieces)
+    if vector_count != placeholder_count:
+        raise BadImage(f"{placeholder_count} placeholders, but {vector_count} vectors of images")
     if not pieces:
         return {"inputs_embeds": embeddings_NTH}
     device = ids_NT.device
@@ -235,27 +239,27 @@ def embed(
         [torch.arange(p.start, p.start + p.last - p.first, device=device) for p in pieces]
     )
 
-    def vectors(number: int | None) -> Tensor:
-        """Return the vectors of all pieces: the rows, or those of a deepstack layer."""
-        taken = []
+    def vectors(layer: int | None) -> Tensor:
+        """Return the vectors of all pieces: embeddings, or those of a deepstack layer."""
+        parts = []
         for piece in pieces:
-            features = known[piece.image.sha256]
-            own = features.rows_VH if number is None else features.deep[number]
-            taken.append(own[piece.first : piece.last])
-        return torch.cat(taken).to(device, embeddings_NTH.dtype)
+            rows_VH, deep = features[piece.image.sha256]
+            vectors_VH = rows_VH if layer is None else deep[layer]
+            parts.append(vectors_VH[piece.first : piece.last])
+        return torch.cat(parts).to(device, embeddings_NTH.dtype)
 
     flat_MH = embeddings_NTH.flatten(0, 1).index_copy(0, places_V, vectors(None))
     keywords: dict[str, Any] = {"inputs_embeds": flat_MH.view_as(embeddings_NTH)}
-    layers = len(known[pieces[0].image.sha256].deep)
+    layers = len(features[pieces[0].image.sha256].deep)
     if layers:
-        keywords["visual_pos_masks"] = seen_NT
-        keywords["deepstack_visual_embeds"] = [vectors(number) for number in range(layers)]
+        keywords["visual_pos_masks"] = is_image_NT
+        keywords["deepstack_visual_embeds"] = [vectors(layer) for layer in range(layers)]
     return keywords
 
 
 @contextmanager
 def language_attention(model: Any, name: str) -> Iterator[None]:
-    """Use an attention function in the language model of a model that sees, in the block."""
+    """Use an attention function in a vision model's language model, within the block."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = name
@@ -266,7 +270,7 @@ def language_attention(model: Any, name: str) -> Iterator[None]:
 
 
 def load_vision(folder: Path, placeholders: Placeholders, *, frozen: bool) -> Vision:
-    """Load the image processor of a model's folder, by Pillow; `placeholders` are the model's."""
+    """Load a model's image processor, on Pillow; `placeholders` are the model's."""
     from transformers import AutoImageProcessor
 
     settings = (folder / PROCESSOR_FILE).read_bytes()

@@ -1,11 +1,11 @@
-"""Weights as files: written by the trainer, verified and read by each worker of a server.
+"""Weights as files: written by the trainer, verified and read by each worker of a server::
 
     <folder>/7/weights-00000.safetensors
     <folder>/7/manifest.json     {"version": 7, "tensors": {"lm_head.weight": {"file": …, "dtype":
                                   "float32", "shape": [512, 64], "sha256": …}, …}}
 
-A version is complete once it has its name. A server is sent the folder and the manifest's digest;
-it loads nothing before every name, shape, format and digest has been checked.
+A folder is renamed from 7.part to 7 once it is complete. A server is sent the folder and the
+manifest's digest. It loads nothing before every name, shape, format and digest has been checked.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 ADAPTERS = "adapter_model.safetensors"
 FILE_BYTES = 1 << 28
-"""Bytes of tensors from which on the next one goes to a new file: the trainer holds copies of one
-file's tensors at a time."""
+"""Bytes of tensors after which a new file begins. The trainer holds copies of one file's tensors at
+a time."""
 KEPT = 2
-"""Newest versions on disk: a server may still read the one before."""
+"""Versions on disk: a server may still read the one before the newest."""
 NAMED = 4
-"""Weights that a message names."""
+"""Most weights that an error message names."""
 
 
 class BadWeights(ValueError):
-    """Weight files are not what their manifest says, or the weights are not those of before."""
+    """Weight files differ from their manifest, or the weights from those of the first version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,9 @@ class WeightFiles:
     folder: Path
     version: int
     digest: str
-    """SHA-256 of the manifest; of adapters, of their file."""
+    """SHA-256 of the manifest, or of the file of adapters."""
     adapters: bool = False
-    """They are adapters, over weights that stay."""
+    """True: adapters. The base weights stay."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class WeightWriter:
 
     folder: Path
     alpha: float | None = None
-    """Scale of adapters, which are all that is written; None: the weights of the model."""
+    """Scale of adapters, if only adapters are written. None: the model's weights are written."""
     _forms: dict[str, str] = field(default_factory=dict)
     """Format and shape of every weight of the first version."""
 
@@ -76,14 +76,14 @@ class WeightWriter:
             name = f"weights-{number:05}.safetensors"
             _save(batch, unfinished / name)
             for key, tensor in batch.items():
-                tensors[key] = {"file": name, **described(tensor), "sha256": digest(tensor)}
+                tensors[key] = {"file": name, **describe(tensor), "sha256": digest(tensor)}
             batch.clear()
             number += 1
 
         for name, tensor in weights:
-            # A copy: tied weights share memory, which the file format refuses.
+            # Cloned: tied weights share memory, which safetensors refuses.
             batch[name] = tensor.detach().cpu().contiguous().clone()
-            if sum(one.nbytes for one in batch.values()) >= FILE_BYTES:
+            if sum(queued.nbytes for queued in batch.values()) >= FILE_BYTES:
                 flush()
         if batch:
             flush()
@@ -91,19 +91,19 @@ class WeightWriter:
         text = json.dumps({"version": version, "tensors": tensors})
         (unfinished / MANIFEST).write_text(text, encoding="utf-8")
         complete = self.folder / str(version)
-        shutil.rmtree(complete, ignore_errors=True)  # of a run that was stopped
+        shutil.rmtree(complete, ignore_errors=True)  # left by a run that was stopped
         unfinished.rename(complete)
         self._remove_old(version)
         manifest_digest = hashlib.sha256(text.encode()).hexdigest()
         return WeightFiles(folder=complete, version=version, digest=manifest_digest)
 
     def _write_adapters(self, weights: Mapping[str, Tensor], version: int) -> WeightFiles:
-        """Write adapters as vLLM reads them, in a folder that stays until it is removed."""
+        """Write adapters as vLLM reads them. The fleet removes the folder once it is not used."""
         assert self.alpha is not None
-        tensors = {name: one.detach().cpu().contiguous() for name, one in weights.items()}
-        self._check_forms({name: described(one) for name, one in tensors.items()})
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        self._check_forms({name: describe(tensor) for name, tensor in tensors.items()})
         unfinished, complete = self.folder / f"{version}.part", self.folder / str(version)
-        for folder in (unfinished, complete):  # of a run that was stopped
+        for folder in (unfinished, complete):  # left by a run that was stopped
             shutil.rmtree(folder, ignore_errors=True)
         unfinished.mkdir(parents=True)
         _save(tensors, unfinished / ADAPTERS)
@@ -115,7 +115,7 @@ class WeightWriter:
 
     def _check_forms(self, tensors: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise BadWeights for weights that differ from the first version's in name or form."""
-        forms = {name: f"{one['dtype']} {one['shape']}" for name, one in tensors.items()}
+        forms = {name: f"{form['dtype']} {form['shape']}" for name, form in tensors.items()}
         self._forms = self._forms or forms
         differing = sorted(
             name for name in {*forms, *self._forms} if forms.get(name) != self._forms.get(name)
@@ -123,11 +123,12 @@ class WeightWriter:
         if differing:
             name = differing[0]
             raise BadWeights(
-                f"{named(differing)}: {name} is {forms.get(name, 'missing')} now, and was "
+                f"{list_names(differing)}: {name} is {forms.get(name, 'missing')} now, and was "
                 f"{self._forms.get(name, 'missing')} at the first weight sync"
             )
 
     def _remove_old(self, newest: int) -> None:
+        """Remove all but the last versions. A resumed run may write lower numbers than remain."""
         numbers = sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
         for number in numbers[:-KEPT]:
             if number != newest:
@@ -139,8 +140,8 @@ def read_verified(
 ) -> Iterator[tuple[str, Tensor]]:
     """Verify a version, then return an iterator over its tensors.
 
-    `verified`: only its manifest is checked, as `verify` has passed before. Raises BadWeights or
-    OSError before it returns if anything differs from the manifest.
+    `verified`: `verify` has passed before, and only the manifest is checked again. If anything
+    differs from the manifest, BadWeights or OSError is raised before the first tensor is read.
     """
     if not verified:
         verify(folder, manifest_digest)
@@ -150,19 +151,19 @@ def read_verified(
 def verify(folder: Path, manifest_digest: str) -> None:
     """Read a version; raises BadWeights or OSError if anything differs from the manifest."""
     tensors = _manifest(folder, manifest_digest)
-    came = set()
+    names_read = set()
     for name, tensor in _read(folder, tensors):
         expected = tensors.get(name)
         if expected is None:
             raise BadWeights(f"{folder}: {name} is not in the manifest")
-        form = described(tensor)
+        form = describe(tensor)
         if any(form[key] != expected[key] for key in form):
             raise BadWeights(f"{folder}: {name} is {form}, and the manifest has {expected}")
         if digest(tensor) != expected["sha256"]:
             raise BadWeights(f"{folder}: the bytes of {name} are not those that were written")
-        came.add(name)
-    if missing := sorted(tensors.keys() - came):
-        raise BadWeights(f"{folder}: {named(missing)}: in the manifest, and in no file")
+        names_read.add(name)
+    if missing := sorted(tensors.keys() - names_read):
+        raise BadWeights(f"{folder}: {list_names(missing)}: in the manifest, and in no file")
 
 
 def _manifest(folder: Path, manifest_digest: str) -> dict[str, dict[str, Any]]:
@@ -176,10 +177,10 @@ def _manifest(folder: Path, manifest_digest: str) -> dict[str, dict[str, Any]]:
 def _read(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    for file in sorted({str(one["file"]) for one in tensors.values()}):
-        with safe_open(folder / file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-                yield name, opened.get_tensor(name)
+    for name_of_file in sorted({str(form["file"]) for form in tensors.values()}):
+        with safe_open(folder / name_of_file, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, file.get_tensor(name)
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -188,11 +189,11 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
 
     try:
         save_file(dict(tensors), path)
-    except SafetensorError as error:  # its own for a full disk
+    except SafetensorError as error:  # raised for a full disk, in place of OSError
         raise OSError(f"{path}: {error}") from error
 
 
-def described(tensor: Tensor) -> dict[str, Any]:
+def describe(tensor: Tensor) -> dict[str, Any]:
     """Return a tensor's format and shape: ``{"dtype": "float32", "shape": [512, 64]}``."""
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
@@ -205,7 +206,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
-def named(names: list[str]) -> str:
-    """Return the first names of a list, and how many there are more."""
+def list_names(names: list[str]) -> str:
+    """Return the first names of a list and the number of the others: ``a, b, c, d and 3 more``."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"

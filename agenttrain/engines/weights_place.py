@@ -1,8 +1,8 @@
-"""The folder of a run's weight files: a new one at each start, which goes with the run.
+"""The folder of a run's weight files: a new one at each start, removed when the run ends.
 
-`<run>/weights.txt` has its place, outside of the run's folder as a rule: where all processes of a
-run were killed at once, the next start removes what they have left. The folder names its run in
-turn, so that the copy of a run that goes on does not remove that run's files.
+It is usually outside the run's folder, so `<run>/weights.txt` names it: if all processes of a run
+were killed at once, the next start removes the folder that they left. The folder also names its
+run. So a copy of a run's folder never removes the files of a run that still goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OWNER = "run.txt"
 
 
 def new_weights_folder(run: Path, parent: Path) -> Path:
-    """Return a new folder in `parent` for the weight files of a run; raises EngineError."""
+    """Create a folder in `parent` for the weight files of a run; raises EngineError."""
     remove_weights_folder(run)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -37,11 +37,12 @@ def new_weights_folder(run: Path, parent: Path) -> Path:
 
 
 def remove_weights_folder(run: Path) -> None:
-    """Remove the folder of a run's last start, if it is still there, and the note of it."""
+    """Remove the weights folder of a run's last start, if it is still there, and the note."""
     with suppress(OSError):
         folder = Path((run / NOTE).read_text(encoding="utf-8"))
-        owner, own = folder / OWNER, str(run.resolve())
-        others = owner.is_file() and owner.read_text(encoding="utf-8") != own
-        if folder.name.startswith(PREFIX) and not others:  # whatever a copied run says
+        owner = folder / OWNER
+        is_ours = not owner.is_file() or owner.read_text(encoding="utf-8") == str(run.resolve())
+        # The note of a copied run names another run's folder, and an edited one any folder.
+        if folder.name.startswith(PREFIX) and is_ours:
             shutil.rmtree(folder, ignore_errors=True)
         (run / NOTE).unlink()

@@ -11,8 +11,8 @@ from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import EngineDtype, StartedServers
 from agenttrain.engines.placement import gpu_numbers, place
 from agenttrain.engines.vllm_server.config import RoleConfig
-from agenttrain.engines.vllm_server.records import ServerPlan
-from agenttrain.engines.vllm_server.roles import all_started, role_folder, role_plan, start_role
+from agenttrain.engines.vllm_server.roles import await_start, role_folder, role_plan, start_role
+from agenttrain.engines.vllm_server.server_records import ServerPlan
 from agenttrain.engines.vllm_server.spec import SERVER
 from agenttrain.settings.engine_checks import policy_gpus
 from agenttrain.settings.role_checks import fleets, used_roles
@@ -35,7 +35,7 @@ class StartedRoles:
         if self._world.is_main:
             try:
                 for name, role in self._roles.items():
-                    await all_started(role_folder(self._run, name), name, role.count)
+                    await await_start(role_folder(self._run, name), name, role.count)
             except EngineError as error:
                 failure = error
         self._world.exchange((), "the servers of roles", failure, patient=True)

@@ -161,7 +161,7 @@ def test_a_parameter_in_another_form_is_left_to_the_probe(machine: Machine) -> N
     async def use(engine: VllmEngine) -> None:
         machine.llms[0].loses = "k.weight"
         await engine.update(weights(1), 1)
-        assert set(engine._manifest.held) == {"norm.weight"}
+        assert set(engine._manifest.comparable) == {"norm.weight"}
         await engine.update(weights(2), 2)
 
     run(use)
@@ -186,7 +186,7 @@ def test_nothing_is_compared_where_the_workers_are_other_processes(machine: Mach
         llm.vllm_config.parallel_config.world_size = 2
         llm.collective_rpc = lambda method, kwargs: None
         manifest.load(llm, weights(1))
-        assert manifest.held == {}
+        assert manifest.comparable == {}
 
     run(use)
 

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def draw(rows, samplings, uniforms):
     """Ids and probabilities for rows of probabilities."""
     logits = torch.tensor(rows).log()
-    ids, logprobs = sampler.sample(logits, sampler.plan(samplings, CPU), uniforms)
+    ids, logprobs = sampler.sample(logits, sampler.make_tensors(samplings, CPU), uniforms)
     return ids.tolist(), logprobs.exp().tolist()
 
 
@@ -74,21 +74,21 @@ def test_rows_of_one_batch_keep_their_own_settings():
 
 def test_logits_that_are_not_finite_show_in_the_logprob():
     logits = torch.tensor([[0.0, math.nan], [0.0, 1.0]])
-    ids, logprobs = sampler.sample(logits, sampler.plan([Sampling()] * 2, CPU), [0.5, 0.5])
+    ids, logprobs = sampler.sample(logits, sampler.make_tensors([Sampling()] * 2, CPU), [0.5, 0.5])
     assert not math.isfinite(logprobs[0]) and math.isfinite(logprobs[1])
     assert max(ids.tolist()) <= 1
 
 
 def test_noise_depends_on_seed_and_position_only():
-    long = sampler.noise(7, 20)
-    assert sampler.noise(7, 5) == long[:5]
-    assert sampler.noise(8, 5) != long[:5]
-    assert all(0 <= u < 1 for u in sampler.noise(-(2**70) + 3, 100))
+    long = sampler.draw_noise(7, 20)
+    assert sampler.draw_noise(7, 5) == long[:5]
+    assert sampler.draw_noise(8, 5) != long[:5]
+    assert all(0 <= u < 1 for u in sampler.draw_noise(-(2**70) + 3, 100))
 
 
 def test_noise_depends_on_all_63_bits_of_a_seed():
     seeds = [7, *(7 ^ (1 << bit) for bit in range(63))]
-    assert len({tuple(sampler.noise(seed, 3)) for seed in seeds}) == 64
+    assert len({tuple(sampler.draw_noise(seed, 3)) for seed in seeds}) == 64
 
 
 @settings(max_examples=50, deadline=None)
@@ -99,7 +99,7 @@ def test_noise_depends_on_all_63_bits_of_a_seed():
 )
 def test_the_drawn_tokens_stretch_holds_the_uniform(logits, numerator, sampling):
     uniform = numerator / 2**53
-    plan = sampler.plan([sampling], CPU)
+    plan = sampler.make_tensors([sampling], CPU)
     ids, logprobs = sampler.sample(torch.tensor([logits]), plan, [uniform])
     order = torch.tensor(logits).double().sort(descending=True, stable=True)
     probabilities = order.values.softmax(0)

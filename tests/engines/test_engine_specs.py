@@ -26,12 +26,12 @@ ALLOWED = {
     ("commands/doctor.py", "transformers"): "the package, which is examined",
     ("settings/verbs.py", "vllm"): "the help of serve, whose engines it names",
     ("engines/vllm_server/spec.py", "vllm"): "the package, and the engine to take instead",
-    ("engines/vllm_server/process.py", "vllm"): "a server has the arguments of the engine's own",
-    ("engines/vllm_server/memory.py", "vllm"): "a server takes the memory of the engine's own",
+    ("engines/vllm_server/server_process.py", "vllm"): "has the arguments of engine=vllm",
+    ("engines/vllm_server/server_memory.py", "vllm"): "takes the memory of engine=vllm",
     **{
         (file, "vllm_server"): "servers of roles (judge, user, teacher), which have one kind"
         for file in (
-            *("commands/plan/beside.py", "runs/roles.py", "runs/setup.py", "runs/teacher.py"),
+            *("commands/plan/other_gpus.py", "runs/roles.py", "runs/setup.py", "runs/teacher.py"),
             *("settings/machine.py", "settings/role_checks.py", "settings/run_config.py"),
         )
     },

@@ -31,11 +31,11 @@ from transformers import Qwen3Config
 from agenttrain.engines.broadcast import BroadcastResult, Receipt, Regathered, WeightForm
 from agenttrain.engines.vllm_server import nccl_transport
 from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.engine import BroadcastEngine
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.nccl_transport import NcclSender, address_towards
+from agenttrain.engines.vllm_server.server_engine import BroadcastEngine
 from agenttrain.engines.vllm_server.spec import build
 from agenttrain.engines.vllm_server.stub_group import StubTransfer
 from agenttrain.training.config import Transport

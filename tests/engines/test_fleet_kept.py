@@ -17,10 +17,10 @@ from transformers import Qwen3Config
 
 from agenttrain.engines.spec import SERVERS_OWNER
 from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.engine import VllmServerEngine
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.local import end_servers
-from agenttrain.engines.vllm_server.records import update_path
+from agenttrain.engines.vllm_server.server_engine import VllmServerEngine
+from agenttrain.engines.vllm_server.server_records import update_path
 from agenttrain.engines.vllm_server.spec import build
 from agenttrain.engines.weights_place import remove_weights_folder
 

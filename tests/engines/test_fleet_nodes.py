@@ -17,10 +17,10 @@ from fleet_kit import STUB, fault, gone, inputs, record, sample, send, stubs, un
 from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.placement import place
 from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.engine import VllmServerEngine
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
-from agenttrain.engines.vllm_server.records import order_path
+from agenttrain.engines.vllm_server.server_engine import VllmServerEngine
+from agenttrain.engines.vllm_server.server_records import order_path
 from agenttrain.engines.vllm_server.spec import build
 from agenttrain.utils.exit_codes import DONE
 

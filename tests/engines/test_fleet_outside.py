@@ -199,7 +199,7 @@ def test_weights_that_no_server_sees(tmp_path: Path) -> None:
     async def main() -> None:
         with outside_stubs(None) as servers:
             engine = stubs(tmp_path, **outside(servers))
-            await engine.fleet._started()
+            await engine.fleet._await_start()
             write = engine._writer.write
 
             def elsewhere(weights: Any, version: int) -> Any:

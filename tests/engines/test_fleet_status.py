@@ -16,7 +16,7 @@ from agenttrain.engines.vllm_server.health import Member, MemberState
 from agenttrain.engines.vllm_server.status import StatusFile
 
 member = Member(0, role="judge", state=MemberState.live, requests=3, served=5)
-StatusFile(Path(sys.argv[1]), own=True).write([member])
+StatusFile(Path(sys.argv[1]), per_process=True).write([member])
 print("written", flush=True)
 input()
 """
@@ -29,7 +29,7 @@ def test_requests_of_a_killed_process_are_in_flight_no_more(tmp_path: Path) -> N
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout is not None and other.stdout.readline() == b"written\n"
     member = Member(0, role="judge", state=MemberState.live, requests=2, served=7)
-    StatusFile(folder, own=True).write([member])
+    StatusFile(folder, per_process=True).write([member])
 
     def counts() -> tuple[int, int]:
         status = read_status(tmp_path, 0)

@@ -20,8 +20,8 @@ from fleet_kit import PATIENCE_S, STUB, gone, until
 from agenttrain import cli
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.vllm_server.config import RoleConfig, RolesConfig
-from agenttrain.engines.vllm_server.records import Condition, ServerRecord, read_record
-from agenttrain.engines.vllm_server.roles import RoleServers, all_started, role_folder
+from agenttrain.engines.vllm_server.roles import RoleServers, await_start, role_folder
+from agenttrain.engines.vllm_server.server_records import Condition, ServerRecord, read_record
 from agenttrain.engines.vllm_server.stub import CONFIG, TOKEN_S
 from agenttrain.runs.roles import start_roles
 from agenttrain.runs.setup import Components
@@ -214,7 +214,7 @@ def test_a_wrapper_that_is_killed_before_its_server_answers(tmp_path: Path) -> N
     starting = ServerRecord(number=0, condition=Condition.starting, wrapper=ended.pid)
     starting.write(tmp_path)
     with pytest.raises(EngineError, match="judge server 0 did not start: it lost its wrapper"):
-        asyncio.run(all_started(tmp_path, "judge", 1))
+        asyncio.run(await_start(tmp_path, "judge", 1))
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,8 @@ def test_an_engine_of_fewer_bits_than_the_policys(folder: Path) -> None:
                 PolicyOf(model), engine, version, WeightSyncConfig(), before, prompt_ids=PROMPT[:6]
             )
         assert set(engine._manifest.forms["model.norm.weight"].split()[:1]) == {"torch.bfloat16"}
-        assert {"model.norm.weight", "model.embed_tokens.weight"} <= set(engine._manifest.held)
+        comparable = set(engine._manifest.comparable)
+        assert {"model.norm.weight", "model.embed_tokens.weight"} <= comparable
         assert 0 < before.gap.mean < before.gap.q90 < 0.1
         other = tiny.model(7, head_dim=32, initializer_range=0.5)
         with pytest.raises(StaleWeights, match="90 % quantile"):
@@ -377,7 +378,7 @@ def test_after_a_sleep_the_weights_under_the_adapters_come_anew(folder: Path) ->
             assert not engine.lacks_base
             completion = await engine.generate(PROMPT, Sampling(max_tokens=30), session="s")
             assert gap(model, PROMPT, completion) < 2e-5
-        assert "model.norm.weight" in engine._manifest.held
+        assert "model.norm.weight" in engine._manifest.comparable
 
     run(folder, use, adapters=LORA)
 

@@ -23,7 +23,7 @@ from rollout_process_kit import await_steps, of_rollouts
 from test_vllm_fleet import CONTEXT, EQUAL, Servers, engine_core, prompt
 
 from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.records import read_record
+from agenttrain.engines.vllm_server.server_records import read_record
 from agenttrain.engines.vllm_server.spec import build
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import policy_logprobs

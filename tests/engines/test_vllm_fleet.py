@@ -29,7 +29,7 @@ from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
-from agenttrain.engines.vllm_server.records import ServerRecord, log_path, read_record
+from agenttrain.engines.vllm_server.server_records import ServerRecord, log_path, read_record
 from agenttrain.engines.vllm_server.spec import build
 from agenttrain.engines.weight_files import WeightWriter
 from agenttrain.training.weight_sync import named_weights, policy_logprobs

@@ -10,15 +10,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from agenttrain.commands.plan.beside import lines as beside_lines
-from agenttrain.commands.plan.beside import plan_beside
-from agenttrain.commands.plan.beside import record as record_beside
-from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware, copied
+from agenttrain.commands.plan import other_gpus, servers
+from agenttrain.commands.plan.estimate import (
+    GIB,
+    MemoryEstimate,
+    PlannedHardware,
+    has_policy_copy,
+)
+from agenttrain.commands.plan.other_gpus import OtherGpus, plan_other_gpus
 from agenttrain.commands.plan.remedies import Planner, Remedy
-from agenttrain.commands.plan.servers import Speeds, lines, plan_servers, trainers_of
-from agenttrain.commands.plan.servers import record as record_servers
+from agenttrain.commands.plan.servers import FleetPlan, Speeds, plan_servers, trainers_of
 from agenttrain.engines.memory import MemoryItem, When
 from agenttrain.engines.registry import names_with
 from agenttrain.launch.config import DistributedName
@@ -88,28 +91,28 @@ def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         gpus = [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
-    given = None if parsed.gpu_memory_gb is None else int(parsed.gpu_memory_gb * GIB)
+    gpu_memory = None if parsed.gpu_memory_gb is None else int(parsed.gpu_memory_gb * GIB)
     host = None if parsed.host_memory_gb is None else int(parsed.host_memory_gb * GIB)
     devices = parsed.devices or len(gpus) or 1
     if parsed.cpu:
-        machine = PlannedHardware(devices=devices, memory=host or _own_memory(), kind="cpu")
+        machine = PlannedHardware(devices=devices, memory=host or _host_memory(), kind="cpu")
     else:
-        # With --gpu-memory-gb the run is for another machine, whose memory is not this one's.
-        if host is None and gpus and given is None:
-            host = _own_memory()
-        memory = min(gpus, default=None) if given is None else given
+        # With --gpu-memory-gb the run is for another machine: this one's memory says nothing.
+        if host is None and gpus and gpu_memory is None:
+            host = _host_memory()
+        memory = min(gpus, default=None) if gpu_memory is None else gpu_memory
         machine = PlannedHardware(devices=devices, memory=memory, host=host)
     return PlanOptions(
         machine=machine,
         devices=parsed.devices,
-        all_gpus=parsed.devices or (len(gpus) if given is None else 0) or None,
+        all_gpus=parsed.devices or (len(gpus) if gpu_memory is None else 0) or None,
         prompt_tokens=parsed.prompt_tokens,
         as_json=parsed.json,
         speeds=Speeds(server=parsed.server_tokens_per_s, trainer=parsed.trainer_tokens_per_s),
     ), overrides
 
 
-def _own_memory() -> int:
+def _host_memory() -> int:
     """Return the bytes of this machine's memory, or of the container's share of it."""
     import psutil
 
@@ -123,7 +126,7 @@ def _own_memory() -> int:
 
 @contextmanager
 def announced_if_slow(path: str, after_s: float = SLOW_S) -> Iterator[None]:
-    """Print on stderr that the plan goes on, if the block takes longer than `after_s`.
+    """Print on stderr that the plan is still at work, if the block takes longer than `after_s`.
 
     Two layers of each kind are traced, which takes seconds for recurrent ones.
     """
@@ -138,29 +141,13 @@ def announced_if_slow(path: str, after_s: float = SLOW_S) -> Iterator[None]:
 
 
 def show(config: RunConfig, options: PlanOptions) -> int:
-    """Print the plan; return exit code 1 if the run does not fit. Raises ConfigError."""
+    """Print the plan. Return exit code 1 if the run does not fit. Raises ConfigError."""
     with announced_if_slow(config.model.path):
         return _show(config, options)
 
 
 def _show(config: RunConfig, options: PlanOptions) -> int:
-    section, machine = config.distributed, options.machine
-    devices = trainers_of(config, options.devices, on_gpu=machine.kind != "cpu")
-    if devices is not None:
-        machine = replace(machine, devices=devices)
-    if section.name is DistributedName.single and (devices or 1) > 1:
-        raise ConfigError(
-            f"--devices {devices}: distributed=single is one process; add distributed=ddp or "
-            "distributed=fsdp2"
-        )
-    count = None if section.processes is None else section.processes * section.nodes
-    if devices is not None and count not in (None, devices):
-        raise ConfigError(
-            f"--devices {devices}: distributed.processes={section.processes} and "
-            f"distributed.nodes={section.nodes} are {count} of them; leave one out"
-        )
-    one = config.distributed.name is DistributedName.single and options.all_gpus == 1
-    machine = replace(machine, shared=one and copied(config))
+    machine = _planned_machine(config, options)
     planner = Planner(config, machine, options.prompt_tokens)
     memory = planner.estimate()
     fleet = plan_servers(config, planner.sizes(config.model), memory, options.speeds)
@@ -169,21 +156,57 @@ def _show(config: RunConfig, options: PlanOptions) -> int:
             "--server-tokens-per-s: has no effect without servers that have GPUs; set "
             f"{names_with(fleet=True)}, or leave it out"
         )
-    beside = plan_beside(config, planner, memory)
-    fits = None if machine.memory is None else True
+    others = plan_other_gpus(config, planner, memory)
     remedies = planner.remedies() if memory.excess else []
-    not_beside = any(part.fits is False for part in beside)
-    if memory.excess or not_beside or (fleet is not None and fleet.chosen.fits is False):
+    fits = None if machine.memory is None else True
+    if (
+        memory.excess
+        or any(part.fits is False for part in others)
+        or (fleet is not None and fleet.chosen.fits is False)
+    ):
         fits = False
-    if not options.as_json:
+    if options.as_json:
+        print(json.dumps(_record(memory, fleet, others, fits, remedies), indent=2))
+    else:
         print("\n".join(_lines(config, planner, memory, remedies)))
         if fleet is not None:
-            print("\n".join(lines(fleet, options.speeds)))
-        for line in beside_lines(beside):
+            print("\n".join(servers.lines(fleet, options.speeds)))
+        for line in other_gpus.lines(others):
             print(line)
-        return 1 if fits is False else 0
+    return 1 if fits is False else 0
+
+
+def _planned_machine(config: RunConfig, options: PlanOptions) -> PlannedHardware:
+    """Return the planned machine with the trainer's GPUs alone. Raises ConfigError."""
+    distributed, machine = config.distributed, options.machine
+    devices = trainers_of(config, options.devices, on_gpu=machine.kind != "cpu")
+    is_single = distributed.name is DistributedName.single
+    if is_single and (devices or 1) > 1:
+        raise ConfigError(
+            f"--devices {devices}: distributed=single is one process; add distributed=ddp or "
+            "distributed=fsdp2"
+        )
+    processes = distributed.processes
+    count = None if processes is None else processes * distributed.nodes
+    if devices is not None and count not in (None, devices):
+        raise ConfigError(
+            f"--devices {devices}: distributed.processes={processes} and "
+            f"distributed.nodes={distributed.nodes} are {count} of them; leave one out"
+        )
+    shared = is_single and options.all_gpus == 1 and has_policy_copy(config)
+    return replace(machine, devices=devices or machine.devices, shared=shared)
+
+
+def _record(
+    memory: MemoryEstimate,
+    fleet: FleetPlan | None,
+    others: Sequence[OtherGpus],
+    fits: bool | None,
+    remedies: Sequence[Remedy],
+) -> dict[str, Any]:
+    """Return the plan as --json prints it."""
     load, room = memory.load, memory.engine.room
-    record = {
+    return {
         "devices": load.devices,
         "gpu_bytes": memory.machine.memory,
         "host_bytes": memory.machine.host,
@@ -195,8 +218,8 @@ def _show(config: RunConfig, options: PlanOptions) -> int:
             when: {"gpu": memory.at(when), "host_node": memory.host(when)} for when in When
         },
         "engine": None if room is None else {**asdict(room), "missing": room.missing},
-        "servers": record_servers(fleet),
-        "beside": record_beside(beside),
+        "servers": servers.record(fleet),
+        "beside": other_gpus.record(others),
         "fits": fits,
         "remedies": [
             {"overrides": r.overrides, "peak_bytes": r.peak, "fits": r.fits} for r in remedies
@@ -209,8 +232,6 @@ def _show(config: RunConfig, options: PlanOptions) -> int:
         },
         "arithmetic": asdict(load.arithmetic),
     }
-    print(json.dumps(record, indent=2))
-    return 1 if fits is False else 0
 
 
 def _lines(
@@ -226,10 +247,10 @@ def _lines(
     if machine.memory is not None:
         gib = f"{machine.memory / GIB:.1f} GiB"
         size = f", the machine has {gib}" if on_cpu else f", {gib} each"
-    beside = f", {host / GIB:.0f} GiB of memory beside" if host is not None else ""
+    host_memory = f", {host / GIB:.0f} GiB of memory beside" if host is not None else ""
     yield f"model       {config.model.path}: {kind}, {sizes.parameters:,} weights"
     yield (
-        f"machine     {load.devices} x {device}{size}{beside}, "
+        f"machine     {load.devices} x {device}{size}{host_memory}, "
         f"distributed={config.distributed.name}"
     )
     yield (
@@ -266,12 +287,12 @@ MOMENTS = {
 
 
 def _row(part: MemoryItem) -> str:
-    """Return a part's line, with its moments if it is not there all the time."""
-    missing, notes = [when for when in When if when not in part.when], []
-    if len(part.when) <= len(missing):
+    """Return a part's line, with its moments unless it is held all the time."""
+    absent, notes = [when for when in When if when not in part.when], []
+    if len(part.when) <= len(absent):
         notes = [f"{', '.join(part.when)} only"]
-    elif missing:
-        notes = [f"not: {', '.join(missing)}"]
+    elif absent:
+        notes = [f"not: {', '.join(absent)}"]
     notes += ["one process of a node"] * part.once
     note = f" ({'; '.join(notes)})" if notes else ""
     return f"{part.name:<18}{part.bytes / GIB:8.2f}  {part.why}{note}"
@@ -291,18 +312,18 @@ def _verdict(memory: MemoryEstimate, remedies: Sequence[Remedy]) -> Iterator[str
             )
         if memory.over:
             assert limit is not None
-            most = memory.largest_on_host if on_cpu else memory.largest
-            taken = memory.host(most) if on_cpu else memory.peak
+            moment = memory.largest_on_host if on_cpu else memory.largest
+            peak = memory.host(moment) if on_cpu else memory.peak
             yield (
-                f"DOES NOT FIT: {taken / GIB:.2f} GiB of {limit / GIB:.2f}, the most "
-                f"{MOMENTS[most]}"
+                f"DOES NOT FIT: {peak / GIB:.2f} GiB of {limit / GIB:.2f}, the most "
+                f"{MOMENTS[moment]}"
             )
         if memory.over_on_host:
             assert machine.host is not None
-            most = memory.largest_on_host
+            moment = memory.largest_on_host
             yield (
-                f"DOES NOT FIT: {memory.host(most) / GIB:.2f} GiB of a node's own "
-                f"{machine.host / GIB:.2f}, the most {MOMENTS[most]}"
+                f"DOES NOT FIT: {memory.host(moment) / GIB:.2f} GiB of a node's own "
+                f"{machine.host / GIB:.2f}, the most {MOMENTS[moment]}"
             )
         if not remedies[0].fits:
             yield "no known setting makes it fit; the smallest plan is"

@@ -1,9 +1,9 @@
 """Memory of a run in bytes, part by part and moment by moment: of a GPU, and of a node.
 
-The model's `Sizes` are read from its config.json and traced without weights. With distributed=ddp
-everything is on every GPU. fsdp2 divides weights, gradients, optimizer state and reference by the
-number of GPUs, or of those of a node, and gathers one layer at a time. The engine estimates its own
-memory.
+The model's `Sizes` come from its config.json and from traces without weights. With distributed=ddp
+every GPU holds everything. fsdp2 divides weights, gradients, optimizer state and reference by the
+number of GPUs, of the run or of a node, and gathers one layer at a time. The engine estimates its
+own memory.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ BFLOAT16 = 2
 RESERVE = 3 * GIB // 2
 """Bytes of a GPU for its context, workspaces, and gaps that the allocator cannot fill. Assumed."""
 PYTHON_ON_CPU, PYTHON_ON_GPU = GIB // 2, 3 * GIB
-"""Python and its libraries in the host's memory. On a CPU 0.35 GiB were measured after the imports.
-The value beside a GPU is assumed; it includes the libraries of CUDA and vLLM."""
+"""Bytes of Python and its libraries in the host's memory. On a CPU 0.35 GiB were measured after the
+imports. With a GPU the value is assumed, and includes the libraries of CUDA and vLLM."""
 GPUS_PER_NODE = 8
 """Processes of a node if `distributed.processes` is not set."""
 
@@ -58,14 +58,14 @@ class PlannedHardware:
     devices: int = 1
     """GPUs, for a run without `distributed.processes`."""
     memory: int | None = None
-    """Bytes of a GPU; without GPUs, of a node. None: not known; the plan then
-    does not say whether the run fits."""
+    """Bytes of a GPU, or without GPUs of a node. None: not known, and the plan does not say whether
+    the run fits."""
     host: int | None = None
-    """Bytes of a node's own memory; None: not known, or the same as `memory`."""
+    """Bytes of a node's host memory. None: not known, or the same as `memory`."""
     kind: str = "cuda"
-    """On `cpu` the tiles of logits are smaller, and everything is in the node's own memory."""
+    """With `cpu` the tiles of logits are smaller, and everything is in the node's host memory."""
     shared: bool = False
-    """There is one GPU, and a copy of the policy in the rollout process shares it."""
+    """The trainer shares the only GPU with the rollout process's copy of the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +74,21 @@ class Load:
 
     arithmetic: Arithmetic
     devices: int
-    """Processes, each with a GPU of its own."""
+    """Training processes, each with its own GPU."""
     local: int
-    """Processes of a node."""
+    """Training processes of a node."""
     prompt: int
+    """Tokens of a prompt."""
     context: int
-    """Most tokens of one rollout: prompt and completion, within the engine's context."""
+    """Most tokens of one training rollout: prompt and completion, within the engine's context."""
     sampled: int
-    """Most tokens of one rollout in the engine: those of an evaluation may be longer."""
+    """Most tokens of one rollout in the engine, evaluations included, which may be longer."""
     limit: int
     """The engine's context, to which rows of its cache may grow."""
     rows: int
-    """Rollouts in flight in one engine of the trainer's processes, or of the rollout process."""
+    """Rollouts in flight in one engine."""
     in_flight: int
-    """Rollouts in flight of the whole run."""
+    """Rollouts in flight in the whole run."""
     packed: int
     """Tokens of the largest microbatch."""
 
@@ -103,11 +104,11 @@ class MemoryEstimate:
     """The engine's own estimate; its items are among the parts."""
 
     def at(self, when: When) -> int:
-        """Return the bytes of a GPU at a moment; without GPUs, of a process."""
+        """Return the bytes of a GPU at a moment, or without GPUs of a process."""
         return sum(part.bytes for part in self.parts if when in part.when and not part.on_host)
 
     def host(self, when: When) -> int:
-        """Return the bytes of a node's own memory at a moment."""
+        """Return the bytes of a node's host memory at a moment."""
         on_cpu = self.machine.kind == "cpu"
         return sum(
             part.bytes * (1 if part.once else self.load.local)
@@ -117,24 +118,24 @@ class MemoryEstimate:
 
     @property
     def largest(self) -> When:
-        """The moment that takes most of a GPU."""
+        """The moment at which a GPU holds most."""
         return max(
             (When.rollouts, When.update, When.start, When.sync, When.checkpoint), key=self.at
         )
 
     @property
     def peak(self) -> int:
-        """Bytes at that moment."""
+        """Bytes of a GPU at that moment."""
         return self.at(self.largest)
 
     @property
     def largest_on_host(self) -> When:
-        """The moment that takes most of a node's own memory."""
+        """The moment at which a node's host memory holds most."""
         return max(When, key=self.host)
 
     @property
     def over(self) -> int:
-        """Bytes beyond a GPU's memory; without GPUs, beyond the node's."""
+        """Bytes beyond a GPU's memory, or without GPUs beyond the node's."""
         limit = self.machine.memory
         if self.machine.kind == "cpu":
             return 0 if limit is None else max(0, self.host(self.largest_on_host) - limit)
@@ -142,13 +143,13 @@ class MemoryEstimate:
 
     @property
     def over_on_host(self) -> int:
-        """Bytes beyond the own memory of a node with GPUs."""
+        """Bytes beyond the host memory of a node with GPUs."""
         limit = self.machine.host
         return 0 if limit is None else max(0, self.host(self.largest_on_host) - limit)
 
     @property
     def excess(self) -> int:
-        """Bytes missing in any memory; 0: the run fits, as far as the memories are known."""
+        """Missing bytes of all memories. 0: the run fits, as far as the memories are known."""
         return self.over + self.over_on_host + (self.engine.room.missing if self.engine.room else 0)
 
 
@@ -181,7 +182,7 @@ def estimate(
             f"{error}"
         ) from error
     parts += engine.items
-    if copied(config) and (not on_gpu or machine.shared):
+    if has_policy_copy(config) and (not on_gpu or machine.shared):
         parts += _copy(config, sizes, engine_load)
     if on_gpu:
         parts.append(
@@ -196,35 +197,37 @@ def estimate(
     return MemoryEstimate(parts=tuple(parts), load=load, machine=machine, engine=engine)
 
 
-def copied(config: RunConfig) -> bool:
+def has_policy_copy(config: RunConfig) -> bool:
     """Return True if the rollout process has a copy of the policy."""
     spec = run_spec(config)
     return spec is not spec_of(config.engine) and spec.server_memory is not None
 
 
 def _copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryItem]:
-    """Yield the parts of that copy, where it has the memory of the trainer."""
-    memory = run_spec(config).server_memory
-    assert memory is not None
-    for item in memory(config.engine, load, sizes, 1).items:
+    """Yield the parts of a copy of the policy that shares a GPU, or a node, with the trainer."""
+    estimate_copy = run_spec(config).server_memory
+    assert estimate_copy is not None
+    for item in estimate_copy(config.engine, load, sizes, 1).items:
         yield replace(item, once=True)
-    on_cpu = not load.on_gpu
     why = "Python and its libraries, of the rollout process"
-    size = PYTHON_ON_CPU if on_cpu else PYTHON_ON_GPU
-    yield MemoryItem(name="its process", bytes=size, why=why, on_host=not on_cpu, once=True)
-    if not on_cpu:
+    size = PYTHON_ON_GPU if load.on_gpu else PYTHON_ON_CPU
+    yield MemoryItem(name="its process", bytes=size, why=why, on_host=load.on_gpu, once=True)
+    if load.on_gpu:
         why = "context and workspaces of the rollout process: assumed"
         yield MemoryItem(name="its reserve", bytes=RESERVE, why=why, once=True)
 
 
 def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int) -> Load:
-    """Return how much is in memory at once."""
-    sums = arithmetic(config)
+    """Return how many processes, rollouts and tokens are in memory at once."""
+    counts = arithmetic(config)
+    # Tokens
     longest = prompt_tokens + config.rollout.max_completion_tokens
     limit = config.engine.max_context or sizes.max_context or longest
-    context = min(longest, limit)
-    evaluated = prompt_tokens + (config.eval.max_completion_tokens or 0)
-    sampled = max(context, min(evaluated, limit)) if config.eval.questions else context
+    context = sampled = min(longest, limit)
+    if config.eval.questions:
+        longest_evaluated = prompt_tokens + (config.eval.max_completion_tokens or 0)
+        sampled = max(context, min(longest_evaluated, limit))
+    # Processes
     distributed = config.distributed
     devices, local = 1, 1
     if distributed.name is not DistributedName.single:
@@ -232,98 +235,120 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
         if distributed.processes is not None:
             devices = distributed.processes * distributed.nodes
         local = distributed.processes or min(devices, GPUS_PER_NODE)
-    # An evaluation's greedy rollouts come after its sampled ones.
+    # Rollouts. An evaluation's greedy rollouts come after its sampled ones, not beside them.
     samples, greedy = config.eval.samples, config.eval.greedy
-    evaluation = sums.rollouts_per_evaluation * samples // (samples + greedy)
-    update = ceil(sums.rollouts_per_update / devices)
+    in_evaluation = counts.rollouts_per_evaluation * samples // (samples + greedy)
+    staleness = config.async_training.max_staleness
+    in_training = counts.most_tasks_per_step * counts.group_size * (1 + staleness)
+    in_flight = max(in_training, in_evaluation)
     rows = config.engine.max_rows
-    ahead = config.async_training.max_staleness
-    in_flight = max(sums.most_tasks_per_step * sums.group_size * (1 + ahead), evaluation)
-    in_step = config.rollout.deterministic is not False and not ahead
-    if not (spec_of(config.engine).deterministic and in_step):
+    in_lockstep = config.rollout.deterministic is not False and not staleness
+    # In lockstep all rollouts of a step are in flight, whatever rollout.concurrency.
+    if not (spec_of(config.engine).deterministic and in_lockstep):
         rows = min(rows, config.rollout.concurrency)
         if has_rollout_process(config):
             in_flight = min(in_flight, config.rollout.concurrency)
-    each = in_flight if copied(config) else ceil(in_flight / devices)
+    per_engine = in_flight if has_policy_copy(config) else ceil(in_flight / devices)
+    per_update = ceil(counts.rollouts_per_update / devices)
     return Load(
-        arithmetic=sums,
+        arithmetic=counts,
         devices=devices,
         local=local,
         prompt=min(prompt_tokens, context),
         context=context,
         sampled=sampled,
         limit=limit,
-        rows=min(rows, each),
+        rows=min(rows, per_engine),
         in_flight=in_flight,
-        packed=min(max(config.training.token_budget, context), update * context),
+        packed=min(max(config.training.token_budget, context), per_update * context),
     )
 
 
 def _training(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> Iterator[MemoryItem]:
-    """Yield the parts of weights, gradients, optimizer and a microbatch."""
+    """Yield the parts that training takes: weights, optimizer, gradients, microbatch, …"""
     distributed = config.distributed
-    sharded, host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
-    by = _parts(config, load)
-    divided = f" / {by}" if sharded else ""
+    sharded, on_host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
+    shards = _shards(config, load)
+    divided = f" / {shards}" if sharded else ""
     state = updating(sizes.model, config.optimizer)
-    count = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
-    yield MemoryItem(name="weights", bytes=sizes.weights // by, why=count, on_host=host)
-    numbers = (state.moments + state.masters) // by
+    why = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
+    yield MemoryItem(name="weights", bytes=sizes.weights // shards, why=why, on_host=on_host)
+    size = (state.moments + state.masters) // shards
     copies = " and float32 copies" if state.masters else ""
-    moments = f"{config.optimizer.name}: moments{copies}{divided}"
+    why = f"{config.optimizer.name}: moments{copies}{divided}"
     if config.training.offload_during_rollouts and machine.kind != "cpu":
-        optimizer = MemoryItem(name="optimizer", bytes=numbers, why=moments, when=(When.update,))
+        optimizer = MemoryItem(name="optimizer", bytes=size, why=why, when=(When.update,))
         yield optimizer
-        moved = f"{moments}; pinned, and kept during updates"
-        yield replace(optimizer, name="offloaded", why=moved, when=EVER, on_host=True)
+        why = f"{why}; pinned, and kept during updates"
+        yield replace(optimizer, name="offloaded", why=why, when=EVER, on_host=True)
     else:
-        yield MemoryItem(name="optimizer", bytes=numbers, why=moments, on_host=host)
-    if config.algorithm.beta > 0 and not config.model.lora.rank:
-        reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
-        yield MemoryItem(name="reference", bytes=sizes.weights // by, why=reference)
-    elif config.algorithm.beta > 0 and sizes.continues:
-        loaded = sum(weight.nbytes for weight in adapter_parameters(sizes.model).values())
-        reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the loaded adapters"
-        yield MemoryItem(name="reference", bytes=loaded, why=reference, on_host=True)
-    teacher = config.algorithm.teacher
-    if teacher.own_path is not None:
-        size = weight_bytes(_teacher(config)) // by
-        why = f"{teacher.path}, {teacher.dtype}{divided}"
-        yield MemoryItem(name="teacher", bytes=size, why=why, on_host=host)
+        yield MemoryItem(name="optimizer", bytes=size, why=why, on_host=on_host)
+    yield from _frozen_models(config, sizes, shards, divided)
+    why = "float32, and a microbatch's" if state.masters else str(config.model.dtype)
     yield MemoryItem(
         name="gradients",
-        bytes=state.gradients // by,
-        why=("float32, and a microbatch's" if state.masters else str(config.model.dtype)) + divided,
+        bytes=state.gradients // shards,
+        why=f"{why}{divided}",
         when=(When.update,),
-        on_host=host,
+        on_host=on_host,
     )
     if distributed.name is DistributedName.ddp:
         trained = (p for p in sizes.model.parameters() if p.requires_grad)
-        copied = sum(p.numel() * p.element_size() for p in trained)
-        why = "gradients once more, for the exchange"
-        yield MemoryItem(name="buckets", bytes=copied, why=why, when=(When.update,))
-    if sharded:
-        gathered, why = _gathered(sizes.model), "embeddings, head and two layers, unsharded"
-        if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
-            gathered, why = gathered * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
-        if teacher.own_path is not None:  # it scores before the policy's forward pass
-            theirs = _gathered(_teacher(config)), "the teacher's embeddings, head and two layers"
-            gathered, why = max((gathered, why), theirs)
-        yield MemoryItem(name="gathered", bytes=gathered, why=why, when=(When.update,))
-        if has_rollout_process(config) and run_spec(config).own_weights:
-            why = "a layer, gathered to be sent"
-            yield MemoryItem(name="layer", bytes=sizes.gathered, why=why, when=(When.sync,))
-        why = "one unsharded weight, while it is written"
         yield MemoryItem(
-            name="weight", bytes=sizes.largest_weight, why=why, when=(When.checkpoint,)
+            name="buckets",
+            bytes=sum(p.numel() * p.element_size() for p in trained),
+            why="gradients once more, for the exchange",
+            when=(When.update,),
         )
+    if sharded:
+        yield from _gathered_parts(config, sizes)
     yield from _microbatch(config, sizes, machine, load)
 
 
-def _parts(config: RunConfig, load: Load) -> int:
-    """Return the number of processes that share the weights."""
+def _frozen_models(
+    config: RunConfig, sizes: Sizes, shards: int, divided: str
+) -> Iterator[MemoryItem]:
+    """Yield the reference and the teacher; `divided` names the number of shards."""
+    if config.algorithm.beta > 0 and not config.model.lora.rank:
+        why = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
+        yield MemoryItem(name="reference", bytes=sizes.weights // shards, why=why)
+    elif config.algorithm.beta > 0 and sizes.continues:
+        why = f"algorithm.beta={config.algorithm.beta:g}: a copy of the loaded adapters"
+        size = sum(weight.nbytes for weight in adapter_parameters(sizes.model).values())
+        yield MemoryItem(name="reference", bytes=size, why=why, on_host=True)
+    teacher = config.algorithm.teacher
+    if teacher.own_path is not None:
+        yield MemoryItem(
+            name="teacher",
+            bytes=weight_bytes(_teacher(config)) // shards,
+            why=f"{teacher.path}, {teacher.dtype}{divided}",
+            on_host=config.distributed.cpu_offload,
+        )
+
+
+def _gathered_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryItem]:
+    """Yield the weights that fsdp2 gathers for a forward pass, a weight sync and a checkpoint."""
+    size, why = _gathered_bytes(sizes.model), "embeddings, head and two layers, unsharded"
+    if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
+        size, why = size * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
+    if config.algorithm.teacher.own_path is not None:
+        # The teacher scores before the policy's forward pass: only one of them is gathered.
+        teacher_size = _gathered_bytes(_teacher(config))
+        size, why = max(
+            (size, why), (teacher_size, "the teacher's embeddings, head and two layers")
+        )
+    yield MemoryItem(name="gathered", bytes=size, why=why, when=(When.update,))
+    if has_rollout_process(config) and run_spec(config).own_weights:
+        why = "a layer, gathered to be sent"
+        yield MemoryItem(name="layer", bytes=sizes.gathered, why=why, when=(When.sync,))
+    why = "one unsharded weight, while it is written"
+    yield MemoryItem(name="weight", bytes=sizes.largest_weight, why=why, when=(When.checkpoint,))
+
+
+def _shards(config: RunConfig, load: Load) -> int:
+    """Return the number of processes that share one copy of the weights."""
     if config.distributed.name is not DistributedName.fsdp2:
         return 1
     return load.local if config.distributed.shard_within is ShardWithin.node else load.devices
@@ -336,10 +361,10 @@ def _read_in_slices(config: RunConfig, model: PreTrainedModel) -> bool:
     return sharded and config.model.init is Init.pretrained and not quantized
 
 
-def _gathered(model: PreTrainedModel) -> int:
-    """Return the bytes of a sharded model's weights that are whole during a forward pass.
+def _gathered_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a sharded model's weights that are gathered during a forward pass.
 
-    These are the layer in use, the next one, and all weights outside of the layers.
+    These are the layer in use, the next layer, and all weights outside the layers.
     """
     layers = [weight_bytes(layer) for layer in sharding.layers(model)]
     return weight_bytes(model) - sum(layers) + 2 * max(layers)
@@ -362,49 +387,59 @@ def _teacher_of(path: str, revision: str | None, dtype: str) -> PreTrainedModel:
 def _files(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> Iterator[MemoryItem]:
-    """Yield the parts of the host's memory that loading and saving take."""
+    """Yield the parts that loading and saving take, on the host if there are GPUs."""
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
-    copied = sharded and config.algorithm.beta > 0 and not config.model.lora.rank
-    by = _parts(config, load)
+    shards = _shards(config, load)
     if sharded or on_gpu:
-        if _read_in_slices(config, sizes.model):
-            loading, why = sizes.largest_weight, "each process reads its rows, weight by weight"
-        else:
-            loading = sizes.weights * (2 if copied else 1)
-            why = "each process loads the whole model" + ", and copies it as reference" * copied
-        if config.algorithm.teacher.own_path is not None:  # one after the other
-            teacher = _teacher(config)
-            taught = (weight_bytes(teacher), "each process loads the whole teacher")
-            if _read_in_slices(config, teacher):
-                largest = max(p.nbytes for p in teacher.parameters())
-                taught = (largest, "each process reads its rows of the teacher, weight by weight")
-            loading, why = max((loading, why), taught)
-        yield MemoryItem(name="loading", bytes=loading, why=why, when=(When.start,), on_host=on_gpu)
-    beside = config.checkpoint.in_background
+        size, why = _loading(config, sizes)
+        yield MemoryItem(name="loading", bytes=size, why=why, when=(When.start,), on_host=on_gpu)
+    in_background = config.checkpoint.in_background
     # A copy that is written in background stays while training goes on.
-    when = EVER if beside else (When.checkpoint,)
-    copy = ", a copy that is written in background" if beside else ""
-    if (sharded or on_gpu or beside) and not config.model.lora.rank:
+    when = EVER if in_background else (When.checkpoint,)
+    copy = ", a copy that is written in background" if in_background else ""
+    if (sharded or on_gpu or in_background) and not config.model.lora.rank:
         why = f"each process writes its part of the weights{copy}"
         yield MemoryItem(
             name="written weights",
-            bytes=sizes.weights // by,
+            bytes=sizes.weights // shards,
             why=why if sharded else f"the first process writes all weights{copy}",
             when=when,
             on_host=on_gpu,
             once=not sharded,
         )
-    if sharded or beside:
+    if sharded or in_background:
         state = updating(sizes.model, config.optimizer)
         who = "each process writes a copy of its part" if sharded else "the first process: a copy"
         yield MemoryItem(
             name="written state",
-            bytes=(state.moments + state.masters) // by,
-            why=f"{who} of the optimizer{', in background' if beside else ''}",
+            bytes=(state.moments + state.masters) // shards,
+            why=f"{who} of the optimizer{', in background' if in_background else ''}",
             when=when,
             on_host=on_gpu,
             once=not sharded,
         )
+
+
+def _loading(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
+    """Return the most bytes that a process needs to load the model or the teacher, and why."""
+    if _read_in_slices(config, sizes.model):
+        size, why = sizes.largest_weight, "each process reads its rows, weight by weight"
+    else:
+        sharded = config.distributed.name is DistributedName.fsdp2
+        copies = sharded and config.algorithm.beta > 0 and not config.model.lora.rank
+        size = sizes.weights * (2 if copies else 1)
+        why = "each process loads the whole model" + ", and copies it as reference" * copies
+    if config.algorithm.teacher.own_path is None:
+        return size, why
+    # The teacher is loaded after the model: only the larger one counts.
+    teacher = _teacher(config)
+    if _read_in_slices(config, teacher):
+        teacher_size = max(p.nbytes for p in teacher.parameters())
+        teacher_why = "each process reads its rows of the teacher, weight by weight"
+    else:
+        teacher_size = weight_bytes(teacher)
+        teacher_why = "each process loads the whole teacher"
+    return max((size, why), (teacher_size, teacher_why))
 
 
 def _microbatch(
@@ -413,29 +448,35 @@ def _microbatch(
     """Yield the activations and logits of the largest microbatch."""
     training, tokens = config.training, f"{load.packed:,} tokens"
     saved = sizes.saved(load.packed, training.mixed_precision)
-    head = head_bytes(
-        sizes.model,
-        load.packed,
-        budget_mb=training.logits_budget_mb,
-        autocast=training.mixed_precision != "no",
-        device=machine.kind,
+    head = MemoryItem(
+        name="head",
+        bytes=head_bytes(
+            sizes.model,
+            load.packed,
+            budget_mb=training.logits_budget_mb,
+            autocast=training.mixed_precision != "no",
+            device=machine.kind,
+        ),
+        why=f"logits up to {training.logits_budget_mb:,} MiB, tiles, the head's gradient",
+        when=(When.update,),
     )
-    why = f"logits up to {training.logits_budget_mb:,} MiB, tiles, the head's gradient"
-    peak = MemoryItem(name="head", bytes=head, why=why, when=(When.update,))
     if training.gradient_checkpointing:
         inputs = sizes.layers * load.packed * sizes.width * sizes.itemsize
         yield MemoryItem(
             name="activations", bytes=inputs, why=f"{tokens}: inputs of layers", when=(When.update,)
         )
-        # The head's memory is free again when the layers are recomputed.
-        layer = round(saved / sizes.layers * LAYER_GRADIENTS)
-        how = f"{tokens}, computed again, and gradients"
-        again = MemoryItem(name="a layer", bytes=layer, why=how, when=(When.update,))
-        yield max(peak, again, key=lambda part: part.bytes)
+        # The head's memory is freed before the layers are recomputed: only the larger one counts.
+        recomputed = MemoryItem(
+            name="a layer",
+            bytes=round(saved / sizes.layers * LAYER_GRADIENTS),
+            why=f"{tokens}, computed again, and gradients",
+            when=(When.update,),
+        )
+        yield max(head, recomputed, key=lambda part: part.bytes)
     else:
         why = f"{tokens}, kept for the backward pass"
         yield MemoryItem(name="activations", bytes=saved, why=why, when=(When.update,))
-        yield peak
+        yield head
 
 
 AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -443,14 +484,14 @@ Value = TypeVar("Value")
 
 
 class Sizes:
-    """A model without weights and its traced sizes; each is computed once.
+    """A model without weights, and its traced sizes. Each is computed once.
 
     Raises ConfigError for a model that transformers cannot build from its config.json, or run.
     """
 
     def __init__(self, config: ModelConfig, key: str = "model.path") -> None:
         """`key` is the setting that names the model."""
-        self._named = f"{key}={config.path}"
+        self._setting = f"{key}={config.path}"
         base = base_folder(config.path, config.revision, config.base_revision, weights=False)
         parts = SIZES if base is None else ()
         folder = model_folder(config.path, parts, revision=config.revision, key=key)
@@ -461,14 +502,14 @@ class Sizes:
             lambda: empty_model(architecture, dtype, config.lora, adapters)
         )
         self.continues = base is not None
-        """Training continues adapters of an earlier one."""
+        """Training continues with adapters of an earlier training."""
         self.sends_adapters = config.lora.rank > 0 and not (base and why_merged(folder))
-        """Engines get adapters as they are."""
+        """Engines get the adapters as they are, and not merged into the weights."""
         self._saved = {name: Saved(self.model, dtype) for name, dtype in AUTOCAST.items()}
 
     @cached_property
     def parameters(self) -> int:
-        """Number of all weights; tied ones count once."""
+        """Number of all weights. Tied weights count once."""
         return sum(p.numel() for p in self.model.parameters())
 
     @cached_property
@@ -485,9 +526,9 @@ class Sizes:
     def gathered(self) -> int:
         """Bytes of sharded weights that a weight sync gathers at once: a layer, or embeddings."""
         layers = sharding.layers(self.model)
-        inside = {id(p) for layer in layers for p in layer.parameters()}
-        outside = (p.nbytes for p in self.model.parameters() if id(p) not in inside)
-        return max(*map(weight_bytes, layers), *outside, 0)
+        in_layers = {id(p) for layer in layers for p in layer.parameters()}
+        other_sizes = (p.nbytes for p in self.model.parameters() if id(p) not in in_layers)
+        return max(*map(weight_bytes, layers), *other_sizes, 0)
 
     @property
     def itemsize(self) -> int:
@@ -515,7 +556,7 @@ class Sizes:
 
     @property
     def max_context(self) -> int | None:
-        """Tokens of one sequence that the model's config allows, if it says so."""
+        """Most tokens of one sequence by the model's config. None: it names no limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @cached_property
@@ -534,12 +575,12 @@ class Sizes:
         return self._traced(lambda: self._saved[mixed_precision](tokens))
 
     def _traced(self, make: Callable[[], Value]) -> Value:
-        """Return `make()`; raises ConfigError if it fails."""
+        """Return `make()`. Raises ConfigError if it fails."""
         try:
             return make()
         except Exception as error:
-            first = str(error).partition("\n")[0]
+            first_line = str(error).partition("\n")[0]
             raise ConfigError(
-                f"{self._named}: cannot be planned from its config.json: "
-                f"{type(error).__name__}: {first}"
+                f"{self._setting}: cannot be planned from its config.json: "
+                f"{type(error).__name__}: {first_line}"
             ) from error

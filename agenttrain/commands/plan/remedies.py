@@ -1,4 +1,4 @@
-"""Settings that make a run fit, by estimates with each of them changed."""
+"""Settings that make a run fit: each is changed, and the run's memory estimated again."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from agenttrain.training.config import Dtype, ModelConfig
 Change = tuple[str, Any]
 """A setting and its new value."""
 Choices = list[tuple[Change, ...]]
-"""Values of a setting, the mildest first, each with the changes that it needs beside it."""
+"""Values of one setting, the mildest first, each with further changes that it requires."""
 FSDP2: Change = ("distributed.name", DistributedName.fsdp2)
-LAST: list[Choices] = [[(("model.lora.rank", 16),)]]
-"""Settings that change the training itself: proposed only if nothing else is enough."""
+LAST_RESORTS: list[Choices] = [[(("model.lora.rank", 16),)]]
+"""Settings that change what is trained. Proposed only if nothing else is enough."""
 FIRST_NODE: Change = ("distributed.rendezvous", "first-node:29500")
 """Required by settings with several nodes."""
-GPUS_PER_NODE, MOST = 8, 1024
+GPUS_PER_NODE, MOST_GPUS = 8, 1024
 """GPUs of a proposed node, and most GPUs that are proposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """Settings that make the run smaller, and its peak with them."""
+    """Settings that reduce the run's memory, and its peak in bytes with them."""
 
     changes: tuple[Change, ...]
     peak: int
@@ -37,11 +37,12 @@ class Remedy:
 
     @property
     def overrides(self) -> str:
-        """The settings as typed on a command line: ``training.token_budget=8192``."""
+        """The settings as overrides: ``training.token_budget=8192 distributed=fsdp2``."""
         texts = []
         for key, value in self.changes:
             text = str(value).lower() if isinstance(value, bool) else value
-            texts.append(f"{key.removesuffix('.name')}={text}")  # .name: a group's choice
+            # A group's choice is stored in `name`, but chosen by the group: distributed=fsdp2.
+            texts.append(f"{key.removesuffix('.name')}={text}")
         return " ".join(texts)
 
 
@@ -70,67 +71,78 @@ class Planner:
         return estimate(config, self.sizes(config.model), self.machine, self.prompt_tokens)
 
     def remedies(self) -> list[Remedy]:
-        """Return settings of which each alone is enough, or else several together; then more GPUs.
+        """Return remedies: each setting that alone is enough, then the fewest GPUs that are.
 
-        Several together may still be too much: then no known setting helps.
+        If no setting alone is enough, the first remedy has several of them. If even that is too
+        little (`fits` is False), no known setting helps.
         """
         settings = list(self._settings())
-        alone = self._enough(settings) or [self._together([*settings, *LAST])]
-        more: Choices = []
-        if not list(engine_problems(self.config, several=True)):  # else in one process only
-            devices = self.estimate().load.devices
-            for count in (devices * 2**power for power in range(1, 10)):
-                if count > MOST:
-                    break
-                if count <= GPUS_PER_NODE:
-                    more.append((FSDP2, ("distributed.processes", count)))
-                    continue
-                nodes = ("distributed.nodes", count // GPUS_PER_NODE)
-                more.append((FSDP2, ("distributed.processes", GPUS_PER_NODE), nodes, FIRST_NODE))
-        return [*alone, *self._enough([more])]
+        remedies = self._sufficient_alone(settings) or [self._combine([*settings, *LAST_RESORTS])]
+        return [*remedies, *self._sufficient_alone([self._more_gpus()])]
 
-    def _enough(self, settings: list[Choices]) -> list[Remedy]:
+    def _more_gpus(self) -> Choices:
+        """Return growing numbers of GPUs, first in one node, then in several."""
+        choices: Choices = []
+        if list(engine_problems(self.config, several=True)):
+            return choices  # the engine works in a single process only
+        devices = self.estimate().load.devices
+        for count in (devices * 2**power for power in range(1, 10)):
+            if count > MOST_GPUS:
+                break
+            if count <= GPUS_PER_NODE:
+                choices.append((FSDP2, ("distributed.processes", count)))
+                continue
+            nodes = ("distributed.nodes", count // GPUS_PER_NODE)
+            choices.append((FSDP2, ("distributed.processes", GPUS_PER_NODE), nodes, FIRST_NODE))
+        return choices
+
+    def _sufficient_alone(self, settings: list[Choices]) -> list[Remedy]:
         """Return, for each setting with a value that is enough, the mildest such value."""
         remedies = []
         for choices in settings:
             estimates = ((changes, self.estimate(changes)) for changes in choices)
-            enough = next((pair for pair in estimates if not pair[1].excess), None)
-            if enough is not None:
-                remedies.append(Remedy(changes=enough[0], peak=enough[1].peak))
+            for changes, memory in estimates:
+                if not memory.excess:
+                    remedies.append(Remedy(changes=changes, peak=memory.peak))
+                    break
         return remedies
 
-    def _together(self, settings: list[Choices]) -> Remedy:
-        """Change one setting after the other until the run fits, then undo the needless changes."""
+    def _combine(self, settings: list[Choices]) -> Remedy:
+        """Change one setting after the other until the run fits, then undo needless changes."""
         chosen: dict[str, Any] = {}
         for changes in chain.from_iterable(settings):
-            chosen = min(chosen, {**chosen, **dict(changes)}, key=self._missing)
+            # Keep a change only if it saves memory.
+            chosen = min(chosen, {**chosen, **dict(changes)}, key=self._missing_bytes)
             if self.estimate(chosen.items()).excess:
                 continue
             for key in list(chosen):
-                others = {k: v for k, v in chosen.items() if k != key}
-                if not self.estimate(others.items()).excess:
-                    chosen = others
+                without_key = {k: v for k, v in chosen.items() if k != key}
+                if not self.estimate(without_key.items()).excess:
+                    chosen = without_key
             break
         memory = self.estimate(chosen.items())
         return Remedy(changes=tuple(chosen.items()), peak=memory.peak, fits=not memory.excess)
 
-    def _missing(self, changes: dict[str, Any]) -> tuple[int, int]:
-        """Return the missing bytes, and those of all parts: fewer may help at another moment."""
+    def _missing_bytes(self, changes: dict[str, Any]) -> tuple[int, int]:
+        """Return the missing bytes, then the bytes of all parts.
+
+        A change that saves nothing at the peak may help once another one has lowered the peak.
+        """
         memory = self.estimate(changes.items())
         return memory.excess, sum(part.bytes for part in memory.parts)
 
     def _settings(self) -> Iterator[Choices]:
-        """Yield the values of each setting, from mild to strong."""
-        now = self.estimate()
-        config, load, training = self.config, now.load, self.config.training
+        """Yield the values of each setting that may help, from mild to strong."""
+        memory = self.estimate()
+        config, load, training = self.config, memory.load, self.config.training
         if not training.gradient_checkpointing:
             yield [(("training.gradient_checkpointing", True),)]
-        single = [
+        values_by_key = [
             ("training.token_budget", _halves(training.token_budget, load.context)),
-            *((f"engine.{key}", values) for key, values in now.engine.savings),
+            *((f"engine.{key}", values) for key, values in memory.engine.savings),
             ("training.logits_budget_mb", _halves(training.logits_budget_mb, 64)),
         ]
-        for key, values in single:
+        for key, values in values_by_key:
             yield [((key, value),) for value in values]
         if config.model.dtype is Dtype.float32:
             yield [(("model.dtype", Dtype.bfloat16), ("training.mixed_precision", "no"))]
@@ -141,7 +153,7 @@ class Planner:
 
 
 def _halves(value: int, least: int) -> list[int]:
-    """Halve a value as long as it is at least `least`: ``_halves(16384, 3000)`` -> [8192, 4096]."""
+    """Return a value's halves down to `least`: ``_halves(16384, 3000) == [8192, 4096]``."""
     values = []
     while value // 2 >= least:
         value //= 2

@@ -1,6 +1,6 @@
-"""Servers of a run with dedicated GPUs: the GPUs of one, and how many feed the trainers.
+"""The policy's servers: how many GPUs one needs, and how many servers keep the trainers busy.
 
-Everything here is computed; no server with several GPUs has been run.
+Everything here is computed. No server with several GPUs has ever been run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from agenttrain.commands.plan.estimate import GIB, RESERVE, MemoryEstimate, Sizes, copied
+from agenttrain.commands.plan.estimate import (
+    GIB,
+    RESERVE,
+    MemoryEstimate,
+    Sizes,
+    has_policy_copy,
+)
 from agenttrain.engines.memory import EngineLoad, EngineMemory, When
 from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedName
@@ -25,12 +31,12 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerMemory:
-    """One number of GPUs of a server."""
+    """Memory of a server with a certain number of GPUs."""
 
     gpus: int
     bytes: int
-    """Of each GPU."""
-    holds: int
+    """Bytes of each GPU."""
+    rollouts: int
     """Rollouts whose keys and values fit at once."""
     fits: bool | None
     """None: the GPUs' memory is not known."""
@@ -41,12 +47,15 @@ class FleetPlan:
     """The servers of a run."""
 
     chosen: ServerMemory
-    """With servers.tensor_parallel_size."""
-    tried: tuple[ServerMemory, ...]
+    """Memory with servers.tensor_parallel_size GPUs."""
+    alternatives: tuple[ServerMemory, ...]
+    """Memory with other numbers of GPUs, from few to many."""
     count: int
+    """Number of servers."""
     trainers: int
-    feeding: int | None
-    """Servers that sample as fast as the trainers learn; None: speeds were not given."""
+    """GPUs of the trainer."""
+    balanced: int | None
+    """Number of servers that sample as fast as the trainers learn. None: no speeds were given."""
 
     @property
     def gpus(self) -> int:
@@ -55,11 +64,13 @@ class FleetPlan:
 
     @property
     def remedy(self) -> str | None:
-        """Setting with which a server fits its GPUs; None: it fits, or there is none."""
+        """Setting with which a server fits its GPUs. None: it fits, or no setting is known."""
         if self.chosen.fits is not False:
             return None
-        able = [one.gpus for one in self.tried if one.fits and one.gpus > self.chosen.gpus]
-        return f"servers.tensor_parallel_size={able[0]}" if able else None
+        for server in self.alternatives:
+            if server.fits and server.gpus > self.chosen.gpus:
+                return f"servers.tensor_parallel_size={server.gpus}"
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +78,9 @@ class Speeds:
     """Measured speeds, in sampled tokens per second."""
 
     server: float | None
-    """Of one server: `tokens_per_s` of a rollout phase."""
+    """Speed of one server: `tokens_per_s` of a rollout phase."""
     trainer: float | None
-    """Of one training GPU: sampled tokens of a step over its `time/train_s`."""
+    """Speed of one training GPU: sampled tokens of a step over its `time/train_s`."""
 
     def __post_init__(self) -> None:
         if (self.server is None) != (self.trainer is None):
@@ -80,18 +91,18 @@ class Speeds:
 
 
 def trainers_of(config: RunConfig, devices: int | None, *, on_gpu: bool = True) -> int | None:
-    """Return the GPUs of `devices` that servers and a copy leave to the trainers; None: all.
+    """Return how many of `devices` GPUs servers and a copy of the policy leave to the trainers.
 
-    Without GPUs, a copy of the policy takes none. Raises ConfigError if none is left.
+    None if `devices` is None. Raises ConfigError if no GPU is left.
     """
-    started, copy = fleets(config, "train"), on_gpu and copied(config)
+    started, copy = fleets(config, "train"), on_gpu and has_policy_copy(config)
     if devices is None or not (started or copy):
         return devices
-    single = config.distributed.name is DistributedName.single
-    if copy and single and devices == 1 and not started:
-        return 1  # which they share
-    taken = sum(servers.gpu_count for servers in started.values()) + copy
-    if taken >= devices:
+    is_single = config.distributed.name is DistributedName.single
+    if copy and is_single and devices == 1 and not started:
+        return 1  # the trainer and the copy share it
+    used = sum(servers.gpu_count for servers in started.values()) + copy
+    if used >= devices:
         parts = " + ".join(
             [
                 f"{key}.count={servers.count} x "
@@ -101,28 +112,28 @@ def trainers_of(config: RunConfig, devices: int | None, *, on_gpu: bool = True) 
             + ["the copy of the policy in the rollout process"] * copy
         )
         raise ConfigError(
-            f"--devices {devices}: {parts} take {taken} GPUs and leave none to the trainer; lower "
+            f"--devices {devices}: {parts} take {used} GPUs and leave none to the trainer; lower "
             "one of them"
         )
-    return 1 if single else devices - taken
+    return 1 if is_single else devices - used
 
 
-def most(memory: EngineMemory) -> int:
-    """Return the bytes of a GPU of its own at the moment that takes most."""
-    own = [one for one in memory.items if not one.on_host]
-    return max(sum(one.bytes for one in own if when in one.when) for when in When) + RESERVE
+def peak_bytes(memory: EngineMemory) -> int:
+    """Return the bytes of a GPU that only this engine uses, at the moment that takes most."""
+    items = [item for item in memory.items if not item.on_host]
+    return max(sum(item.bytes for item in items if when in item.when) for when in When) + RESERVE
 
 
 def fits(estimate: EngineMemory, limit: int | None) -> bool | None:
-    """Return True if an engine fits a GPU of so many bytes; None: they are not known."""
+    """Return True if an engine fits a GPU of `limit` bytes. None: the limit is not known."""
     if limit is None:
         return None
-    short = estimate.room is not None and estimate.room.missing > 0
-    return most(estimate) <= limit and not short
+    lacks_room = estimate.room is not None and estimate.room.missing > 0
+    return peak_bytes(estimate) <= limit and not lacks_room
 
 
-def load_apart(config: RunConfig, memory: MemoryEstimate, sizes: Sizes, rows: int) -> EngineLoad:
-    """Return the load of an engine with the policy's weights, and a GPU without the trainer."""
+def server_load(config: RunConfig, memory: MemoryEstimate, sizes: Sizes, rows: int) -> EngineLoad:
+    """Return the load of a server or copy with the policy's weights, on a GPU of its own."""
     load = memory.load
     return EngineLoad(
         rows=rows,
@@ -141,33 +152,33 @@ def load_apart(config: RunConfig, memory: MemoryEstimate, sizes: Sizes, rows: in
 def plan_servers(
     config: RunConfig, sizes: Sizes, memory: MemoryEstimate, speeds: Speeds
 ) -> FleetPlan | None:
-    """Return the plan of the servers' GPUs; None: the run has no servers with GPUs."""
+    """Return the plan of the policy's servers. None: the run has no servers with GPUs."""
     spec, servers, load = spec_of(config.engine), config.servers, memory.load
     if not spec.fleet or memory.machine.kind == "cpu":
         return None
     rows = min(config.engine.max_rows, ceil(load.in_flight / servers.count))
-    engine_load = load_apart(config, memory, sizes, rows)
+    engine_load = server_load(config, memory, sizes, rows)
 
-    def tried(gpus: int) -> ServerMemory:
+    def estimate_server(gpus: int) -> ServerMemory:
         assert spec.server_memory is not None
         estimate = spec.server_memory(config.engine, engine_load, sizes, gpus)
-        cache = next((one.bytes for one in estimate.items if one.name == "keys and values"), 0)
+        cache = next((item.bytes for item in estimate.items if item.name == "keys and values"), 0)
         return ServerMemory(
             gpus=gpus,
-            bytes=most(estimate),
-            holds=cache * gpus // max(load.sampled * sizes.token_cache, 1),
+            bytes=peak_bytes(estimate),
+            rollouts=cache * gpus // max(load.sampled * sizes.token_cache, 1),
             fits=fits(estimate, memory.machine.memory),
         )
 
-    feeding = None
+    balanced = None
     if speeds.server is not None and speeds.trainer is not None:
-        feeding = ceil(load.devices * speeds.trainer / speeds.server)
+        balanced = ceil(load.devices * speeds.trainer / speeds.server)
     return FleetPlan(
-        chosen=tried(servers.tensor_parallel_size),
-        tried=tuple(map(tried, TENSOR_PARALLEL)),
+        chosen=estimate_server(servers.tensor_parallel_size),
+        alternatives=tuple(map(estimate_server, TENSOR_PARALLEL)),
         count=len(servers.admin_urls) or servers.count,
         trainers=load.devices,
-        feeding=feeding,
+        balanced=balanced,
     )
 
 
@@ -178,16 +189,15 @@ def lines(fleet: FleetPlan, speeds: Speeds) -> Iterator[str]:
     trainers = f"{fleet.trainers} GPU{'s' * (fleet.trainers > 1)} of the trainer"
     yield f"{fleet.count} x {fleet.chosen.gpus} GPUs beside {trainers}"
     yield f"{'GPUs of a server':<18}{'GiB':>8}  of each; rollouts that it holds"
-    for one in fleet.tried:
-        verdict = {True: "", False: "does not fit", None: ""}[one.fits]
-        mark = "servers.tensor_parallel_size" if one.gpus == fleet.chosen.gpus else ""
-        notes = ", ".join(note for note in (verdict, mark) if note)
-        holds = f"{one.holds:,}{f' ({notes})' if notes else ''}"
-        yield f"{one.gpus:<18}{one.bytes / GIB:8.2f}  {holds}"
+    for server in fleet.alternatives:
+        notes = ["does not fit"] * (server.fits is False)
+        notes += ["servers.tensor_parallel_size"] * (server.gpus == fleet.chosen.gpus)
+        note = f" ({', '.join(notes)})" if notes else ""
+        yield f"{server.gpus:<18}{server.bytes / GIB:8.2f}  {server.rollouts:,}{note}"
     if fleet.chosen.fits is False:
         remedy = fleet.remedy or "no number of GPUs up to 8 is enough; set engine.quantization=fp8"
         yield f"A SERVER DOES NOT FIT: {remedy}"
-    if fleet.feeding is None:
+    if fleet.balanced is None:
         yield (
             "how many servers feed the trainers depends on speeds; measure and give them: "
             "--server-tokens-per-s, --trainer-tokens-per-s"
@@ -195,16 +205,18 @@ def lines(fleet: FleetPlan, speeds: Speeds) -> Iterator[str]:
         return
     assert speeds.server is not None and speeds.trainer is not None
     yield (
-        f"{fleet.feeding} servers of {speeds.server:g} tokens/s feed {fleet.trainers} trainers of "
+        f"{fleet.balanced} servers of {speeds.server:g} tokens/s feed {fleet.trainers} trainers of "
         f"{speeds.trainer:g} tokens/s; servers.count={fleet.count}"
     )
-    sampling, learning = fleet.count * speeds.server, fleet.trainers * speeds.trainer
-    share = (1 / sampling) / (1 / sampling + 1 / learning)
+    # Seconds per sampled token of all servers, and of all trainers.
+    sampling_s = 1 / (fleet.count * speeds.server)
+    training_s = 1 / (fleet.trainers * speeds.trainer)
+    share = sampling_s / (sampling_s + training_s)
     yield f"one after the other, sampling takes {share:.0%} of a step and updates the remainder"
 
 
 def record(fleet: FleetPlan | None) -> dict[str, Any] | None:
-    """Return the plan for --json."""
+    """Return the plan as --json prints it."""
     if fleet is None:
         return None
     return {
@@ -212,11 +224,16 @@ def record(fleet: FleetPlan | None) -> dict[str, Any] | None:
         "count": fleet.count,
         "gpus": fleet.gpus,
         "trainers": fleet.trainers,
-        "feeding": fleet.feeding,
+        "feeding": fleet.balanced,
         "fits": fleet.chosen.fits,
         "remedy": fleet.remedy,
         "by_gpus": [
-            {"gpus": one.gpus, "gpu_bytes": one.bytes, "rollouts": one.holds, "fits": one.fits}
-            for one in fleet.tried
+            {
+                "gpus": server.gpus,
+                "gpu_bytes": server.bytes,
+                "rollouts": server.rollouts,
+                "fits": server.fits,
+            }
+            for server in fleet.alternatives
         ],
     }

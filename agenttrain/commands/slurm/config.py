@@ -85,7 +85,7 @@ class SlurmConfig:
                 f"slurm.signal_s={self.signal_s}: leaves nothing of slurm.time={self.time}, "
                 f"{seconds} seconds; lower it, or give more time"
             )
-        # One word each, because they become a line of the script.
+        # Each becomes a line of the script.
         for key in ("name", "partition", "account", "qos", "memory"):
             value = getattr(self, key)
             if value is not None and not re.fullmatch(r"[^\s%]+", value):
@@ -103,20 +103,19 @@ class SlurmConfig:
 
 
 def wall_seconds(time: str) -> int | None:
-    """Return the seconds of SLURM's days-hours:minutes:seconds; None if the unit is not clear.
+    """Return the seconds of SLURM's days-hours:minutes:seconds. None: the unit is not clear.
 
-    Example: ``"1-12:30:00"`` -> 131400, ``"04:00:00"`` -> 14400. ``"90"`` would be minutes to SLURM
-    and seconds to a reader: None.
+    Example: ``"1-12:30:00"`` -> 131400, ``"04:00:00"`` -> 14400. ``"90"`` -> None: it is minutes to
+    SLURM, and may be seconds to a reader.
     """
     match = TIME.fullmatch(time)
     if match is None:
         return None
-    days, first, second, third = (None if part is None else int(part) for part in match.groups())
-    if days is not None:
-        return 86400 * days + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)
-    if second is None or third is None:
+    days, hours, minutes, seconds = (None if part is None else int(part) for part in match.groups())
+    # After days SLURM reads "1-12" and "1-12:30" too. Without days "30:00" is minutes and seconds.
+    if days is None and (minutes is None or seconds is None):
         return None
-    return 3600 * (first or 0) + 60 * second + third
+    return 86400 * (days or 0) + 3600 * (hours or 0) + 60 * (minutes or 0) + (seconds or 0)
 
 
 def check_submission(config: Any, section: SlurmConfig) -> None:
@@ -132,7 +131,7 @@ def check_submission(config: Any, section: SlurmConfig) -> None:
         )
     if serving and section.gpus:
         servers = config.servers
-        needed = servers.per_node * servers.tensor_parallel_size
+        needed = servers.per_node * servers.tensor_parallel_size  # GPUs of one node
         if needed > section.gpus:
             problems.append(
                 f"servers.count={servers.count}: with servers.nodes={serving} and servers."

@@ -1,7 +1,7 @@
 """The batch script of a job: its request to SLURM, its command, and how it resumes a run.
 
-`lint` lets sbatch check the script, `submit` submits it, and `unshared` names paths that the job's
-machines may not see.
+`lint` has sbatch check the script, and `submit` submits it. `note_local_paths` names paths that the
+job's machines may not see.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScript:
-    """Content of the script that is not in the settings."""
+    """What the script needs beside the settings."""
 
     name: str
-    """Name of the job if the settings have none."""
+    """Name of the job, unless slurm.name is set."""
     folder: Path
     """Folder of the run, or of the sweep."""
     workdir: Path
-    """Folder in which the command was typed, for relative paths and the user's modules."""
+    """Working directory of the job: relative paths and the user's modules are found from it."""
     jobs: Sequence[Sequence[str]]
-    """Arguments of `agenttrain` for each job of an array; a run is one job."""
+    """Arguments of `agenttrain` for each job: one for a run, several for an array."""
     array: bool = False
+    """True: a job array, for a sweep."""
     servers: ServersConfig = field(default_factory=ServersConfig)
-    """Servers of the run; those of `servers.nodes` are a step of the job."""
+    """Servers of the run. With `servers.nodes` they are a job step of their own."""
     python: Path
-    """Interpreter of `agenttrain submit`."""
+    """Interpreter of `agenttrain submit`, which the job uses too."""
 
     @property
     def path(self) -> Path:
@@ -55,13 +56,13 @@ class JobScript:
 
     @property
     def log(self) -> Path:
-        """Output file with SLURM's placeholders: %j is the number of a job, %A_%a of an array's."""
+        """Output file, with SLURM's placeholders: %j for a job's number, %A_%a for an array's."""
         numbers = "%A_%a" if self.array else "%j"
         return Path(str(self.folder).replace("%", "%%")) / f"slurm-{numbers}.out"
 
 
 def core() -> str:
-    """Return the part that all scripts share, those of scripts/slurm/ included."""
+    """Return the shell code that all batch scripts share, those of scripts/slurm/ included."""
     return (FOLDER / "core.sh").read_text(encoding="utf-8")
 
 
@@ -135,19 +136,19 @@ def present() -> bool:
 
 
 def lint(script: str) -> str:
-    """Return SLURM's opinion of the script: "Job 7 to start at … on nodes n1 in partition low".
+    """Return SLURM's forecast: "Job 7 to start at … on nodes n1 in partition low".
 
-    Raises ConfigError with SLURM's message if it would not accept the script, ClusterUnreachable if
-    it cannot check it.
+    Raises ConfigError with SLURM's message if it would refuse the script, and ClusterUnreachable if
+    no controller answers.
     """
-    done = _sbatch(["--test-only"], script)
-    text = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.split("\n")).strip()
+    result = _sbatch(["--test-only"], script)
+    text = " ".join(line.removeprefix("sbatch: ") for line in result.stderr.split("\n")).strip()
     if any(message in text for message in NO_CLUSTER):
         raise ClusterUnreachable(
             f"submit: the cluster does not answer: {text}; `sinfo` shows whether it is up, and "
             "agenttrain submit --dry-run … prints the script without it"
         )
-    if done.returncode != 0:
+    if result.returncode != 0:
         raise ConfigError(
             f"submit: SLURM refuses the job: {text}; see slurm.partition, account, qos, time, "
             "nodes, gpus, cpus and memory, and what `sinfo` offers"
@@ -156,16 +157,16 @@ def lint(script: str) -> str:
 
 
 def submit(path: Path) -> str:
-    """Submit the script; return the job's number. Raises ConfigError with SLURM's message."""
-    done = _sbatch(["--parsable", str(path)], None)
-    if done.returncode != 0:
-        raise ConfigError(f"submit: sbatch {path}: {done.stderr.strip()}")
-    number, _, _ = done.stdout.strip().partition(";")  # the cluster's name may follow
+    """Submit the script. Return the job's number. Raises ConfigError with SLURM's message."""
+    result = _sbatch(["--parsable", str(path)], None)
+    if result.returncode != 0:
+        raise ConfigError(f"submit: sbatch {path}: {result.stderr.strip()}")
+    number, _, _ = result.stdout.strip().partition(";")  # the cluster's name may follow
     return number
 
 
 def _sbatch(arguments: list[str], script: str | None) -> subprocess.CompletedProcess[str]:
-    """Run sbatch; raises ConfigError if it is missing or does not answer."""
+    """Run sbatch. Raises ConfigError if it is missing, and ClusterUnreachable after a timeout."""
     if not present():
         raise ConfigError(ABSENT)
     command = ["sbatch", *arguments]
@@ -180,13 +181,13 @@ def _sbatch(arguments: list[str], script: str | None) -> subprocess.CompletedPro
         ) from error
 
 
-OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-"""Folders that each machine has for itself."""
+LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Folders that are not shared between machines."""
 
 
-def unshared(script: JobScript, configs: Sequence[RunConfig]) -> Iterator[str]:
-    """Yield a line for each path that the nodes probably cannot see."""
-    named = {
+def note_local_paths(script: JobScript, configs: Sequence[RunConfig]) -> Iterator[str]:
+    """Yield a note for each path of the job in a folder that machines do not share."""
+    paths = {
         "the run's folder": script.folder,
         "the working folder": script.workdir,
         "Python": script.python,
@@ -194,21 +195,22 @@ def unshared(script: JobScript, configs: Sequence[RunConfig]) -> Iterator[str]:
     for config in configs:
         if not config.model.path.startswith(BUNDLED):
             folder = model_folder(config.model.path, (), revision=config.model.revision)
-            named[f"model.path={config.model.path}"] = folder
+            paths[f"model.path={config.model.path}"] = folder
         teacher = config.algorithm.teacher
         if teacher.own_path is not None and not teacher.own_path.startswith(BUNDLED):
             key = "algorithm.teacher.path"
             folder = model_folder(teacher.own_path, (), revision=teacher.revision, key=key)
-            named[f"{key}={teacher.own_path}"] = folder
+            paths[f"{key}={teacher.own_path}"] = folder
         for split in ("train", "test"):
             path = getattr(config.data, split).get("path")
-            for one in path if isinstance(path, list) else [path]:
-                file = Path(str(one)).expanduser()
-                if one is not None and (file.exists() or has_magic(str(one))):
-                    named[f"data.{split}.path={one}"] = file
-    own = {Path(folder).resolve() for folder in (*OWN, tempfile.gettempdir())}
-    for name, path in named.items():
-        parents = own & {*path.expanduser().resolve().parents}
+            for text in path if isinstance(path, list) else [path]:
+                file = Path(str(text)).expanduser()
+                # Other texts name a data set of the hub.
+                if text is not None and (file.exists() or has_magic(str(text))):
+                    paths[f"data.{split}.path={text}"] = file
+    local_folders = {Path(folder).resolve() for folder in (*LOCAL_FOLDERS, tempfile.gettempdir())}
+    for name, path in paths.items():
+        parents = local_folders & {*path.expanduser().resolve().parents}
         if parents:
             yield (
                 f"{name}: {path} is in {max(parents)}, which every machine has for itself; the "

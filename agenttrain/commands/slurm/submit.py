@@ -1,8 +1,8 @@
-"""`agenttrain submit`: a run, or a sweep, as a SLURM job.
+"""`agenttrain submit`: run `train` or `sft`, or a sweep, as a SLURM job.
 
 All problems are reported on the machine where the command is typed: first those of settings,
-template, tools and data, then those that SLURM finds in the script. The run's folder is named now,
-so that a job that goes back into the queue resumes the run in it.
+template, tools and data, then those that SLURM finds in the script. The run's folder is chosen now,
+so that a job that is put back into the queue resumes the run in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.syntax import Syntax
 
 from agenttrain.commands.slurm import script as sbatch
 from agenttrain.commands.slurm.config import SlurmConfig, check_submission
-from agenttrain.commands.slurm.script import NAME, OFFLINE, JobScript, render, unshared
+from agenttrain.commands.slurm.script import NAME, OFFLINE, JobScript, note_local_paths, render
 from agenttrain.commands.sweep.command import new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
 from agenttrain.commands.sweep.expand import expand
@@ -35,6 +35,7 @@ from agenttrain.settings.compose import (
     run_folder,
 )
 from agenttrain.settings.pinning import check_cached, pins
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
 from agenttrain.utils.overrides import key_of
@@ -45,36 +46,36 @@ VERBS = ("train", "sft")
 OPTIONS = ("--dry-run", "--no-check")
 NODES = ("distributed.nodes", "distributed.rendezvous", "distributed.node_rank")
 CONFIG = "config.yaml"
-"""File of a run that has been started."""
+"""File in the folder of a run that has been started."""
 ANY_ENDPOINT = "first-node:29500"
-"""Placeholder for the rendezvous while settings are checked; the job knows its nodes."""
+"""Placeholder for the rendezvous while settings are checked. The job knows its nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """The parts of the command as typed."""
+    """The parsed command line."""
 
     command: Command
     """Command of the run, without the settings of the job."""
     slurm: list[str]
-    """Overrides of `slurm`: the settings of the job."""
+    """Overrides of the section `slurm`: the settings of the job."""
     dry: bool
     """`--dry-run`: print the script and submit nothing."""
     check: bool
-    """False with `--no-check`."""
+    """False with `--no-check`: certify nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """The job to be submitted."""
+    """A job, ready to be submitted."""
 
     settings: SlurmConfig
     runs: list[Composed]
     script: JobScript
     record: SweepRecord | None
-    """Record of the sweep; None: a single run."""
-    saved: bool
-    """True if the run exists already and is resumed."""
+    """Record of the sweep. None: a single run."""
+    resumes: bool
+    """True: the run exists already, and the job resumes it."""
 
 
 def submit(
@@ -82,56 +83,62 @@ def submit(
     compose_all: Callable[[Command], list[Composed]],
     certify: Callable[[Sequence[Composed]], bool],
 ) -> int:
-    """Submit a run or a sweep; return exit code 1 if a chat template fails its certificate.
+    """Submit a run or a sweep. Return exit code 1 if a chat template fails its certificate.
 
     Raises ConfigError.
     """
-    typed = _parse(arguments)
-    if not typed.dry and not sbatch.present():
+    submission = _parse(arguments)
+    if not submission.dry and not sbatch.present():
         raise ConfigError(sbatch.ABSENT)
-    with hydra_session(typed.command.source):
-        plan = _plan(typed, compose_all)
+    with hydra_session(submission.command.source):
+        plan = _plan(submission, compose_all)
     folder = plan.script.folder
-    if not plan.saved and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
+    if not plan.resumes and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
         raise ConfigError(
             f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
             "submits a job again and agenttrain submit resume=… goes on with a run; another "
             "hydra.run.dir= starts a new one"
         )
-    if not typed.dry:
+    if not submission.dry:
         check_writable(folder, f"{folder}", f"name another folder: {RUN_DIR}…")
     text = render(plan.script, plan.settings)
     if plan.settings.offline:
-        check_cached([run.config for run in plan.runs], typed.command.verb)
-    # The output of a dry run is only the script, so that it can be redirected to a file.
-    with _offline(plan.settings.offline), redirect_stdout(sys.stderr if typed.dry else sys.stdout):
-        if typed.check and not certify(plan.runs):
+        check_cached([run.config for run in plan.runs], submission.command.verb)
+    # A dry run prints only the script to stdout, so that it can be redirected to a file.
+    output = sys.stderr if submission.dry else sys.stdout
+    with _offline(plan.settings.offline), redirect_stdout(output):
+        if submission.check and not certify(plan.runs):
             return 1
-    for note in unshared(plan.script, [run.config for run in plan.runs]):
+    for note in note_local_paths(plan.script, [run.config for run in plan.runs]):
         print(f"note: {note}", file=sys.stderr)
-    console, shown = Console(), hide_secrets(text)
-    if shown != text:
-        print("note: *** stands for secrets in addresses; name variables: $NAME", file=sys.stderr)
-    if console.is_terminal:
-        console.print(Syntax(shown, "bash", background_color="default", word_wrap=True))
-    else:
-        print(shown, end="", flush=True)
-    if not sbatch.present():  # so it is a dry run
+    _print_script(text)
+    if not sbatch.present():  # only a dry run comes this far without it
         print("note: not checked by SLURM: there is no sbatch here", file=sys.stderr)
         return 0
     try:
         print(sbatch.lint(text), file=sys.stderr)
     except sbatch.ClusterUnreachable as error:
-        if not typed.dry:
+        if not submission.dry:
             raise
         print(f"note: not checked by SLURM: {error}", file=sys.stderr)
-    if not typed.dry:
+    if not submission.dry:
         _submit(plan, text)
     return 0
 
 
+def _print_script(text: str) -> None:
+    """Print the script without secrets, in colours on a terminal."""
+    console, public_text = Console(), hide_secrets(text)
+    if public_text != text:
+        print("note: *** stands for secrets in addresses; name variables: $NAME", file=sys.stderr)
+    if console.is_terminal:
+        console.print(Syntax(public_text, "bash", background_color="default", word_wrap=True))
+    else:
+        print(public_text, end="", flush=True)
+
+
 def _parse(arguments: Sequence[str]) -> Submission:
-    """Divide the arguments; raises ConfigError for a command that cannot be submitted."""
+    """Parse the arguments. Raises ConfigError for a command that cannot be submitted."""
     slurm = [text for text in arguments if key_of(text).partition(".")[0] == "slurm"]
     command = parse([text for text in arguments if text not in slurm and text not in OPTIONS])
     if command.verb not in VERBS:
@@ -156,9 +163,12 @@ def _parse(arguments: Sequence[str]) -> Submission:
 
 
 def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[str]]:
-    """Write `servers.nodes=2 distributed.nodes=4` as `servers.nodes=2 slurm.nodes=6`."""
-    typed = {text.partition("=")[0]: text.partition("=")[2] for text in command.overrides}
-    training, serving = typed.get(NODES[0], ""), typed.get("servers.nodes", "")
+    """Replace `distributed.nodes` by `slurm.nodes`, if `servers.nodes` is given too.
+
+    Example: `servers.nodes=2 distributed.nodes=4` becomes `servers.nodes=2 slurm.nodes=6`.
+    """
+    values = {text.partition("=")[0]: text.partition("=")[2] for text in command.overrides}
+    training, serving = values.get(NODES[0], ""), values.get("servers.nodes", "")
     if not (training.isdecimal() and serving.isdecimal() and int(serving)):
         return command, slurm
     total = f"slurm.nodes={int(training) + int(serving)}"
@@ -168,34 +178,27 @@ def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[
                 f"{text}: {NODES[0]}={training} and servers.nodes={serving} make {total}; leave "
                 "it out"
             )
-    words = [text for text in command.overrides if not text.startswith(f"{NODES[0]}=")]
-    return replace(command, overrides=words), [*slurm, total]
+    overrides = [text for text in command.overrides if not text.startswith(f"{NODES[0]}=")]
+    return replace(command, overrides=overrides), [*slurm, total]
 
 
-def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -> PlannedJob:
+def _plan(submission: Submission, compose_all: Callable[[Command], list[Composed]]) -> PlannedJob:
     """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError."""
-    command, source = typed.command, typed.command.source
+    command, source = submission.command, submission.command.source
     if command.saved is not None:
-        settings = compose_run(typed.slurm, source).config.slurm
-        runs = compose_all(command)
-        check_submission(runs[0].config, settings)
-        folder = command.saved.absolute()
-        trust = [TRUSTED] if command.trust else []
-        started = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
-        script = _script(folder, job_name([], source), [started], runs[0])
-        return PlannedJob(settings=settings, runs=runs, script=script, record=None, saved=True)
-    combination = command.overrides
+        return _plan_resumed(submission, command.saved.absolute(), compose_all)
+    overrides = command.overrides  # of the run, or of the sweep's first run
     if command.sweep:
-        combinations = expand(command.overrides, source).runs
-        combination = combinations[0]
+        runs_of_sweep = expand(command.overrides, source).runs
+        overrides = runs_of_sweep[0]
         for text in command.overrides:
-            varies = any(text not in run for run in combinations)
+            varies = any(text not in run for run in runs_of_sweep)
             if varies and key_of(text).partition(".")[0] == "distributed":
                 raise ConfigError(f"{text}: all jobs of an array have the same processes")
     try:
-        first = compose_run([*combination, *typed.slurm], source).config
+        first = compose_run([*overrides, *submission.slurm], source).config
     except ConfigError as error:
-        run = f"in the run {' '.join(combination)}\n" if command.sweep else ""
+        run = f"in the run {' '.join(overrides)}\n" if command.sweep else ""
         raise ConfigError(f"{run}{error}") from error
     check_submission(first, first.slurm)
     # By default one process per GPU of the job: this machine may have fewer GPUs.
@@ -203,32 +206,51 @@ def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -
     if gpus and first.distributed.processes is None:
         processes = f"distributed.processes={gpus}"
         command = replace(command, overrides=[*command.overrides, processes])
+    # The job adds its nodes itself: here they are only checked with the other settings.
     nodes = first.slurm.nodes - first.servers.nodes
-    meeting = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
-    checked = [*command.overrides, *(meeting if nodes > 1 else ())]
-    runs = compose_all(replace(command, overrides=checked))
-    name = job_name(combination, source)
+    rendezvous = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
+    in_job = [*command.overrides, *(rendezvous if nodes > 1 else ())]
+    runs = compose_all(replace(command, overrides=in_job))
+    name = job_name(overrides, source)
     if command.sweep:
-        _check_sweep(runs[0].config.sweep)
-        folder, record = new_sweep(command, runs)
-        folder = folder.absolute()
-        jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
-        if first.servers.nodes:
-            raise ConfigError(
-                f"servers.nodes={first.servers.nodes}: the jobs of an array have no nodes for "
-                "servers; submit the runs one by one, or leave it out"
-            )
-        script = _script(folder, name, jobs, runs[0], array=True)
-        return PlannedJob(
-            settings=first.slurm, runs=runs, script=script, record=record, saved=False
-        )
+        return _plan_sweep(command, name, first, runs)
     folder = run_folder(command.overrides, source)
-    words = [text for text in command.overrides if not text.startswith(RUN_DIR)]
+    settings = [text for text in command.overrides if not text.startswith(RUN_DIR)]
     commits = pins(runs[0].config, command.verb)
-    place = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
-    arguments = [command.verb, *command.options, *words, *commits, *place]
+    # resume=auto: a job that is put back into the queue goes on in the same folder.
+    resume = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
+    arguments = [command.verb, *command.options, *settings, *commits, *resume]
     script = _script(folder, name, [arguments], runs[0])
-    return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
+    return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, resumes=False)
+
+
+def _plan_resumed(
+    submission: Submission, folder: Path, compose_all: Callable[[Command], list[Composed]]
+) -> PlannedJob:
+    """Plan the job that resumes the run in `folder`."""
+    command, source = submission.command, submission.command.source
+    settings = compose_run(submission.slurm, source).config.slurm
+    runs = compose_all(command)
+    check_submission(runs[0].config, settings)
+    trust = [TRUSTED] if command.trust else []
+    arguments = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
+    script = _script(folder, job_name([], source), [arguments], runs[0])
+    return PlannedJob(settings=settings, runs=runs, script=script, record=None, resumes=True)
+
+
+def _plan_sweep(command: Command, name: str, first: RunConfig, runs: list[Composed]) -> PlannedJob:
+    """Plan the job array of a sweep, whose first run has the settings `first`."""
+    _check_sweep(runs[0].config.sweep)
+    folder, record = new_sweep(command, runs)
+    folder = folder.absolute()
+    jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
+    if first.servers.nodes:
+        raise ConfigError(
+            f"servers.nodes={first.servers.nodes}: the jobs of an array have no nodes for "
+            "servers; submit the runs one by one, or leave it out"
+        )
+    script = _script(folder, name, jobs, runs[0], array=True)
+    return PlannedJob(settings=first.slurm, runs=runs, script=script, record=record, resumes=False)
 
 
 def _check_sweep(settings: SweepConfig) -> None:
@@ -259,7 +281,7 @@ def _script(
     *,
     array: bool = False,
 ) -> JobScript:
-    """Return the script of these jobs; raises ConfigError for a folder that it cannot name."""
+    """Return the script of these jobs. Raises ConfigError for a folder that SLURM cannot name."""
     if not f"{folder}{Path.cwd()}".isprintable():  # a line break would end an #SBATCH line
         raise ConfigError(f"{str(folder)!r}: SLURM takes no such folder name; give another one")
     return JobScript(
@@ -274,10 +296,10 @@ def _script(
 
 
 @contextmanager
-def _offline(wanted: bool) -> Iterator[None]:
-    """Work offline like the compute nodes, so that a data set not in the cache is missed now."""
+def _offline(offline: bool) -> Iterator[None]:
+    """Keep the block offline, as the compute nodes are: missing data sets are noticed now."""
     before = {name: os.environ.get(name) for name in OFFLINE}
-    if wanted:
+    if offline:
         os.environ.update(dict.fromkeys(OFFLINE, "1"))
     try:
         yield

@@ -1,4 +1,4 @@
-"""engine=transformers in a process of its own: a copy of the model, which is sent its weights."""
+"""engine=transformers in the rollout process: a copy of the model, to which weights are sent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ SMALL = 10_000_000
 
 
 class TransformersCopy(TransformersEngine):
-    """A `TransformersEngine` that is `Separate`: weights are sent to it, also while it samples.
+    """A `Separate` `TransformersEngine`: weights are sent to it, also while it samples.
 
-    Every token carries the version of the weights that gave its logits. What becomes of sequences
-    in flight is `weight_sync.mode`: with drain the update waits for the turns that decode, and
-    turns that begin meanwhile wait for it; with abort_resume they go on, and the new weights read
-    all of their tokens again; with in_flight they keep the keys and values that they have, of both
-    weights, which no other sequence copies.
+    Every token carries the version of the weights that gave its logits. `weight_sync.mode` decides
+    about sequences in flight:
+
+    - drain: the update waits for the turns that decode, and new turns wait for the update;
+    - abort_resume: they go on, and the new weights read all of their tokens again;
+    - in_flight: they go on with their keys and values, now of both weights, and no other sequence
+      copies these.
     """
 
     takes_adapters = False
@@ -52,10 +54,10 @@ class TransformersCopy(TransformersEngine):
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load all weights, by their names in the model, between two steps."""
-        given = await asyncio.to_thread(dict, weights)  # they may be read from files
+        tensors = await asyncio.to_thread(dict, weights)  # they may be read from files
 
         def load() -> None:
-            self._model.load_state_dict(given)
+            self._model.load_state_dict(tensors)
             keeps = self._mode is WeightSyncMode.in_flight
             self._worker.update({}, version, keeps=keeps)
 
@@ -75,21 +77,24 @@ class TransformersCopy(TransformersEngine):
         return logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].tolist()
 
     async def sleep(self) -> None:
-        """Do nothing: it is on no device of the trainer's process."""
+        """Do nothing: the copy uses no device of the trainer's process."""
 
 
 def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> TransformersCopy:
-    """Build the model without its weights; on the GPU after the trainer's, if there is one."""
+    """Build the engine on a model with random weights, on the first GPU after the trainers'.
+
+    With a single GPU it shares the trainer's. Without GPUs it is on the CPU.
+    """
     architecture = AutoConfig.from_pretrained(inputs.model)
     dtype = getattr(torch, inputs.dtype)
     device = f"cuda:{inputs.trainers % torch.cuda.device_count()}" if inputs.on_gpu else "cpu"
-    # The engine's check of its cache reads random weights, which a GPU draws at once and a CPU in
-    # a minute per billion.
-    forked = [device] if inputs.on_gpu else []
-    with torch.random.fork_rng(devices=forked), torch.device(device):
+    # Initialised on the device: a CPU takes a minute per billion weights. The engine's check of its
+    # cache reads them. The generators are restored, so that seeded draws stay the same.
+    gpus = [device] if inputs.on_gpu else []
+    with torch.random.fork_rng(devices=gpus), torch.device(device):
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
     model = model.eval().requires_grad_(False).to(device)
-    small = model.num_parameters() < SMALL
-    if small and not inputs.on_gpu and "OMP_NUM_THREADS" not in os.environ:
+    is_small = model.num_parameters() < SMALL
+    if is_small and not inputs.on_gpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return TransformersCopy(model, settings, inputs.sync_mode, inputs.mixed_precision)

@@ -1,7 +1,7 @@
-"""Keys and values of many sequences in place: one row a sequence, no copy per decoded token.
+"""Keys and values of many sequences in place: one row per sequence, no copy per decoded token.
 
-The active sessions are on rows 0 … n-1, the idle ones behind, so that a forward pass reads one
-stretch of rows and computes over no idle one.
+The active sessions are on rows 0 … n-1 and the idle ones behind them. So a forward pass reads
+consecutive rows, and computes over no idle one.
 
 R rows, C capacity (tokens of a row), N rows of a forward pass, T its tokens, L the longest row's
 tokens after it, K key/value heads, D head dimension.
@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from agenttrain.engines.transformers.scheduler import Seat
 
 CAPACITY_STEP = 64
+"""The capacity of a row is a multiple of this number of tokens."""
 
 
 @dataclass(slots=True)
@@ -36,13 +37,13 @@ class Window:
     length: int = 0
     """L."""
     slots: Tensor | None = None
-    """[N*T] Slots of the new keys and values, row * C + position; R * C takes the padding's."""
+    """[N*T] Slots of the new keys and values: row * C + position, or R * C for padding."""
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's keys and values, [R*C + 1, K, D] each; padding writes to the last slot.
+    """One layer's keys and values, [R*C + 1, K, D] each. Padding writes to the last slot.
 
-    Allocated as zeros: masked slots are multiplied by zero, so they have to be finite.
+    Allocated as zeros: a masked slot gets weight 0, and 0 times NaN would still be NaN.
     """
 
     is_sliding = False
@@ -63,7 +64,7 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new states [N, K, T, D]; return views [N, K, L, D] of the rows."""
+        """Write the new states [N, K, T, D], and return views [N, K, L, D] of the rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._write(self.keys, key_states), self._write(self.values, value_states)
@@ -81,22 +82,22 @@ class RowLayer(CacheLayerMixin):
         return buffer[:-1].view(self.window.rows, self.window.capacity, *buffer.shape[1:])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(L, offset 0)."""
+        """Return length L and offset 0."""
         return self.window.length, 0
 
     def get_seq_length(self) -> int:
-        """L."""
+        """Return L."""
         return self.window.length
 
     def get_max_length(self) -> int:
-        """-1: it grows."""
+        """Return -1: no limit, the cache grows."""
         return -1
 
 
 class RowCache(Cache):
-    """A transformers cache over rows; `window` is set before every forward pass.
+    """A transformers cache over rows. `window` is set before every forward pass.
 
-    It grows as needed, in strides that stay within `max_rows` and `max_length`.
+    It doubles as needed, within `max_rows` and `max_length`.
     """
 
     def __init__(self, layers: int, max_rows: int, max_length: int) -> None:
@@ -106,43 +107,49 @@ class RowCache(Cache):
         super().__init__(layers=[RowLayer(self.window) for _ in range(layers)])
 
     def _buffers(self) -> list[tuple[RowLayer, str]]:
-        return [(x, name) for x in self.layers if x.is_initialized for name in ("keys", "values")]
+        """Return the allocated buffers, as layers and attributes."""
+        return [
+            (layer, name)
+            for layer in self.layers
+            if layer.is_initialized
+            for name in ("keys", "values")
+        ]
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens; cached ones stay."""
+        """Make room for `rows` rows of `length` tokens. Cached keys and values stay."""
         window = self.window
         if rows <= window.rows and length <= window.capacity:
             return
-        rows = _grown(window.rows, rows, self.max_rows)
-        capacity = grown_capacity(window.capacity, length, self.max_length)
+        rows = _grow(window.rows, rows, self.max_rows)
+        capacity = grow_capacity(window.capacity, length, self.max_length)
         for layer, name in self._buffers():
             old = getattr(layer, name)
             new = old.new_zeros(rows * capacity + 1, *old.shape[1:])
-            grown = new[:-1].view(rows, capacity, *old.shape[1:])
-            grown[: window.rows, : window.capacity] = layer.rows_of(old)
+            new_rows = new[:-1].view(rows, capacity, *old.shape[1:])
+            new_rows[: window.rows, : window.capacity] = layer.rows_of(old)
             setattr(layer, name, new)
         window.rows, window.capacity = rows, capacity
 
     def arrange(self, active: Sequence[Seat], seats: Collection[Seat]) -> None:
-        """Put active[i] on row i and every other seat on some row behind, with `seat.row` set.
+        """Move active[i] to row i and every idle seat to a row behind; set `seat.row`.
 
-        Example: rows [A, B, C], A leaves and D joins, so active is [C, B, D] and A idles: C moves
-        to row 0, A to row 3, D stands on row 2.
+        Example: rows [A, B, C]. A becomes idle and D joins, so `active` is [C, B, D]. C moves to
+        row 0, A to row 3, and D gets row 2.
         """
         self.reserve(len(seats), 0)
         old = {seat: seat.row for seat in seats if seat.row is not None}
         for row, seat in enumerate(active):
             seat.row = row
         idle = [seat for seat in seats if seat.request is None]
-        taken = {seat.row for seat in idle}
-        free = iter([row for row in range(len(active), len(seats)) if row not in taken])
+        idle_rows = {seat.row for seat in idle}
+        free_rows = iter([row for row in range(len(active), len(seats)) if row not in idle_rows])
         for seat in idle:
             if seat.row is None or not len(active) <= seat.row < len(seats):
-                seat.row = next(free)
+                seat.row = next(free_rows)
         moved = [seat for seat in old if seat.row != old[seat] and seat.cached]
         if not moved:
             return
-        # All rows move in one copy per layer: some trade places.
+        # One copy per layer moves all rows at once, because some rows swap.
         sources = [old[seat] for seat in moved]
         targets = [seat.row for seat in moved if seat.row is not None]
         length = max(seat.cached for seat in moved)
@@ -152,15 +159,16 @@ class RowCache(Cache):
             rows[torch.tensor(targets, device=rows.device), :length] = rows[source, :length]
 
     def copy_prefixes(self, seats: Sequence[Seat]) -> int:
-        """Copy to each seat's row what it shares with its source; return the number of ids.
+        """Copy each seat's shared prefix from its source's row; return the number of ids copied.
 
-        A source that has lost its row's contents is left out: its seat is then fed whole.
+        If a source has lost its cache meanwhile, its seat is fed whole.
         """
         pairs = [(s, s.source) for s in seats if s.source and s.source.cached >= s.shared]
         for seat, _ in pairs:
             seat.cached = seat.shared
         if pairs:
-            length = max(seat.shared for seat, _ in pairs)  # what lies behind is overwritten
+            # Too much for shorter prefixes: the prefill overwrites what lies behind.
+            length = max(seat.shared for seat, _ in pairs)
             for layer, name in self._buffers():
                 rows = layer.rows_of(getattr(layer, name))
                 targets = torch.tensor([seat.row for seat, _ in pairs], device=rows.device)
@@ -171,30 +179,31 @@ class RowCache(Cache):
         return sum(seat.shared for seat, _ in pairs)
 
     def wipe(self) -> None:
-        """Zero everything, after numbers that are not finite were written."""
+        """Zero all buffers, after numbers that are not finite were written."""
         for layer, name in self._buffers():
             getattr(layer, name).zero_()
 
 
-def _grown(size: int, wanted: int, limit: int) -> int:
-    return size if wanted <= size else max(wanted, min(2 * size, limit))
+def _grow(size: int, needed: int, limit: int) -> int:
+    """Return a size that holds `needed`: twice the old one, up to `limit`, if that is enough."""
+    return size if needed <= size else max(needed, min(2 * size, limit))
 
 
-def grown_capacity(capacity: int, length: int, max_length: int) -> int:
-    """Return the tokens of a row that had `capacity` and is to hold `length`.
+def grow_capacity(capacity: int, length: int, max_length: int) -> int:
+    """Return the capacity in tokens of rows that had `capacity` and have to hold `length`.
 
-    Example: rows of 64 tokens that are to hold 65, of at most 1024, get 128.
+    Example: rows of 64 tokens that have to hold 65, of at most 1024, get 128.
     """
-    # Rows start at multiples of 64 bytes whatever the growth, so that kernels keep their bits.
-    return -(-_grown(capacity, length, max_length) // CAPACITY_STEP) * CAPACITY_STEP
+    # Whole steps: every row starts at a multiple of 64 bytes, so that kernels keep their bits.
+    return -(-_grow(capacity, length, max_length) // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def final_capacity(first: int, longest: int, max_length: int) -> int:
-    """Return the tokens of a row that began with `first` and has grown to `longest`, one by one.
+    """Return the capacity of rows that began with `first` tokens and grew one by one to `longest`.
 
     Example: from 100 to 300 of at most 1024: 128, then 256, then 512.
     """
-    capacity = grown_capacity(0, first, max_length)
+    capacity = grow_capacity(0, first, max_length)
     while capacity < longest:
-        capacity = grown_capacity(capacity, capacity + 1, max_length)
+        capacity = grow_capacity(capacity, capacity + 1, max_length)
     return capacity

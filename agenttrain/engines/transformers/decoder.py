@@ -50,15 +50,18 @@ class Decoder:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switch off dropout and gradient checkpointing (which drops the cache) for the block.
+        """Run the block in eval and inference mode, under autocast if the trainer computes so.
 
-        Under autocast, if the trainer computes so. Its cache of weights stays off: it is shared by
-        all threads, and would give the trainer weights without a gradient.
+        Eval mode switches off dropout, and gradient checkpointing, which would drop the cache.
         """
         training = self.model.training
-        cast = self.autocast is not None
+        # Autocast's cache of weights is shared by all threads: the trainer would get weights
+        # without a gradient from it.
         autocast = torch.autocast(
-            self.device.type, self.autocast, enabled=cast, cache_enabled=False
+            self.device.type,
+            self.autocast,
+            enabled=self.autocast is not None,
+            cache_enabled=False,
         )
         if training:
             self.model.eval()
@@ -78,15 +81,14 @@ class Decoder:
     ) -> Tensor:
         """Feed new[i] to row first + i, which holds starts[i] tokens; return last logits [N, V].
 
-        Rows of like lengths should stand together: they share a pass and its padding. `layouts` are
-        those of the rows' sequences, if any of them has images.
+        Rows of similar lengths should be neighbours: they share a pass and its padding. `layouts`
+        are those of the rows' sequences, if any of them has images.
         """
         starts = list(starts)
         new = list(new)
         for i in range(len(new)):
             while len(new[i]) > CHUNK_TOKENS:
-                own = layouts[i : i + 1]
-                self.forward(first + i, [new[i][:CHUNK_TOKENS]], [starts[i]], own)
+                self.forward(first + i, [new[i][:CHUNK_TOKENS]], [starts[i]], layouts[i : i + 1])
                 starts[i] += CHUNK_TOKENS
                 new[i] = new[i][CHUNK_TOKENS:]
         # Consecutive rows share a pass whose padded size stays within PASS_TOKENS.
@@ -94,8 +96,8 @@ class Decoder:
         for i, ids in enumerate(new):
             widest = max(widest, len(ids))
             if i > start and widest * (i + 1 - start) > PASS_TOKENS:
-                run = slice(start, i)
-                logits.append(self.forward(first + start, new[run], starts[run], layouts[run]))
+                rows = slice(start, i)
+                logits.append(self.forward(first + start, new[rows], starts[rows], layouts[rows]))
                 start, widest = i, len(ids)
         logits.append(self.forward(first + start, new[start:], starts[start:], layouts[start:]))
         return torch.cat(logits)
@@ -107,7 +109,13 @@ class Decoder:
         starts: Sequence[int],
         layouts: Sequence[Layout | None] = (),
     ) -> Tensor:
-        """Feed all of `new` in one pass; arguments and result are those of `prefill`."""
+        """Feed all of `new` in one pass. Arguments and result are those of `prefill`.
+
+        Example: rows with 2 and 3 cached tokens get 1 and 2 new ones. T = 2, L = 5::
+
+            ids_NT       0 a    column_NT  1 2    the first id of the first row is padding, whose
+                         b c               3 4    keys and values go to the spare slot
+        """
         width = max(len(ids) for ids in new)
         ids_NT = np.zeros((len(new), width), dtype=np.int64)
         for row, ids in zip(ids_NT, new, strict=True):
@@ -119,18 +127,18 @@ class Decoder:
         padding_NT = np.arange(width) < pad_N[:, None]
         window = self.cache.window
         rows_N1 = np.arange(first, first + len(new))[:, None]
-        spare = window.rows * window.capacity
-        slots_NT = np.where(padding_NT, spare, rows_N1 * window.capacity + column_NT)
+        spare_slot = window.rows * window.capacity
+        slots_NT = np.where(padding_NT, spare_slot, rows_N1 * window.capacity + column_NT)
         window.first, window.count, window.length = first, len(new), length
         window.slots = self._tensor(slots_NT.reshape(-1))
         positions_NT = self._tensor(np.maximum(column_NT, 0))
         # [N, 1, T, L], added to attention scores: both sdpa and eager attention take this form.
         dtype = self.autocast or self.model.dtype
-        later = torch.arange(length, device=self.device) > positions_NT[:, None, :, None]
-        mask = torch.zeros(later.shape, dtype=dtype, device=self.device)
-        mask.masked_fill_(later, torch.finfo(dtype).min)
+        is_later = torch.arange(length, device=self.device) > positions_NT[:, None, :, None]
+        mask = torch.zeros(is_later.shape, dtype=dtype, device=self.device)
+        mask.masked_fill_(is_later, torch.finfo(dtype).min)
         if any(layout is not None for layout in layouts):
-            return self._with_images(ids_NT, mask, starts, pad_N, layouts)
+            return self._forward_with_images(ids_NT, mask, starts, pad_N, layouts)
         output = self.model(
             input_ids=self._tensor(ids_NT),
             attention_mask=mask,
@@ -141,7 +149,7 @@ class Decoder:
         )
         return output.logits[:, -1]
 
-    def _with_images(
+    def _forward_with_images(
         self,
         ids_NT: Ids,
         mask: Tensor,
@@ -149,7 +157,7 @@ class Decoder:
         pad_N: Ids,
         layouts: Sequence[Layout | None],
     ) -> Tensor:
-        """Feed rows to the language model, with the features of the images among their tokens."""
+        """Feed rows to the language model, with image features at their placeholders."""
         assert self.vision is not None
         width = ids_NT.shape[1]
         positions_3NT = np.zeros((3, *ids_NT.shape), dtype=np.int64)
@@ -159,9 +167,9 @@ class Decoder:
             stop = start + width - int(pad)
             positions_3NT[:, row, pad:] = layout.positions(start, stop)
             pieces += layout.pieces(start, stop, row * width + int(pad))
-        known = {p.image.sha256: self.vision.features(self.model, p.image) for p in pieces}
+        features = {p.image.sha256: self.vision.features(self.model, p.image) for p in pieces}
         output = self.model.model.language_model(
-            **embed(self.model, self._tensor(ids_NT), pieces, known),
+            **embed(self.model, self._tensor(ids_NT), pieces, features),
             attention_mask=mask,
             position_ids=self._tensor(positions_3NT),
             past_key_values=self.cache,
@@ -175,34 +183,34 @@ class Decoder:
 
 
 def refuse_unknown_caches(model: Any) -> None:
-    """Raise EngineError for a model with other caches than those of full attention."""
+    """Raise EngineError for a model that needs another cache than that of full attention."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
-        odd = sorted(set(layer_types) - {"full_attention"})
+        unsupported = sorted(set(layer_types) - {"full_attention"})
     else:
-        odd = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+        unsupported = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
     if getattr(model, "_is_stateful", False):
-        odd.append("recurrent state")
+        unsupported.append("recurrent state")
     attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):
-        odd.append(f"attn_implementation={attention}")
-    if odd:
+        unsupported.append(f"attn_implementation={attention}")
+    if unsupported:
         raise EngineError(
-            f"engine=transformers: {type(model).__name__} has {', '.join(odd)}; this engine keeps "
-            "full-attention caches under sdpa or eager attention. Choose such a model, or "
-            "another engine."
+            f"engine=transformers: {type(model).__name__} has {', '.join(unsupported)}; "
+            "this engine keeps full-attention caches under sdpa or eager attention. Choose such a "
+            "model, or another engine."
         )
 
 
 def _compare_with_plain_forward(decoder: Decoder) -> None:
-    """Raise EngineError for a model that the cache changes, e.g. one with ALiBi biases.
+    """Raise EngineError for a model that computes something else with this cache, e.g. with ALiBi.
 
-    Compares log-probabilities of two short rows of unlike lengths, with and without the cache.
+    Compares log-probabilities of two short rows of different lengths, with and without the cache.
     """
     name = type(decoder.model).__name__
-    computed = decoder.autocast or decoder.model.dtype
-    tolerance = 1e-3 if computed is torch.float32 else 0.5
+    dtype = decoder.autocast or decoder.model.dtype
+    tolerance = 1e-3 if dtype is torch.float32 else 0.5
     try:
         vocabulary = decoder.model.get_input_embeddings().num_embeddings
         long, short = (np.arange(1, n + 1) % vocabulary for n in (7, 4))
@@ -219,7 +227,7 @@ def _compare_with_plain_forward(decoder: Decoder) -> None:
             f"engine=transformers: {name} cannot run on this engine's cache "
             f"({type(error).__name__}: {error}). Choose another model, or another engine."
         ) from error
-    if not gap <= tolerance:
+    if not gap <= tolerance:  # not `gap > tolerance`: NaN is a difference too
         raise EngineError(
             f"engine=transformers: through this engine's cache, {name} differs from a plain "
             f"forward pass by {gap:.3g} in log-probability (at most {tolerance}). Choose another "

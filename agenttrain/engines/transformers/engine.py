@@ -53,9 +53,9 @@ class TransformersEngine:
     ) -> None:
         """`vision` reads the images of a model that sees; None: images are refused.
 
-        With `mixed_precision` (bf16, fp16) forward passes run under autocast, as the trainer's do:
-        it rounds float32 weights, so that updates too small for 16 bits do not show in them. An
-        engine that sees them while the trainer does not drifts from it with every update.
+        With `mixed_precision` (bf16, fp16) forward passes run under autocast, as the trainer's do.
+        Autocast rounds float32 weights to 16 bits and so hides small updates. An engine without it
+        would see them, and drift from the trainer with every update.
         """
         config = config or TransformersSettings()
         self.max_context = max_context(model, config)
@@ -85,10 +85,14 @@ class TransformersEngine:
     ) -> Completion:
         """Implement `Engine.generate`; prefill only the tokens that the session's cache lacks.
 
-        The budget ends at `max_context`. Raises EngineError for an empty prompt, ids outside of
-        the vocabulary, a prompt that leaves no room, a sampling setting out of range, a session
-        that is busy or, in deterministic mode, not expected; ImagesRefused. In deterministic
-        mode a session with a `parent` takes the seat of the expected session at the root.
+        The budget ends at `max_context`. In deterministic mode a session with a `parent` takes the
+        seat of the expected session at the root. Raises EngineError for:
+
+        - an empty prompt, ids outside the vocabulary, or a prompt that leaves no room;
+        - a sampling setting out of range;
+        - a session that is busy or, in deterministic mode, not expected.
+
+        Raises ImagesRefused without a `vision`.
         """
         if self._vision is None:
             refuse_images(self, images, session)
@@ -117,7 +121,7 @@ class TransformersEngine:
         parent: str | None,
         deliver: Callable[[Completion | EngineError], None],
     ) -> Generation:
-        """Check the arguments of a call and make its request."""
+        """Check the arguments of `generate` and return its request. Raises EngineError."""
         ids = np.array(token_ids, dtype=np.int64)
         if not len(ids):
             raise EngineError("token_ids=[]: nothing to continue. Send at least one id.")
@@ -137,49 +141,50 @@ class TransformersEngine:
                 "sampling.grammar: engine=transformers has none. Leave rollout.structured_calls "
                 "out."
             )
-        in_range = {
+        bounds = {
             "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
             "temperature": (sampling.temperature >= 0, "at least 0 (0 is greedy)"),
             "top_p": (0 < sampling.top_p <= 1, "more than 0 and at most 1"),
             "top_k": (sampling.top_k >= 0, "at least 0 (0 keeps all tokens)"),
             "min_p": (0 <= sampling.min_p <= 1, "between 0 and 1"),
         }
-        for key, (fits, remedy) in in_range.items():
-            if not fits:
-                raise EngineError(f"sampling.{key}={getattr(sampling, key)}: set {remedy}.")
+        for key, (is_in_range, bound) in bounds.items():
+            if not is_in_range:
+                raise EngineError(f"sampling.{key}={getattr(sampling, key)}: set {bound}.")
         budget = min(sampling.max_tokens, self.max_context - len(ids))
         return Generation(
             session=session,
             token_ids=ids,
             sampling=sampling,
             budget=budget,
-            noise=sampler.noise(sampling.seed, budget),
+            noise=sampler.draw_noise(sampling.seed, budget),
             deliver=deliver,
             parent=parent,
         )
 
     def _add_images(self, request: Generation, images: Sequence[PlacedImage]) -> None:
-        """Give a request its images. Raises EngineError unless they stand at their placeholders."""
+        """Add images to a request. Raises EngineError unless they stand at their placeholders."""
         assert self._vision is not None
         placeholders, ids = self._vision.placeholders, request.token_ids
-        for one in images:
-            here = ids[one.start : one.end]
-            fits = len(here) == one.tokens and bool((here == placeholders.token_id).all())
-            if not fits or one.grid != placeholders.grid(one.image):
+        for placed in images:
+            covered = ids[placed.start : placed.end]
+            fits = len(covered) == placed.tokens and bool((covered == placeholders.token_id).all())
+            if not fits or placed.grid != placeholders.grid(placed.image):
                 raise EngineError(
-                    f"session={request.session!r}: images: the {one.image} has "
-                    f"{placeholders.tokens(one.image)} placeholders, and {one.tokens} are said to "
-                    f"stand at position {one.start}, where the ids are {here[:4].tolist()}."
+                    f"session={request.session!r}: images: the {placed.image} has "
+                    f"{placeholders.tokens(placed.image)} placeholders, and {placed.tokens} are "
+                    f"said to stand at position {placed.start}, where the ids are "
+                    f"{covered[:4].tolist()}."
                 )
         request.layout = Layout(tuple(images))
         request.token_ids = request.layout.keyed(ids)
 
     def expect(self, sessions: Sequence[str]) -> None:
-        """Implement `Lockstep.expect`; call it before the sessions' first `generate`.
+        """Implement `Lockstep.expect`. Call it before the sessions' first `generate`.
 
-        Each of them has to call `generate` or `release` without waiting for another to end: the
-        engine stands still until the sessions that are due have called. While any is left, calls
-        of sessions that were not expected fail.
+        The engine stands still until all sessions that are due have called. So each session has to
+        call `generate` or `release` without waiting for another one to end. Until all have been
+        released, calls of sessions that were not expected fail.
         """
         self._post(partial(self._worker.scheduler.expect, tuple(sessions)))
 
@@ -194,18 +199,18 @@ class TransformersEngine:
             self._post(partial(self._worker.release, session))
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take weights by name between two steps, and drop every cache.
+        """Copy weights in by name, between two steps, and drop every cache.
 
-        Without weights, the module that is trained already holds them. Names and shapes are checked
-        before the first is copied. Requests in flight go on under the new weights.
+        Pass no weights if the trained module holds them already. All names and shapes are checked
+        before the first weight is copied. Requests in flight go on under the new weights.
         """
-        given = dict(weights)
-        if given:
+        tensors = dict(weights)
+        if tensors:
             state = self._model.state_dict()
-            unknown = sorted(set(given) - set(state))
-            shapes = [n for n in given if n in state and given[n].shape != state[n].shape]
-            # Tied parameters count as one: either of their names will do.
-            addresses = {state[name].data_ptr() for name in given if name in state}
+            unknown = sorted(set(tensors) - set(state))
+            shapes = [n for n in tensors if n in state and tensors[n].shape != state[n].shape]
+            # Tied parameters share an address: either of their names will do.
+            addresses = {state[name].data_ptr() for name in tensors if name in state}
             missing = [
                 n for n, p in self._model.named_parameters() if p.data_ptr() not in addresses
             ]
@@ -217,26 +222,26 @@ class TransformersEngine:
                         f"state_dict of a {type(self._model).__name__} of the same configuration; "
                         "nothing was changed."
                     )
-        load = partial(self._worker.update, given, version)
+        load = partial(self._worker.update, tensors, version)
         await self._call(load, f"update to version {version}")
 
     async def _call(self, function: Callable[[], Any], what: str, *, drained: bool = False) -> Any:
-        """Return the result of a function in the decode thread, between two steps.
+        """Run a function in the decode thread between two steps, and return its result.
 
-        `drained`: once the requests that decode have ended. Raises EngineError, which names it as
-        `what`.
+        With `drained`, it runs after the requests that decode now have ended. An exception becomes
+        EngineError ``<what> failed: …``.
         """
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
+        result: asyncio.Future[Any] = loop.create_future()
 
-        def act() -> None:
+        def run() -> None:
             try:
-                _deliver(loop, done, function())
+                _deliver(loop, result, function())
             except Exception as error:
-                _deliver(loop, done, EngineError(f"{what} failed: {error}"))
+                _deliver(loop, result, EngineError(f"{what} failed: {error}"))
 
-        self._post(partial(self._worker.drain, act) if drained else act)
-        return await done
+        self._post(partial(self._worker.drain, run) if drained else run)
+        return await result
 
     async def aclose(self) -> None:
         """Stop the decode thread; calls still waiting fail with EngineError."""
@@ -247,6 +252,7 @@ class TransformersEngine:
             self._thread = None
 
     def _post(self, action: Callable[[], object]) -> None:
+        """Run an action in the decode thread, which the first one starts."""
         if self._closed:
             raise EngineError("the engine is closed (aclose). Build a new one.")
         if self._thread is None:
@@ -261,6 +267,7 @@ class TransformersEngine:
 
 
 def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: object) -> None:
+    """Settle a future from the decode thread."""
     with suppress(RuntimeError):  # the loop was closed: nobody waits
         loop.call_soon_threadsafe(settle, future, result)
 
@@ -273,15 +280,15 @@ def _report(
 
 
 def max_context(model: PreTrainedModel, config: TransformersSettings) -> int:
-    """Return the tokens of one sequence; raise EngineError for more than the model's positions."""
+    """Return the most tokens of one sequence. Raises EngineError beyond the model's positions."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    wanted = config.max_context if config.max_context is not None else limit
-    if wanted is None:
+    length = config.max_context if config.max_context is not None else limit
+    if length is None:
         raise EngineError(
             "engine.max_context=null: the model's config names no limit. Set engine.max_context."
         )
-    if wanted < 2 or (limit is not None and wanted > limit):
+    if length < 2 or (limit is not None and length > limit):
         raise EngineError(
-            f"engine.max_context={wanted}: must lie between 2 and the model's {limit} positions."
+            f"engine.max_context={length}: must lie between 2 and the model's {limit} positions."
         )
-    return wanted
+    return length

@@ -1,11 +1,12 @@
-"""Batches of sessions that decode together: joins, leaves, waiting, eviction. No tensors, no
-threads.
+"""Batches of sessions that decode together: who joins, leaves, waits or is evicted.
 
-A session that was admitted has a Seat until it is released; a seat with a request is active. In
-deterministic mode (`expect`) every decision depends on the tokens alone, never on arrival times: a
-session that finished at step t is due at step t + rejoin_steps, and from then on `ready` returns
-False until it has called or been released. A session that an expected one waits for (`parent`) has
-no seat of its own: it takes the seat of the expected one, which is due again when it has finished.
+No tensors and no threads. An admitted session has a `Seat` until it is released. A seat with a
+request is active: it gets a token at every step.
+
+In deterministic mode (`expect`) every decision depends on the tokens alone, never on arrival times.
+A session that finished at step t is due at step t + rejoin_steps. From then on `ready` returns
+False until the session has called again or been released. A session with a `parent` gets no seat:
+it sits in that of the expected session at the root, which is due again once its guest has left.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Generation:
     """[T] int64, the ids to continue; with images, their keys stand at placeholders."""
     sampling: Sampling
     budget: int
-    """Tokens it may sample, at least 1."""
+    """Most tokens to sample, at least 1."""
     noise: list[float]
-    """[budget] Uniforms in [0, 1)."""
+    """[budget] Uniforms in [0, 1), one for each token."""
     deliver: Callable[[Completion | EngineError], None]
     parent: str | None = None
     """Session that waits for this one."""
@@ -47,20 +48,21 @@ class Generation:
     versions: list[tuple[int, int]] = field(default_factory=list)
 
     def append(self, token: int, logprob: float, version: int) -> Finish | None:
-        """Take one sampled token; return the finish of a completion that ends with it."""
+        """Append one sampled token. Return how the completion ends with it, None if it goes on."""
         self.sampled.append(token)
         if self.report is not None:
             self.report(token)
         self.logprobs.append(logprob)
-        same = bool(self.versions) and self.versions[-1][0] == version
-        count = self.versions.pop()[1] if same else 0
+        # `versions` are runs of (version, tokens): extend the last run, or begin one.
+        extends = bool(self.versions) and self.versions[-1][0] == version
+        count = self.versions.pop()[1] if extends else 0
         self.versions.append((version, count + 1))
         if token in self.sampling.stop_token_ids:
             return Finish.stop
         return Finish.length if len(self.sampled) == self.budget else None
 
     def completion(self, finish: Finish) -> Completion:
-        """Return the sampled tokens, as the caller gets them."""
+        """Return the sampled tokens as a `Completion`."""
         return Completion(
             token_ids=tuple(self.sampled),
             logprobs=tuple(self.logprobs),
@@ -77,27 +79,28 @@ class Seat:
     order: int
     """Position among the expected sessions; 0 outside deterministic mode."""
     row: int | None = None
-    """Its row in the cache."""
+    """Row in the cache."""
     history: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """All ids of the session, as of its last join or completion."""
+    """[T] All ids of the session, as of its last join or completion."""
     cached: int = 0
-    """Number of ids of `history` that the cache holds."""
+    """Number of ids of `history` whose keys and values the cache holds."""
     mixed: bool = False
-    """Some of its keys and values are of older weights."""
+    """Some of these keys and values were computed by older weights."""
     request: Generation | None = None
     due: int | None = None
-    """Deterministic mode: the step at which it has to call again."""
+    """Deterministic mode: the step at which the session has to call again."""
     prompt: bytes = b""
-    """The ids with which its cache began."""
+    """Ids with which its cache began."""
     source: Seat | None = None
-    """The seat from whose row its next step copies the first `shared` ids, before its pass."""
+    """Seat from whose row the keys and values of the first `shared` ids are copied, before the
+    prefill pass of the next step."""
     shared: int = 0
     wave: int = 0
-    """Number of its prefill pass in that step; its source's row is complete by then."""
+    """Number of the prefill pass in that step. Passes before it complete the source's row."""
 
     @property
     def pending(self) -> int:
-        """Ids that the model has not seen; 1 while it decodes."""
+        """Number of ids that the model has not seen: 1 while the seat decodes."""
         sampled = len(self.request.sampled) if self.request else 0
         return len(self.history) + sampled - self.cached
 
@@ -112,7 +115,7 @@ class Seat:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """An expected session that was not released yet."""
+    """An expected session, until it is released."""
 
     session: str
     order: int
@@ -120,13 +123,17 @@ class Ticket:
 
 
 LEAST_SHARED = 16
-"""Ids of a prefix that is worth a copy, and a pass of its own."""
+"""Shortest common prefix in ids that is worth a copy and a later pass."""
 MOST_LEADERS = 4
-"""Rows with which a new prompt is compared: prompts of a run begin in few ways."""
+"""Most rows with which a new prompt is compared: the prompts of a run have few beginnings."""
 
 
 class Scheduler:
-    """`ready` forms the next step's batch, in `active`, from what was added and released."""
+    """Forms the batch of each decode step.
+
+    `add` queues a request, `ready` moves requests that may join into `active`, `finish` takes one
+    out, `release` ends a session.
+    """
 
     def __init__(self, max_rows: int, rejoin_steps: int, share_prefix: bool = True) -> None:
         self.max_rows = max_rows
@@ -135,7 +142,7 @@ class Scheduler:
         self.clock = 0
         self.evictions = 0
         self.draining = False
-        """True: no request joins until the active ones have ended."""
+        """True: no request joins until all active ones have ended."""
         self.active: list[Seat] = []
         """The batch, in the order of its rows."""
         self.seats: dict[str, Seat] = {}
@@ -147,11 +154,11 @@ class Scheduler:
         self._tickets: dict[str, Ticket] = {}
         self._hosts: dict[str, str] = {}
         """Session with a parent -> the expected session in whose seat it sits."""
-        self._count = 0
+        self._expected_count = 0
 
     @property
     def deterministic(self) -> bool:
-        """True if expected sessions are left."""
+        """True while an expected session has not been released."""
         return bool(self._tickets)
 
     def requests(self) -> Iterator[Generation]:
@@ -164,8 +171,8 @@ class Scheduler:
         for seat in [s for s in self.seats.values() if s.request is None and s.due is None]:
             self._drop(seat)
         for session in sessions:
-            self._count += 1
-            ticket = Ticket(session, self._count)
+            self._expected_count += 1
+            ticket = Ticket(session, self._expected_count)
             if session not in self._tickets:
                 self._tickets[session] = ticket
                 if session not in self.seats:
@@ -174,37 +181,37 @@ class Scheduler:
     def add(self, request: Generation) -> None:
         """Queue a request. Raises EngineError for a session that is busy or not expected.
 
-        Where its parent, or the parent's parent, is expected, it takes that one's seat.
+        If its parent, or the parent's parent, is expected, the request takes that session's seat.
         """
         session = request.session
         if request.parent is not None:
-            host = self._hosts.get(request.parent, request.parent)
-            if host in self._tickets:
-                self._hosts[session] = host
-        caller, session = session, self._hosts.get(session, session)
-        seat = self.seats.get(session)
-        busy = self._waiting.get(session) or (seat and seat.request)
-        if busy:
-            shared = "" if caller == session else f" in the seat of session {session!r}"
+            root = self._hosts.get(request.parent, request.parent)
+            if root in self._tickets:
+                self._hosts[session] = root
+        host = self._hosts.get(session, session)
+        seat = self.seats.get(host)
+        blocking = self._waiting.get(host) or (seat and seat.request)
+        if blocking:
+            where = "" if host == session else f" in the seat of session {host!r}"
             raise EngineError(
-                f"session={caller!r}{shared}: the last generate() of session {busy.session!r} has "
-                "not ended. Await it, or use another session."
+                f"session={session!r}{where}: the last generate() of session "
+                f"{blocking.session!r} has not ended. Await it, or use another session."
             )
-        if self.deterministic and session not in self._tickets:
+        if self.deterministic and host not in self._tickets:
             raise EngineError(
-                f"session={session!r}: not among the sessions given to expect(). Expect it before "
+                f"session={host!r}: not among the sessions given to expect(). Expect it before "
                 "it calls generate(), or set rollout.deterministic=false."
             )
-        self._waiting[session] = request
+        self._waiting[host] = request
 
     def release(self, session: str) -> Generation | None:
         """End a session; return its request if it has one. Unknown sessions are ignored.
 
-        Where others are expected, the row of an idle session is free at the step it is due. A
-        session in another one's seat leaves that one due.
+        In deterministic mode the row of an idle session becomes free only at the step at which it
+        was due. A guest that leaves makes its host due at once.
         """
         if (host := self._hosts.pop(session, None)) is not None:
-            return self._leave(session, host)
+            return self._release_guest(session, host)
         self._hosts = {guest: host for guest, host in self._hosts.items() if host != session}
         request = self._waiting.pop(session, None)
         seat = self.seats.get(session)
@@ -213,11 +220,11 @@ class Scheduler:
             if seat.due is not None:
                 self._leaving.append(seat)
             self._drop(seat)
-        self._void(session)
+        self._void_ticket(session)
         return request
 
-    def _leave(self, session: str, host: str) -> Generation | None:
-        """End a session in the seat of `host`; return its request if it has one."""
+    def _release_guest(self, session: str, host: str) -> Generation | None:
+        """End a session that sits in the seat of `host`; return its request if it has one."""
         waiting = self._waiting.get(host)
         if waiting is not None and waiting.session == session:
             return self._waiting.pop(host)
@@ -231,14 +238,16 @@ class Scheduler:
         return request
 
     def _drop(self, seat: Seat) -> None:
+        """Take a seat, its row and its ticket away from its session."""
         if seat in self.active:
             self._remove(seat)
         if seat in self._joining:
             self._joining.remove(seat)
         del self.seats[seat.session]
-        self._void(seat.session)
+        self._void_ticket(seat.session)
 
-    def _void(self, session: str) -> None:
+    def _void_ticket(self, session: str) -> None:
+        """Stop expecting a session; the last one ends deterministic mode."""
         ticket = self._tickets.pop(session, None)
         if ticket is not None:
             ticket.released = True
@@ -248,30 +257,31 @@ class Scheduler:
                 self._expected.clear()
 
     def _remove(self, seat: Seat) -> None:
-        # The last one fills the gap: one row moves in the cache instead of all behind it.
+        """Take a seat out of the batch."""
+        # The last seat fills the gap: one row moves in the cache instead of all behind it.
         last = self.active.pop()
         if last is not seat:
             self.active[self.active.index(seat)] = last
 
     def finish(self, seat: Seat) -> Generation:
-        """End a seat's completion at this step; the session's cache stays."""
+        """End a seat's completion and return its request. The session's cache stays."""
         self._remove(seat)
         request = seat.request
         assert request is not None
         seat.history = np.concatenate([seat.history, np.array(request.sampled, dtype=np.int64)])
         seat.request = None
-        # Behind the others: seats are in the order of their last use.
+        # To the end: seats are in the order of their last use.
         self.seats[seat.session] = self.seats.pop(seat.session)
         if seat.session in self._tickets:
             seat.due = self.clock + self.rejoin_steps
-        elif self.deterministic:
+        elif self.deterministic:  # it began before `expect`
             self._drop(seat)
         return request
 
     def invalidate(self, *, keeps: bool = False) -> None:
-        """Mark the cache as stale: every session will be fed anew from its first token.
+        """Mark the cache as stale after an update: sessions are fed again from their first token.
 
-        `keeps`: sessions go on with the keys and values that they have, which no other one copies.
+        With `keeps`, sessions go on with their keys and values, and no other session copies them.
         """
         for seat in self.seats.values():
             if keeps:
@@ -280,7 +290,7 @@ class Scheduler:
                 seat.cached = 0
 
     def ready(self) -> bool:
-        """Admit sessions that may join; False: nothing to do before the next call or release."""
+        """Admit the sessions that may join. False: nothing to do until the next call or release."""
         if self.draining:
             return bool(self.active)
         if self.deterministic:
@@ -301,7 +311,7 @@ class Scheduler:
             return False
         if self._joining and self.share_prefix:
             self._share_prefixes()
-        # Neighbours of like length share a prefill pass with little padding.
+        # Sorted by length: neighbours share a prefill pass with little padding.
         self.active += sorted(
             self._joining, key=lambda seat: (seat.wave, seat.pending - seat.shared, seat.order)
         )
@@ -309,21 +319,22 @@ class Scheduler:
         return True
 
     def _share_prefixes(self) -> None:
-        """Give new sessions a row to copy from: that of an equal prompt, or of an equal beginning.
+        """Find rows from which new sessions copy the keys and values of a common prefix.
 
-        With prompts A A B B, which begin with the same system message, in an empty cache: the first
-        A is fed whole (wave 0), the first B copies the system message from it and the second A all
-        but its last id (wave 1), the second B copies from the first (wave 2).
+        Example: prompts A A B B with the same system message, in an empty cache. The first A is fed
+        whole (wave 0). The first B copies the system message from it, and the second A copies all
+        but its last id (wave 1). The second B copies from the first B (wave 2).
         """
-        # In deterministic mode not the idle ones: they leave when their release arrives.
-        idle = not self.deterministic
+        # Not from idle sessions in deterministic mode: when they leave depends on arrival times.
+        may_be_idle = not self.deterministic
         cached = [
             seat
             for seat in self.seats.values()
-            if seat.cached and not seat.mixed and (idle or seat.request is not None)
+            if seat.cached and not seat.mixed and (may_be_idle or seat.request is not None)
         ]
+        # For each prompt, the seat that was used least recently.
         firsts = {seat.prompt: seat for seat in reversed(cached)}
-        leaders = [*reversed(firsts.values())][:MOST_LEADERS]  # one of each prompt
+        leaders = [*reversed(firsts.values())][:MOST_LEADERS]
         for seat in sorted(self._joining, key=lambda seat: seat.order):
             seat.source, seat.shared, seat.wave = None, 0, 0
             if seat.cached:
@@ -334,11 +345,12 @@ class Scheduler:
             if source is not seat:
                 seat.source, seat.shared = source, len(seat.history) - 1
             else:
-                for other in leaders:
-                    begun = other.history[: other.cached or None]
-                    shared = common_prefix(begun, seat.history[:-1])
+                for leader in leaders:
+                    # A leader that joins in this step has nothing cached yet, but will have.
+                    cached_ids = leader.history[: leader.cached or None]
+                    shared = common_prefix(cached_ids, seat.history[:-1])
                     if shared > seat.shared:
-                        seat.source, seat.shared = other, shared
+                        seat.source, seat.shared = leader, shared
             if seat.shared < LEAST_SHARED:
                 seat.source, seat.shared = None, 0
                 if source is seat and len(leaders) < MOST_LEADERS:
@@ -347,7 +359,7 @@ class Scheduler:
                 seat.wave = seat.source.wave + 1
 
     def _admit_expected(self) -> bool:
-        """Admit by the clock; False: a session whose turn it is has not called yet."""
+        """Admit by the clock. False: a session whose turn it is has not called yet."""
         while True:
             # Rejoin sessions that are due, and free the rows of those that left.
             self._leaving = [s for s in self._leaving if s.due is not None and s.due > self.clock]
@@ -372,6 +384,7 @@ class Scheduler:
             self.clock = min(seat.due for seat in idle if seat.due is not None)
 
     def _join(self, session: str) -> None:
+        """Move a session's waiting request to its seat, which is made if it has none."""
         seat = self.seats.get(session)
         if seat is None:
             ticket = self._tickets.get(session)

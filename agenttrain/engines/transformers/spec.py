@@ -17,7 +17,7 @@ from agenttrain.engines.spec import EngineInputs, EngineSpec
 from agenttrain.engines.transformers.config import TransformersSettings
 
 FEWEST_ROWS = 8
-"""Rows of the smallest batch that is proposed."""
+"""Smallest engine.max_rows that `plan` proposes."""
 
 
 def build(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
@@ -28,14 +28,14 @@ def build(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
 
 
 def build_apart(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
-    """Build the engine on a model of its own, whose weights come with the first update."""
+    """Build the engine on a copy of the model, whose weights come with the first update."""
     from agenttrain.engines.transformers.apart import build_copy
 
     return build_copy(settings, inputs)
 
 
 def check_model(settings: TransformersSettings, model: Any) -> None:
-    """Raise EngineError for too long a context, and for a cache that the engine does not know."""
+    """Raise EngineError for too long a context, and for a model with another cache."""
     from agenttrain.engines.transformers.decoder import refuse_unknown_caches
     from agenttrain.engines.transformers.engine import max_context
 
@@ -44,45 +44,57 @@ def check_model(settings: TransformersSettings, model: Any) -> None:
 
 
 def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
-    """Estimate the keys and values, and the copy of weights that are divided among processes."""
+    """Estimate the keys and values, and the engine's whole weights if the policy's are sharded."""
     items = []
     if load.sharded:
-        why = "a layer whole, for the engine's copy"
-        bytes_ = sizes.gathered
-        items.append(MemoryItem(name="layer", bytes=bytes_, why=why, when=(When.sync,)))
+        items.append(
+            MemoryItem(
+                name="layer",
+                bytes=sizes.gathered,
+                why="a layer whole, for the engine's copy",
+                when=(When.sync,),
+            )
+        )
         why = "engine=transformers samples from weights that are whole"
         items.append(MemoryItem(name="engine's weights", bytes=sizes.weights, why=why))
     items.append(_keys_and_values(load, sizes))
-    rows, fewer = min(settings.max_rows, load.rows), []
+    rows = min(settings.max_rows, load.rows)
+    fewer_rows = []
     while rows // 2 >= FEWEST_ROWS:
         rows //= 2
-        fewer.append(rows)
-    savings = (*shorter_context(settings.max_context, load), ("max_rows", fewer))
+        fewer_rows.append(rows)
+    savings = (*shorter_context(settings.max_context, load), ("max_rows", fewer_rows))
     return EngineMemory(items=tuple(items), savings=savings)
 
 
 def copy_memory(
     settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes, gpus: int
 ) -> EngineMemory:
-    """Estimate the copy of the policy in the rollout process, which one GPU holds."""
-    why = "the rollout process has a copy of the policy"
-    own = MemoryItem(name="engine's weights", bytes=sizes.weights, why=why)
-    why = "new weights, read whole from their files before they are loaded"
-    new = MemoryItem(
-        name="new weights", bytes=sizes.weights, why=why, when=(When.sync,), on_host=load.on_gpu
+    """Estimate the memory of the rollout process, whose copy of the policy is on one GPU."""
+    copy = MemoryItem(
+        name="engine's weights",
+        bytes=sizes.weights,
+        why="the rollout process has a copy of the policy",
     )
-    return EngineMemory(items=(own, _keys_and_values(load, sizes), new))
+    new_weights = MemoryItem(
+        name="new weights",
+        bytes=sizes.weights,
+        why="new weights, read whole from their files before they are loaded",
+        when=(When.sync,),
+        on_host=load.on_gpu,
+    )
+    return EngineMemory(items=(copy, _keys_and_values(load, sizes), new_weights))
 
 
 def _keys_and_values(load: EngineLoad, sizes: ModelSizes) -> MemoryItem:
     from agenttrain.engines.transformers.cache import final_capacity
 
     tokens = final_capacity(load.prompt, load.sampled, load.limit)
-    grown = f", in rows that grew to {tokens:,}" if tokens > load.sampled else ""
+    growth = f", in rows that grew to {tokens:,}" if tokens > load.sampled else ""
     return MemoryItem(
         name="keys and values",
         bytes=(load.rows * tokens + 1) * sizes.token_cache,  # one slot takes the padding
-        why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{grown}, "
+        why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{growth}, "
         f"{sizes.token_cache:,} bytes each",
     )
 

@@ -1,12 +1,12 @@
 """The decode loop: one thread that owns the scheduler, the cache and the model's forward passes.
 
-Other threads only post actions to it; they run between two steps.
+Other threads only post actions to it. An action runs between two steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from queue import Empty, SimpleQueue
@@ -28,17 +28,17 @@ class EngineStats:
     prefilled_tokens: int = 0
     """Ids of prompts, replies and last sampled tokens fed in prefill passes, padding left out."""
     copied_tokens: int = 0
-    """Ids whose keys and values were copied from a row with the same beginning."""
+    """Ids whose keys and values were copied from a row with the same prefix."""
     decode_steps: int = 0
-    """Batches formed: each gives every active session one token."""
+    """Steps, each of which gives every active session one token."""
     decoded_tokens: int = 0
-    """Tokens sampled."""
+    """Sampled tokens."""
     evictions: int = 0
-    """Idle sessions that lost their cache to a waiting one."""
+    """Idle sessions that lost their row to a waiting session."""
 
 
 class EngineWorker:
-    """Steps while there is work, blocks on its inbox while there is none."""
+    """Steps while there is work, and blocks on its inbox while there is none."""
 
     def __init__(self, decoder: Decoder, scheduler: Scheduler) -> None:
         self.decoder = decoder
@@ -47,19 +47,22 @@ class EngineWorker:
         self.version = 0
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._when_idle: list[Callable[[], object]] = []
+        """Actions that wait until no request decodes."""
         self._stopped = False
-        self._spoilt = False
+        self._is_corrupt = False
+        """The cache may hold numbers that are not finite: wipe it before the next step."""
         self._batch: list[Generation] = []
-        self._sees = False
+        self._has_images = False
         """The batch has a sequence with images."""
-        self._plan = sampler.plan([], decoder.device)
+        self._tensors = sampler.make_tensors([], decoder.device)
+        """Sampling settings of the batch."""
 
     def post(self, action: Callable[[], object]) -> None:
         """Run `action` in the worker's thread before its next step."""
         self._inbox.put(action)
 
     def drain(self, action: Callable[[], object]) -> None:
-        """Run `action` once the requests that decode have ended; others wait for it.
+        """Run `action` once the requests that decode have ended. Until then no other request joins.
 
         Call it in the worker's thread.
         """
@@ -68,20 +71,12 @@ class EngineWorker:
 
     def run(self, gpu: int | None) -> None:
         """Work on this GPU until `stop` is posted: the thread's body."""
-        use_gpu(gpu)
+        use_gpu(gpu)  # a new thread begins on GPU 0, whatever its parent's
         while not self._stopped:
             try:
-                try:
-                    while True:
-                        self._inbox.get_nowait()()
-                except Empty:
-                    pass
+                self._run_actions()
                 if self._stopped:
                     break
-                if self._when_idle and not self.scheduler.active:
-                    actions, self._when_idle, self.scheduler.draining = self._when_idle, [], False
-                    for action in actions:
-                        action()
                 if self.scheduler.ready():
                     self._step()
                 else:
@@ -90,15 +85,27 @@ class EngineWorker:
                 self._fail(EngineError(f"a decode step failed: {type(error).__name__}: {error}"))
         self._fail(EngineError("the engine was closed (aclose) while this call waited"))
 
+    def _run_actions(self) -> None:
+        """Run the posted actions, then those that waited for the batch to end, if it has."""
+        try:
+            while True:
+                self._inbox.get_nowait()()
+        except Empty:
+            pass
+        if self._when_idle and not self.scheduler.active and not self._stopped:
+            actions, self._when_idle, self.scheduler.draining = self._when_idle, [], False
+            for action in actions:
+                action()
+
     def add(self, request: Generation) -> None:
-        """Queue a request, or fail it."""
+        """Queue a request, or deliver the scheduler's error to its caller."""
         try:
             self.scheduler.add(request)
         except EngineError as error:
             request.deliver(error)
 
     def release(self, session: str) -> None:
-        """End a session; its call that still waits fails."""
+        """End a session. A call of it that still waits fails."""
         request = self.scheduler.release(session)
         if request is not None:
             request.deliver(EngineError(f"session={session!r} was released while it generated"))
@@ -106,9 +113,9 @@ class EngineWorker:
     def update(
         self, weights: dict[str, torch.Tensor], version: int, *, keeps: bool = False
     ) -> None:
-        """Copy the weights in; every cached key and value is stale from now on.
+        """Copy the weights in and mark all cached keys and values as stale.
 
-        `keeps`: sessions that have some go on with them.
+        With `keeps`, running sessions go on with theirs.
         """
         state = self.decoder.model.state_dict()
         with torch.no_grad():
@@ -124,50 +131,21 @@ class EngineWorker:
         self._stopped = True
 
     def _fail(self, error: EngineError) -> None:
+        """End all requests with an error."""
         requests: list[Generation] = list(self.scheduler.requests())
         for request in requests:
             self.scheduler.release(request.session)
             request.deliver(error)
-        self._spoilt = True
+        self._is_corrupt = True
 
     def _step(self) -> None:
+        """Sample one token for every active session, and deliver the completions that end."""
         seats = self.scheduler.active
         with self.decoder.evaluating():
-            if self._spoilt:
-                self.decoder.cache.wipe()
-                self.scheduler.invalidate()
-                self._spoilt = False
-            batch = [_request(seat) for seat in seats]
-            if batch != self._batch:
-                self._batch = batch
-                self.decoder.cache.arrange(seats, self.scheduler.seats.values())
-                self._plan = sampler.plan([r.sampling for r in batch], self.decoder.device)
-                self._sees = any(request.layout is not None for request in batch)
-            # One pass for the seats that decode one id each, more for those with several new ids.
-            split = next((i for i, seat in enumerate(seats) if seat.pending > 1), len(seats))
-            waves = [list(wave) for _, wave in groupby(seats[split:], key=lambda seat: seat.wave)]
-            logits_NV: list[torch.Tensor] = []
-            first = 0
-            for rows in (seats[:split], *waves):
-                if not rows:
-                    continue
-                if first >= split:
-                    self.stats.copied_tokens += self.decoder.cache.copy_prefixes(rows)
-                new = [seat.next_ids() for seat in rows]
-                starts = [seat.cached for seat in rows]
-                layouts = [_request(seat).layout for seat in rows] if self._sees else ()
-                if first < split:
-                    logits_NV.append(self.decoder.forward(first, new, starts, layouts))
-                else:
-                    logits_NV.append(self.decoder.prefill(first, new, starts, layouts))
-                    self.stats.prefilled_tokens += sum(map(len, new))
-                for seat, ids in zip(rows, new, strict=True):
-                    seat.cached += len(ids)
-                first += len(rows)
+            self._prepare(seats)
+            logits_NV = self._feed(seats)
             uniforms = [request.noise[len(request.sampled)] for request in self._batch]
-            logits = torch.cat(logits_NV) if len(logits_NV) > 1 else logits_NV[0]
-            del logits_NV  # not beside the sampler's own copies
-            sampled, logprobs = sampler.sample(logits, self._plan, uniforms)
+            sampled, logprobs = sampler.sample(logits_NV, self._tensors, uniforms)
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += len(seats)
         self.stats.evictions = self.scheduler.evictions
@@ -175,7 +153,7 @@ class EngineWorker:
         outcomes = zip(list(seats), sampled.tolist(), logprobs.tolist(), strict=True)
         for seat, token, logprob in outcomes:
             if not math.isfinite(logprob):
-                self._end_broken(seat, logprob)
+                self._fail_seat(seat, logprob)
                 continue
             request = _request(seat)
             finish = request.append(token, logprob, self.version)
@@ -184,11 +162,49 @@ class EngineWorker:
                 request.deliver(request.completion(finish))
         self.scheduler.clock += 1
 
-    def _end_broken(self, seat: Seat, logprob: float) -> None:
-        """End a session whose logprobs are not finite, with the likely cause."""
+    def _prepare(self, seats: Sequence[Seat]) -> None:
+        """Wipe the cache if it is corrupt, and follow a change of the batch."""
+        if self._is_corrupt:
+            self.decoder.cache.wipe()
+            self.scheduler.invalidate()
+            self._is_corrupt = False
+        batch = [_request(seat) for seat in seats]
+        if batch != self._batch:
+            self._batch = batch
+            self.decoder.cache.arrange(seats, self.scheduler.seats.values())
+            self._tensors = sampler.make_tensors([r.sampling for r in batch], self.decoder.device)
+            self._has_images = any(request.layout is not None for request in batch)
+
+    def _feed(self, seats: Sequence[Seat]) -> torch.Tensor:
+        """Feed the pending ids of all seats, and return the logits after the last one, [N, V]."""
+        # One pass for the seats that decode one id each, then a prefill pass for each wave.
+        split = next((i for i, seat in enumerate(seats) if seat.pending > 1), len(seats))
+        waves = [list(wave) for _, wave in groupby(seats[split:], key=lambda seat: seat.wave)]
+        logits_NV: list[torch.Tensor] = []
+        first = 0
+        for rows in (seats[:split], *waves):
+            if not rows:
+                continue
+            if first >= split:
+                self.stats.copied_tokens += self.decoder.cache.copy_prefixes(rows)
+            new = [seat.next_ids() for seat in rows]
+            starts = [seat.cached for seat in rows]
+            layouts = [_request(seat).layout for seat in rows] if self._has_images else ()
+            if first < split:
+                logits_NV.append(self.decoder.forward(first, new, starts, layouts))
+            else:
+                logits_NV.append(self.decoder.prefill(first, new, starts, layouts))
+                self.stats.prefilled_tokens += sum(map(len, new))
+            for seat, ids in zip(rows, new, strict=True):
+                seat.cached += len(ids)
+            first += len(rows)
+        return torch.cat(logits_NV) if len(logits_NV) > 1 else logits_NV[0]
+
+    def _fail_seat(self, seat: Seat, logprob: float) -> None:
+        """End a session whose logprob is not finite. The error names the likely cause."""
         request = _request(seat)
         self.scheduler.release(seat.session)
-        self._spoilt = True
+        self._is_corrupt = True
         temperature = request.sampling.temperature
         cause = (
             f"logits divided by so little overflow; take {LEAST_TEMPERATURE:g} or more, or 0"

@@ -1,7 +1,8 @@
-"""vLLM's engine and its stepping thread: requests in, finished ones back to their loops.
+"""vLLM's engine and the thread that steps it.
 
-`Driver` is the engine as the thread sees it; `Stepper` is the one thread that builds an engine and
-advances it step by step. Nothing else touches it.
+`Stepper` is the thread: it builds an engine, advances it step by step, and runs commands between
+steps. `Driver`, which only the thread calls, holds vLLM's engine and its requests, and returns
+finished ones to their event loops.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.utils.threads import current_gpu, settle, use_gpu
 
 SLEEP_LEVEL = 2
-"""Weights are forgotten. Level 1 would keep a copy in pinned memory of the host, for each GPU."""
+"""Drop the weights. Level 1 would keep a copy in pinned host memory, for each GPU."""
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class VllmStats:
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """The caller that waits for a request."""
+    """The caller of a request: its event loop, and the future that it awaits."""
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
@@ -44,7 +45,7 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
-    """One request, as `VllmEngine` passes it to the driver."""
+    """One request to vLLM; `parameters` are its `SamplingParams`."""
 
     id: str
     token_ids: list[int]
@@ -52,38 +53,38 @@ class VllmRequest:
 
 
 def deliver(outcomes: Sequence[tuple[Waiter, Any]]) -> None:
-    """Settle futures with their outcomes; each event loop is woken once."""
+    """Settle futures with their outcomes. Each event loop is woken once."""
 
-    def settle_all(settled: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
-        for future, outcome in settled:
+    def settle_all(pairs: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+        for future, outcome in pairs:
             settle(future, outcome)
 
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
-    for waiting, outcome in outcomes:
-        by_loop.setdefault(waiting.loop, []).append((waiting.future, outcome))
-    for loop, settled in by_loop.items():
+    for waiter, outcome in outcomes:
+        by_loop.setdefault(waiter.loop, []).append((waiter.future, outcome))
+    for loop, pairs in by_loop.items():
         with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
-            loop.call_soon_threadsafe(settle_all, settled)
+            loop.call_soon_threadsafe(settle_all, pairs)
 
 
 @dataclass(slots=True)
 class Driver:
-    """The `Steppable` over vLLM's `LLMEngine`; only the stepper's thread calls it."""
+    """The `Steppable` over vLLM's `LLMEngine`. Only the stepper's thread calls it."""
 
     llm: Any
     version: int = 0
     """Version of the weights."""
     holding: bool = False
-    """True: new requests wait until new weights are in."""
+    """True: new requests wait until `release_held`."""
     adapter: Any = None
     """vLLM's `LoRARequest` of the policy's adapters, once there are some."""
     failure: EngineError | None = None
-    """The reason why no request is served: the engine is dead, or half of its weights are new."""
+    """Why no request is served: the engine is dead, or only some of its weights are new."""
     stats: VllmStats = field(default_factory=VllmStats)
     _waiting: dict[str, Waiter] = field(default_factory=dict)
     _held: list[VllmRequest] = field(default_factory=list)
     _asleep: list[str] = field(default_factory=list)
-    """Parts of the memory that vLLM has given back, by its names, until `wake` takes them again."""
+    """Parts of the memory that vLLM has freed, by its names, until `wake` allocates them again."""
     _closed: bool = False
 
     def busy(self) -> bool:
@@ -93,15 +94,15 @@ class Driver:
     def step(self) -> None:
         """Do one step of vLLM."""
         self.stats.steps += 1
-        done = []
+        finished = []
         for output in self.llm.step():
-            if output.finished and (waiting := self._waiting.pop(output.request_id, None)):
+            if output.finished and (waiter := self._waiting.pop(output.request_id, None)):
                 self.stats.prompt_tokens += len(output.prompt_token_ids)
                 self.stats.cached_tokens += output.num_cached_tokens or 0
                 self.stats.sampled_tokens += len(output.outputs[0].token_ids)
-                done.append((waiting, output))
-        if done:
-            deliver(done)
+                finished.append((waiter, output))
+        if finished:
+            deliver(finished)
 
     def fail(self, error: BaseException) -> None:
         """Fail every waiting request and every later one: vLLM is dead."""
@@ -111,26 +112,26 @@ class Driver:
         self.fail_requests(error)
 
     def fail_requests(self, error: EngineError) -> None:
-        """Fail all requests."""
-        waiting, self._waiting, self._held = self._waiting, {}, []
+        """Fail all requests, in vLLM or held back."""
+        waiters, self._waiting, self._held = self._waiting, {}, []
         if not isinstance(error, EngineDead):
-            self.llm.abort_request([*waiting])
-        # An exception of its own for each: a traceback grows where it is raised.
-        deliver([(one, type(error)(str(error))) for one in waiting.values()])
+            self.llm.abort_request([*waiters])
+        # A new exception for each caller: every raise adds to an exception's traceback.
+        deliver([(waiter, type(error)(str(error))) for waiter in waiters.values()])
 
-    def add(self, request: VllmRequest, waiting: Waiter, *, held: bool = True) -> None:
-        """Take a request, now or, if it may be `held`, when the new weights are in."""
+    def add(self, request: VllmRequest, waiter: Waiter, *, held: bool = True) -> None:
+        """Pass a request to vLLM: at once or, if it may be `held`, after `release_held`."""
         if self.failure is not None:
-            deliver([(waiting, type(self.failure)(str(self.failure)))])
+            deliver([(waiter, type(self.failure)(str(self.failure)))])
             return
-        self._waiting[request.id] = waiting
+        self._waiting[request.id] = waiter
         if self.holding and held:
             self._held.append(request)
         else:
             self._admit(request)
 
     def _admit(self, request: VllmRequest) -> None:
-        # Salted: keys and values of other weights are never taken for those of these.
+        # The salt keeps a prefix cache entry of older weights from being used.
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": str(self.version)}
         try:
             self.llm.add_request(request.id, prompt, request.parameters, lora_request=self.adapter)
@@ -139,7 +140,7 @@ class Driver:
             deliver([(self._waiting.pop(request.id), failure)])
 
     def abort(self, request_id: str) -> None:
-        """Drop a request that nobody waits for; it may have ended, or not have begun."""
+        """Drop a request that nobody waits for. It may have ended, or be held back."""
         if self._waiting.pop(request_id, None) is None:
             return
         held = [request for request in self._held if request.id != request_id]
@@ -148,11 +149,10 @@ class Driver:
         self._held = held
 
     def pause(self) -> None:
-        """Schedule no further token, and deliver those that are being computed.
+        """Stop scheduling, and finish the batches that have started. Raises EngineDead.
 
-        With asynchronous scheduling a step starts a batch and returns the one before it. Batches
-        that have started use the weights that are loaded now, and must carry their version. Raises
-        EngineDead if such a step fails.
+        With asynchronous scheduling a step starts a batch and returns the one before it. A batch
+        that has started uses the weights of now: its tokens must not get the next version's label.
         """
         core = self.llm.engine_core.engine_core
         try:
@@ -168,25 +168,25 @@ class Driver:
         self.llm.engine_core.engine_core.resume_scheduler()
 
     def sleep(self) -> None:
-        """Give the memory of weights and cache back; the next update fills both anew."""
+        """Free the memory of weights and cache. The next update allocates and fills both."""
         self.pause()
         self.llm.sleep(SLEEP_LEVEL)
         self._asleep = ["weights", "kv_cache"]
 
     def wake(self, memory: str) -> None:
-        """Take memory again that was given back, by vLLM's name for it."""
+        """Allocate memory that `sleep` has freed, by vLLM's name for it."""
         if memory in self._asleep:
             self.llm.wake_up([memory])
             self._asleep.remove(memory)
 
     def close(self) -> None:
-        """Fail every waiting request and shut vLLM down; there is no further step."""
+        """Fail every waiting request and shut vLLM down. There is no further step."""
         self.fail(EngineDead("the engine was closed"))
         self._closed = True
         self.llm.engine_core.shutdown()
 
     def release_held(self) -> None:
-        """Let requests in again."""
+        """Pass the held requests to vLLM, and hold no more back."""
         self.holding = False
         held, self._held = self._held, []
         for request in held:
@@ -195,9 +195,9 @@ class Driver:
 
 Value = TypeVar("Value")
 WAKE_S = 0.5
-"""Seconds between two chances of the interpreter to handle signals while an engine is built."""
+"""Seconds after which Python handles a signal at the latest, while an engine is built."""
 INTERRUPT_S = 5.0
-"""Seconds that an interrupted build has to end."""
+"""Seconds in which an interrupted build has to end."""
 
 
 class Steppable(Protocol):
@@ -212,7 +212,7 @@ class Steppable(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Fail every waiting request: a step raised, and it was the last one."""
+        """Fail every waiting request: a step or a command raised, and no step follows."""
         ...
 
 
@@ -222,48 +222,48 @@ Engine = TypeVar("Engine", bound=Steppable)
 class Stepper(Generic[Engine]):
     """Builds an engine, and runs commands between its steps in the order of their arrival.
 
-    All of it in one thread, on the GPU of the thread that made the Stepper. CUDA's current device
-    and stream belong to a thread: an engine that is built in one thread and stepped in another
-    launches kernels on two devices, in two orders.
+    All of it happens in one thread, on the GPU of the thread that made the Stepper. CUDA's current
+    device and stream belong to a thread: an engine that is built in one thread and stepped in
+    another launches kernels on two devices, in two orders.
     """
 
     engine: Engine
-    """The engine that was built; use it in commands only."""
+    """Use it in commands only."""
 
     def __init__(self, build: Callable[[], Engine], *, name: str) -> None:
-        """Run `build` in the new thread and wait for it; its errors are raised."""
+        """Run `build` in the new thread and wait for it. Raises its errors."""
         self._wake = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._closed = False
         self.dead: BaseException | None = None
-        """The error that a step raised; nothing runs any more."""
+        """Error of the step after which no further one runs."""
         built: Future[None] = Future()
         arguments = (build, built, current_gpu())
-        self._thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=arguments, name=name, daemon=True)
         try:
             self._thread.start()
-            # A signal just before a wait does not end it, so no wait may last for ever.
+            # A signal that comes just before a wait does not end it: wait in short pieces.
             while not wait((built,), WAKE_S).done:
                 pass
             built.result()
         except BaseException as error:
             if not built.done():  # Ctrl-C or a signal, which only the main thread gets
-                # Raise it in the thread too, as if this one had built the engine.
+                # Raise it in the new thread too, to end the build there.
                 ident = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(type(error)))
                 self._thread.join(INTERRUPT_S)
             raise
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run `command` before the next step; an error in it ends the engine, as in a step."""
+        """Run `command` before the next step. An error in it ends the engine, as one in a step."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
 
     def call(self, function: Callable[[], Value]) -> Future[Value]:
-        """Run `function` before the next step; the future gets its result or its exception.
+        """Run `function` before the next step, and return a future of its result.
 
-        If the future is cancelled first, `function` does not run.
+        If the future is cancelled before that, `function` does not run.
         """
         future: Future[Value] = Future()
 
@@ -285,8 +285,8 @@ class Stepper(Generic[Engine]):
             self._wake.notify()
         self._thread.join()
 
-    def _live(self, build: Callable[[], Engine], built: Future[None], gpu: int | None) -> None:
-        """Build the engine and drive it: the thread's body."""
+    def _run(self, build: Callable[[], Engine], built: Future[None], gpu: int | None) -> None:
+        """Build the engine and step it: the thread's body."""
         try:
             use_gpu(gpu)
             self.engine = build()
@@ -296,7 +296,7 @@ class Stepper(Generic[Engine]):
         built.set_result(None)
         while True:
             with self._wake:
-                while not (self._commands or self._closed or self._moving()):
+                while not (self._commands or self._closed or self._has_step()):
                     self._wake.wait()
                 commands, self._commands = self._commands, []
                 if self._closed and not commands:
@@ -304,13 +304,13 @@ class Stepper(Generic[Engine]):
             try:
                 while commands:
                     commands.pop(0)()
-                if self._moving():
+                if self._has_step():
                     self.engine.step()
             except BaseException as error:
                 self.dead = error
                 self.engine.fail(error)
-                with self._wake:  # the other commands still run: callers wait for them
+                with self._wake:  # callers wait for the remaining commands, which still run
                     self._commands[:0] = commands
 
-    def _moving(self) -> bool:
+    def _has_step(self) -> bool:
         return self.dead is None and self.engine.busy()

@@ -29,11 +29,9 @@ from agenttrain.types import Completion, Finish
 Value = TypeVar("Value")
 
 FINISHES = {"stop": Finish.stop, "length": Finish.length, "abort": Finish.abort}
-"""By vLLM's name; its others (an error, a repetition) end the rollout as failed."""
-
-
+"""By vLLM's name. Any other reason (an error, a repetition) fails the rollout."""
 DRAIN_S = 600.0
-"""Seconds within which requests in flight end, at a drain."""
+"""Seconds that a drain waits for requests in flight."""
 
 
 class VllmEngine:
@@ -60,12 +58,15 @@ class VllmEngine:
         seed: int = 0,
         log: Path | None = None,
     ) -> None:
-        """`dtype` is the policy's; the engine's own is `engine.dtype`. With `adapters`, `update`
-        takes adapters only; the weights under them stay those of `folder`. `drain_s` bounds how
-        long an update waits for requests in flight. `tokenizer` is a folder; requests with a
-        grammar need it. `log`: the file that vLLM's log is appended to.
+        """Build vLLM with the weights of `folder`.
 
-        Raises EngineError when vLLM is not installed, or refuses the model or a setting."""
+        `dtype` is the policy's number format, `config.dtype` the engine's. With `adapters`,
+        `update` takes adapters only, and the weights under them stay those of `folder`. An update
+        waits `drain_s` seconds for requests in flight. `tokenizer`: a folder, which requests with a
+        grammar need. `log`: the file that vLLM's log is appended to.
+
+        Raises EngineError if vLLM is not installed, or refuses the model or a setting.
+        """
 
         def build() -> Driver:
             llm = build_llm_engine(
@@ -118,8 +119,8 @@ class VllmEngine:
         refuse_images(self, images, session)
         # An unknown id would kill vLLM, and with it every other rollout.
         ids = np.asarray(token_ids)  # of a ledger's array, without a copy
-        known = ids.size > 0 and 0 <= ids.min() <= ids.max() < self._vocabulary
-        if not known:
+        is_valid = ids.size > 0 and 0 <= ids.min() <= ids.max() < self._vocabulary
+        if not is_valid:
             raise EngineError(
                 f"token_ids: {len(token_ids)} ids, not all from 0 to {self._vocabulary - 1}. Send "
                 "at least one, of the tokenizer that belongs to the model."
@@ -151,7 +152,7 @@ class VllmEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of every id after the first, at temperature 1.
 
-        With adapters requests in flight end first, and new ones wait.
+        With adapters, requests in flight end first, and new ones wait.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -164,8 +165,8 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         if self.takes_adapters:
-            # Beside other requests this kills vLLM 0.32: it looks up the head's adapters for other
-            # rows than it has logits of.
+            # With other requests in the batch this kills vLLM 0.32: it applies the head's adapters
+            # to other rows than it has logits of.
             await self._drain()
         try:
             output = await self._request("score", list(token_ids), parameters, held=False)
@@ -178,14 +179,14 @@ class VllmEngine:
     async def _request(
         self, session: str, token_ids: list[int], parameters: Any, *, held: bool = True
     ) -> Any:
-        """Return the output of a request; if `held`, it waits while new requests are held back."""
+        """Return vLLM's output for a request. If `held`, it waits while requests are held back."""
         self._check_alive()
         loop = asyncio.get_running_loop()
-        waiting = Waiter(loop, loop.create_future())
+        waiter = Waiter(loop, loop.create_future())
         request = VllmRequest(f"{session}/{next(self._numbers)}", token_ids, parameters)
-        self._stepper.post(partial(self._driver.add, request, waiting, held=held))
+        self._stepper.post(partial(self._driver.add, request, waiter, held=held))
         try:
-            return await waiting.future
+            return await waiter.future
         except asyncio.CancelledError:
             self._stepper.post(partial(self._driver.abort, request.id))
             raise
@@ -197,6 +198,7 @@ class VllmEngine:
             raise EngineDead(str(self._driver.failure))
 
     async def _between_steps(self, function: Callable[[], Value]) -> Value:
+        """Return the result of a function in the stepping thread."""
         self._check_alive()
         return await asyncio.wrap_future(self._stepper.call(function))
 
@@ -207,23 +209,25 @@ class VllmEngine:
             self.lacks_base = self.takes_adapters
 
     async def release(self, session: str) -> None:
-        """Do nothing: the prefix cache evicts the entries that were not used for the longest."""
+        """Do nothing: the prefix cache evicts its least recently used entries."""
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights; `weight_sync.mode` decides about requests in flight.
+        """Take new weights. `weight_sync.mode` decides about requests in flight:
 
-        drain: they end first, new ones wait; abort_resume: they go on under the new weights, which
-        read all their tokens again; in_flight: they go on with the keys and values that they have.
-        Raises EngineError if the engine is dead, if requests do not end in time, and if the
-        weights do not fit the model. In the last case some weights may be new, so that the engine
-        serves nothing until an update that fits.
+        - drain: they end first, and new ones wait;
+        - abort_resume: they go on under the new weights, which read all their tokens again;
+        - in_flight: they go on with their keys and values.
+
+        Raises EngineError if the engine is dead, if requests do not end in time, or if the weights
+        do not fit the model. In the last case some weights may be new: the engine serves nothing
+        until an update that fits.
         """
         if self._mode is WeightSyncMode.drain:
             await self._drain()
         await self._between_steps(partial(self._load, weights, version))
 
     async def _drain(self) -> None:
-        """Hold new requests back until there is none in flight."""
+        """Hold new requests back, and wait until none is in flight. `release_held` ends it."""
 
         def hold() -> bool:
             self._driver.holding = True
@@ -243,6 +247,7 @@ class VllmEngine:
             raise
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load weights, in the stepping thread. After an error the engine serves nothing."""
         llm, driver = self._driver.llm, self._driver
         driver.pause()
         try:
@@ -255,7 +260,7 @@ class VllmEngine:
                     self._manifest.load(llm, base)
                     self.lacks_base = False
                 driver.adapter = load_adapters(llm, weights, alpha=self._adapters.alpha)
-            # Last: loading weights takes memory that the cache may use afterwards.
+            # After the weights: loading them takes memory that the cache gets afterwards.
             driver.wake("kv_cache")
         except Exception as error:
             driver.failure = EngineError(
@@ -267,19 +272,19 @@ class VllmEngine:
             driver.release_held()
             raise driver.failure from error
         driver.failure = None
-        again = self._mode is WeightSyncMode.abort_resume
-        llm.reset_prefix_cache(reset_running_requests=again)
+        restarts = self._mode is WeightSyncMode.abort_resume
+        llm.reset_prefix_cache(reset_running_requests=restarts)
         llm.set_weight_version(str(version))
         driver.version = version
         driver.resume()
         driver.release_held()
 
     async def aclose(self) -> None:
-        """Shut vLLM down; calls still waiting fail with EngineDead. A second time does nothing."""
+        """Shut vLLM down. Calls still waiting fail with EngineDead. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        # Now: at garbage collection vLLM would tear down the process groups of the next engine.
+        # Not at garbage collection, when vLLM would tear down the next engine's process groups.
         closed = self._stepper.call(self._driver.close)
         await asyncio.to_thread(self._stepper.close)
         closed.result()
@@ -301,12 +306,12 @@ def _parameters(sampling: Sampling, budget: int) -> Any:
             seed=sampling.seed,
             stop_token_ids=list(sampling.stop_token_ids),
             structured_outputs=grammar and StructuredOutputsParams(structural_tag=grammar),
-            ignore_eos=True,  # the stop tokens are named
+            ignore_eos=True,  # stop_token_ids names the end-of-turn tokens that count
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # made for this request alone
+            skip_clone=True,  # no other request shares this object
         )
     except VLLMValidationError as error:
         raise EngineError(f"vLLM refuses a request: {error}") from error

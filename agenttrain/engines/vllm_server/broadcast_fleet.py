@@ -1,7 +1,7 @@
-"""`BroadcastFleet`: servers that get their weights all at once, from the trainer's GPU.
+"""`BroadcastFleet`: servers that get their weights together, from the trainer's GPU.
 
-Nothing is kept that a server could load on its own. One that was started again waits in the state
-`syncing` for the next weight sync, and then joins the new group.
+There are no files from which a server could load weights by itself. A server that was started again
+stays `syncing` until the next weight sync, and then joins the new group.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from agenttrain.engines.vllm_server.fleet import Fleet, FleetLost
 from agenttrain.engines.vllm_server.health import ANSWERING, EXAMINED, Member, MemberState
 from agenttrain.engines.vllm_server.nccl_transport import BROADCAST_S
 from agenttrain.engines.vllm_server.outside import Outside
-from agenttrain.engines.vllm_server.records import ServerRecord
+from agenttrain.engines.vllm_server.server_records import ServerRecord
 from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import WeightSyncMode
 
 ATTEMPTS = 8
-"""Broadcasts of one version that may reach nobody."""
+"""Broadcasts of one version, one after the other, that may reach no server."""
 
 
 class BroadcastFleet(Fleet):
@@ -35,42 +35,44 @@ class BroadcastFleet(Fleet):
         *,
         ahead: bool = False,
     ) -> None:
-        """`ahead`: rollouts go on while the trainer works, so that a weight sync may still come
-        where no server has weights."""
+        """`ahead`: rollouts run during training, so a wait for weights may end with a weight sync.
+
+        Otherwise the trainer waits for the rollouts, and no weight sync can come.
+        """
         super().__init__(folder, servers, mode, outside)
         self._patience_s = servers.request_s if ahead else 0.0
-        # Without rollouts ahead no request is in flight that a pause would wait for.
+        # Without rollouts ahead no request is in flight during a sync: a pause takes no time.
         self._pause_s = servers.request_s if ahead else min(servers.request_s, BROADCAST_S)
-        self._stranded: float | None = None
-        """Time since which no server has the current weights."""
-        self._assembled = False
-        """A broadcast goes on."""
+        self._stranded_since: float | None = None
+        """Time since which no server has the current weights. None: one has."""
+        self._is_broadcasting = False
+        """A broadcast goes on, between `assemble` and `settle`."""
         self._attempts = 0
-        """Broadcasts of this version that have reached nobody."""
+        """Broadcasts of this version that have reached no server."""
 
     async def assemble(self, version: int) -> Audience:
         """Implement `Broadcasts.assemble`; raises FleetLost."""
-        await self._started()
-        self._probe, self._assembled = None, True
-        # There are no files: only the version counts.
+        await self._await_start()
+        self._probe, self._is_broadcasting = None, True
+        # `Versions` takes files, but only their version counts here: nothing is read from disk.
         self._versions.add(WeightFiles(folder=self._folder, version=version, digest=""))
-        while not (able := [one for one in self.members if one.state in ANSWERING]):
+        while not (members := [member for member in self.members if member.state in ANSWERING]):
             await super()._wait()
-        for member in able:
+        for member in members:
             member.state = MemberState.syncing
         self.changed()
-        receivers = [one.record for one in able if one.record is not None]
+        records = [member.record for member in members if member.record is not None]
         return Audience(
             version=version,
             receivers=tuple(
                 Receiver(
-                    number=one.number,
-                    boot=one.boot,
-                    url=one.url,
-                    token=one.token,
-                    workers=one.world_size,
+                    number=record.number,
+                    boot=record.boot,
+                    url=record.url,
+                    token=record.token,
+                    workers=record.world_size,
                 )
-                for one in receivers
+                for record in records
             ),
             mode=self._mode,
             pause_s=self._pause_s,
@@ -83,6 +85,7 @@ class BroadcastFleet(Fleet):
         """
         for receipt in result.receipts:
             member = self.members[receipt.number]
+            # It has died meanwhile: the receipt is of an earlier start.
             if member.boot != receipt.boot or member.state is not MemberState.syncing:
                 continue
             if receipt.problem is not None:
@@ -90,40 +93,42 @@ class BroadcastFleet(Fleet):
             elif member.client is not None:
                 member.state, member.version = MemberState.loaded, result.version
                 member.client.paused_s = receipt.paused_s
-        arrived = any(one.state is MemberState.loaded for one in self.members)
-        self._attempts = 0 if arrived else self._attempts + 1
+        has_arrived = any(member.state is MemberState.loaded for member in self.members)
+        self._attempts = 0 if has_arrived else self._attempts + 1
         if self._attempts == ATTEMPTS:
-            texts = [f"{one.name}: {one.reason or one.state}" for one in self.members]
+            texts = [f"{member.name}: {member.reason or member.state}" for member in self.members]
             raise FleetLost(
                 f"weight_sync.transport=nccl: {ATTEMPTS} broadcasts of weight update "
                 f"{result.version} have reached no server; can the GPUs of the trainer and of the "
                 "servers reach each other? weight_sync.transport=files goes another way\n"
                 + "\n".join(texts)
             )
-        self._stranded, self._assembled = None, not arrived
+        self._stranded_since, self._is_broadcasting = None, not has_arrived
         self.changed()
-        if arrived and self._outside is not None and not self._verified:
+        if has_arrived and self._outside is not None and not self._verified:
             self._check_count(MemberState.loaded)
-        return arrived
+        return has_arrived
 
     async def joined(self, member: Member, record: ServerRecord) -> None:
-        """Take a server that has started; it is in the next audience."""
+        """Add a server that has started to the next audience."""
         if member.client is not None:
             await member.client.aclose()
         member.join(record, self._servers.request_s)
 
     async def _wait(self) -> None:
-        """Wait for a change; raises FleetLost if only a weight sync could help, and none comes."""
-        states = {one.state for one in self.members}
+        """Wait for a change. Raises FleetLost if only a weight sync would help, and none comes."""
+        states = {member.state for member in self.members}
         if self._versions.newest is None or states & {*EXAMINED} or states == {MemberState.gone}:
-            self._stranded = None
+            self._stranded_since = None
         else:
-            self._stranded = self._stranded or time.monotonic()
-            # Weights that have arrived are compared next, and no others come before that.
-            comparing = self._probe is None and not self._assembled
-            patience_s = 0.0 if comparing else self._patience_s
-            if time.monotonic() - self._stranded >= patience_s:
-                texts = [f"{one.name}: {one.state} {one.reason}" for one in self.members]
+            self._stranded_since = self._stranded_since or time.monotonic()
+            # After a broadcast the trainer checks the weights: it sends no others before that.
+            is_verifying = self._probe is None and not self._is_broadcasting
+            patience_s = 0.0 if is_verifying else self._patience_s
+            if time.monotonic() - self._stranded_since >= patience_s:
+                texts = [
+                    f"{member.name}: {member.state} {member.reason}" for member in self.members
+                ]
                 raise FleetLost(
                     "weight_sync.transport=nccl: no server has the policy's weights; one that was "
                     "started again gets them at the next weight sync. Resume the run, with more "

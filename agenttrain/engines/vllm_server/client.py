@@ -1,6 +1,6 @@
-"""`ServerClient`: the calls of one server, of vLLM 0.32's routes.
+"""`ServerClient`: calls of one server, over the routes of vLLM 0.32.
 
-Data: `/inference/v1/generate` takes and returns token ids. Control: `/pause` to `/resume` replace
+`/inference/v1/generate` takes and returns token ids. The routes from `/pause` to `/resume` replace
 the weights. Each call carries the token that the server's guard asks for.
 """
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import aiohttp
 
 FINISHES = {"stop": Finish.stop, "length": Finish.length}
-"""By vLLM's name. An `abort` comes from a server that is dying; others fail the rollout."""
+"""By vLLM's name. An `abort` comes from a server that is dying. Others fail the rollout."""
 KEPT_S = 3.0
-"""Seconds for which an idle connection is kept; vLLM closes one after 5."""
+"""Seconds for which an idle connection is kept. vLLM closes it after 5."""
 CLAMPED = -9999.0
 """The server's log-probability for NaN and minus infinity."""
 PAUSES = {
@@ -36,23 +36,21 @@ PAUSES = {
     WeightSyncMode.abort_resume: ("keep", True),
     WeightSyncMode.in_flight: ("keep", False),
 }
-"""`mode` and `clear_cache` of /pause. vLLM 0.32 heeds `clear_cache` in every mode."""
+"""`mode` and `clear_cache` of /pause. vLLM 0.32 clears the cache in every mode if told so."""
 NOT_FINITE = "not JSON compliant"
 """Part of vLLM 0.32's answer 400 to a request whose log-probabilities are not finite."""
 LOOK_S = 0.02
 """Seconds between two questions whether files have been verified."""
 SHOWN = 400
-"""Characters of a server's answer that a message shows."""
-
-
+"""Most characters of a server's answer in an error message."""
 INFO, WORLD_SIZE = "/server_info", "/get_world_size"
 CHAT = "/v1/chat/completions"
 REFUSABLE = ("/inference", CHAT)
-"""Beginnings of the paths whose requests a server may refuse for what they hold."""
+"""Prefixes of paths at which an answer 400 or 422 is the request's fault, not the server's."""
 
 
 class ServerFailed(Exception):
-    """A server did not answer, or cannot; another one may. `status`: that of its answer, if any."""
+    """A server did not answer as it should. Another one may. `status`: its HTTP status, if any."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
@@ -68,19 +66,21 @@ class ServerFacts:
     paths: frozenset[str]
     """Its routes."""
     config: Mapping[str, Any]
-    """vLLM's configuration; empty if the server does not show it."""
+    """vLLM's configuration. Empty if the server does not show it."""
     world_size: int
-    """Its workers."""
+    """Number of its workers."""
 
 
 class ServerClient:
-    """Calls one server; each method raises ServerFailed if the server is at fault."""
+    """Calls one server. Each method raises ServerFailed if the server is at fault."""
 
     def __init__(self, url: str, token: str, *, timeout_s: float, keep: bool = True) -> None:
-        """`keep`: keep connections between calls; after an answer 500 vLLM's server may close one
-        that the next call is sent over."""
+        """With `keep`, connections are kept between calls.
+
+        Without it no call fails because vLLM's server closes a connection after an answer 500.
+        """
         self.prompt_tokens = self.cached_tokens = 0
-        """Tokens of the prompts so far, and those that the server had in its prefix cache."""
+        """Prompt tokens so far, and those of them that were in the server's prefix cache."""
         self.paused_s = 0.0
         """Seconds for which the last update paused the server."""
         self._paused_at = 0.0
@@ -89,8 +89,9 @@ class ServerClient:
         """Headers of every request."""
         self._keep = keep
         self._timeout_s = timeout_s
-        # aiohttp, as its work for a request does not grow with the connections: httpx takes 2.5 ms
-        # of CPU for one among 64 at once. A session belongs to an event loop.
+        # aiohttp's CPU time per request does not grow with the number of connections. httpx takes
+        # 2.5 ms per request with 64 of them. The session is made later, in the event loop it
+        # belongs to.
         self._http: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -104,11 +105,11 @@ class ServerClient:
         salt: str,
         adapter: int | None = None,
     ) -> Completion:
-        """Continue `token_ids`; raises EngineError for a request that the server refuses.
+        """Continue `token_ids`. Raises EngineError for a request that the server refuses.
 
         `salt` separates the prefix cache's entries of one policy version from another's. `session`
         lets a router send a rollout's turns to one server. `adapter`: the version of the adapters
-        to sample with; None: the weights of the model.
+        to sample with. None: sample with the model's weights.
         """
         parameters = {
             "max_tokens": sampling.max_tokens,
@@ -118,7 +119,7 @@ class ServerClient:
             "min_p": sampling.min_p,
             "seed": sampling.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the stop tokens are named
+            "ignore_eos": True,  # stop_token_ids names the end-of-turn tokens that count
             "logprobs": 0,
             "detokenize": False,
         }
@@ -146,11 +147,11 @@ class ServerClient:
         adapter: int | None = None,
         request_id: str = "probe",
     ) -> list[float]:
-        """Return the log-probability of every id after the first, at temperature 1; NaN for all of
-        them if the server's weights make any of them NaN.
+        """Return the log-probability of every id after the first, at temperature 1.
 
-        With an `adapter` no other request may be in flight: vLLM 0.32 looks up the head's adapters
-        for other rows than it has logits of, and dies.
+        All are NaN if the server's weights make any of them NaN. With an `adapter` no other request
+        may be in flight: vLLM 0.32 applies the head's adapters to other rows than it has logits of,
+        and dies.
         """
         parameters = {
             **{"max_tokens": 1, "temperature": 1.0, "detokenize": False},
@@ -191,20 +192,22 @@ class ServerClient:
         }
         if adapter is not None:
             body["model"] = adapter_name(adapter)
-        # Of ASCII without line breaks, as a header has to be.
+        # Quoted, because a header takes only ASCII without line breaks.
         headers = {"X-Session-ID": quote(session, safe="/")}
         return await self._call("POST", "/inference/v1/generate", body, headers=headers)
 
     async def chat(self, body: Mapping[str, Any]) -> Any:
         """Return the answer to a request of OpenAI's chat completions.
 
-        Raises EngineError for one that the server refuses, as it is too long.
+        Raises EngineError for a request that the server refuses, e.g. one that is too long.
         """
         return await self._call("POST", CHAT, body)
 
     async def weight_version(self) -> str:
-        """Return the label of the weights. The answer comes from the engine's process, which
-        `/health` does not ask: it says 200 while that process is stopped."""
+        """Return the label of the weights, which also shows that the engine's process lives.
+
+        `/health` does not ask that process: it answers 200 even while the process is stopped.
+        """
         return str((await self._call("GET", "/weight_info"))["weight_version"])
 
     async def facts(self) -> ServerFacts:
@@ -231,10 +234,11 @@ class ServerClient:
     ) -> None:
         """Replace the weights by those of a folder of files, and sample with them from now on.
 
-        The files are verified before the server is paused. After ServerFailed it may hold a
-        mixture, or be paused: it has to be killed.
+        `first`: these are the first weights since the server's start. The files are verified before
+        the server is paused. After ServerFailed it may be paused, or hold a mixture of weights:
+        kill it.
         """
-        await self._verified(folder, digest)
+        await self._verify(folder, digest)
         await self.pause(mode)
         if first:
             await self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
@@ -243,9 +247,9 @@ class ServerClient:
         await self.finish_update(version)
 
     async def pause(self, mode: WeightSyncMode, *, close: bool = False) -> None:
-        """Have the requests in flight end or wait, and new ones wait.
+        """Have requests in flight end or wait, by `mode`, and new ones wait.
 
-        `close`: close a model that an update has left open.
+        With `close`, end an update that an earlier call has left unfinished.
         """
         pause, clear = PAUSES[mode]
         self._paused_at = time.monotonic()
@@ -253,12 +257,14 @@ class ServerClient:
         if close:
             try:
                 await self.end_update()
-            except ServerFailed:  # an update that failed has ended, with the model half open
+            except ServerFailed:
+                # vLLM has ended the failed update already, but left the model open: a new update
+                # closes it.
                 await self.start_update()
                 await self.end_update()
 
     async def join(self, info: Mapping[str, Any]) -> None:
-        """Have the workers leave their group, if they are in one, and join another."""
+        """Have the workers leave their group, if any, and join the one that `info` describes."""
         await self._call("POST", "/shutdown_weight_transfer_engine")
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
@@ -271,43 +277,43 @@ class ServerClient:
         await self._call("POST", "/update_weights", {"update_info": info})
 
     async def end_update(self, version: int | None = None) -> None:
-        """Close the model, whose weights get the label of a version if there is one."""
+        """Close the model, and label its weights with the version if there is one."""
         label = None if version is None else str(version)
         await self._call("POST", "/finish_weight_update", {"weight_version": label})
 
     async def finish_update(self, version: int) -> None:
-        """Close the model with new weights, check their label, and sample with them."""
+        """Close the model with new weights, check their label, and resume sampling."""
         await self.end_update(version)
         if (label := await self.weight_version()) != str(version):
             raise ServerFailed(f"its weights are labelled {label!r} after an update to {version}")
         await self._call("POST", "/resume")
         self.paused_s = time.monotonic() - self._paused_at
 
-    async def _verified(self, folder: str, digest: str) -> None:
-        """Have every worker verify files; raises ServerFailed for damaged ones."""
-        question = {"method": VERIFY, "args": [folder, digest]}
+    async def _verify(self, folder: str, digest: str) -> None:
+        """Have every worker verify files. Raises ServerFailed for damaged ones."""
+        body = {"method": VERIFY, "args": [folder, digest]}
         while True:
-            results = (await self._call("POST", "/collective_rpc", question))["results"]
-            if errors := [one["error"] for one in results if one["error"]]:
+            results = (await self._call("POST", "/collective_rpc", body))["results"]
+            if errors := [result["error"] for result in results if result["error"]]:
                 raise ServerFailed(f"the files of the weights: {errors[0]}")
-            if all(one["done"] for one in results):
+            if all(result["done"] for result in results):
                 return
             await asyncio.sleep(LOOK_S)
 
     async def load_adapter(self, version: int, folder: str) -> None:
-        """Add the adapters of a folder under the name of their version; nothing is paused."""
+        """Add the adapters of a folder under the name of their version, without a pause."""
         body = {"lora_name": adapter_name(version), "lora_path": folder, "load_inplace": True}
         await self._call("POST", "/v1/load_lora_adapter", body, is_json=False)
 
     async def unload_adapter(self, version: int) -> None:
-        """Remove adapters; requests that name them fail from now on."""
+        """Remove adapters. Requests that name them fail from now on."""
         body = {"lora_name": adapter_name(version)}
         await self._call("POST", "/v1/unload_lora_adapter", body, is_json=False)
 
     async def adapters(self) -> set[str]:
         """Return the names of the adapters that the server has."""
         models = (await self._call("GET", "/v1/models"))["data"]
-        return {str(one["id"]) for one in models if one.get("parent") is not None}
+        return {str(model["id"]) for model in models if model.get("parent") is not None}
 
     async def _call(
         self,
@@ -318,9 +324,10 @@ class ServerClient:
         is_json: bool = True,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        route = path.partition("?")[0]
+        """Return the JSON of a server's answer. Raises ServerFailed, or EngineError if refused."""
         import aiohttp  # takes a tenth of a second, which commands without servers need not wait
 
+        route = path.partition("?")[0]
         if self._closed:
             raise ServerFailed(f"{route}: the client was closed")
         if self._http is None:
@@ -354,7 +361,7 @@ class ServerClient:
         raise ServerFailed(message, status=answer.status)
 
     async def aclose(self) -> None:
-        """Close the connections; requests in flight fail, and the server aborts them."""
+        """Close the connections. Requests in flight fail, and the server aborts them."""
         self._closed = True
         if self._http is not None:
             await self._http.close()
@@ -372,9 +379,9 @@ def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Comp
                       "logprobs": {"content": [{"token_id": 41, "logprob": -0.25}, …]},
                       "weight_versions": [{"version": "7", "start": 0, "end": 2}]}]}
 
-    With an `adapter` its version is the label, and the answer has to name it: the model's weights
-    keep theirs. Raises ServerFailed for an aborted one and for weights that are not the run's,
-    EngineError for one without usable numbers.
+    With an `adapter` the answer has to name it, and its version counts: the label in the answer is
+    that of the base weights. Raises ServerFailed if the request was aborted or sampled with other
+    weights than the run's, and EngineError for unusable log-probabilities.
     """
     (choice,) = answer["choices"]
     reason = choice["finish_reason"]
@@ -384,10 +391,10 @@ def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Comp
         raise EngineError(f"vLLM ended a request with {reason!r}")
     token_ids = tuple(choice["token_ids"])
     content = choice["logprobs"]["content"]
-    if tuple(one["token_id"] for one in content) != token_ids:
+    if tuple(entry["token_id"] for entry in content) != token_ids:
         raise EngineError("vLLM answered with log-probabilities of other tokens than its own")
-    logprobs = tuple(float(one["logprob"]) for one in content)
-    if any(value <= CLAMPED for value in logprobs):
+    logprobs = tuple(float(entry["logprob"]) for entry in content)
+    if any(logprob <= CLAMPED for logprob in logprobs):
         raise EngineError(
             "vLLM sampled a token whose log-probability is NaN or minus infinity; check the "
             "weights, and engine.dtype"
@@ -398,16 +405,16 @@ def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Comp
         spans = [{"version": adapter, "start": 0, "end": len(token_ids)}]
     else:
         spans = choice["weight_versions"] or []
-    labels = [str(one["version"]) for one in spans]
+    labels = [str(span["version"]) for span in spans]
     if foreign := [label for label in labels if not label.isdecimal()]:
-        # "default" of one that was started again: it has not been sent the run's weights.
+        # "default": the server was started again, and has not got the run's weights.
         raise ServerFailed(f"it sampled with weights that are labelled {foreign[0]!r}")
     return Completion(
         token_ids=token_ids,
         logprobs=logprobs,
         finish=FINISHES[reason],
         versions=tuple(
-            (int(label), one["end"] - one["start"])
-            for label, one in zip(labels, spans, strict=True)
+            (int(label), span["end"] - span["start"])
+            for label, span in zip(labels, spans, strict=True)
         ),
     )

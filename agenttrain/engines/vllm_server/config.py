@@ -77,12 +77,13 @@ class RolesConfig:
     def _problems(self, name: str) -> Iterator[str]:
         role, default, key = getattr(self, name), RoleConfig(), f"roles.{name}"
         yield from gpu_problems(key, role)
-        for one in fields(RoleConfig) if role.model is None else ():
-            if (value := getattr(role, one.name)) != getattr(default, one.name):
+        for key_field in fields(RoleConfig) if role.model is None else ():
+            setting = key_field.name
+            if (value := getattr(role, setting)) != getattr(default, setting):
                 yield (
-                    f"{key}.{one.name}={shown(value)}: has no effect without {key}.model; set it, "
+                    f"{key}.{setting}={shown(value)}: has no effect without {key}.model; set it, "
                     "or leave this out"
                 )
 
 
-ROLES = tuple(one.name for one in fields(RolesConfig))
+ROLES = tuple(role.name for role in fields(RolesConfig))

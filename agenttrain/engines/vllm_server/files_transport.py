@@ -1,7 +1,7 @@
-"""vLLM plugin: the weight transfer backend "files", and the end of a server's processes together.
+"""vLLM plugin: the weight transfer backend "files", and processes that end with their parent.
 
 vLLM calls `register` in each of its processes (entry points `vllm.general_plugins`). It does
-nothing in those that agenttrain has not started as a server. Written for vLLM 0.32.
+nothing unless agenttrain has started the process as a server. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ BACKEND = "files"
 PLUGIN = "agenttrain"
 """Name of the entry point."""
 OWN_GROUP = "AGENTTRAIN_SERVER_OWN_GROUP"
-"""Environment variable: the server has a process group of its own, which ends as a whole."""
-
-
+"""Environment variable: the server has its own process group, which ends as a whole."""
 METHODS = "agenttrain.engines.vllm_server.files_transport.WorkerMethods"
 VERIFY = "agenttrain_verify"
-"""Name of its method."""
+"""Name of the method in `WorkerMethods`."""
 
 
 class Verification(Thread):
@@ -38,7 +36,7 @@ class Verification(Thread):
         self.error = ""
 
     def run(self) -> None:
-        """Read all files; hashing large tensors lets the worker's thread run."""
+        """Read and hash all files. Hashing releases the GIL, so the worker goes on sampling."""
         folder, digest = self.version
         try:
             verify(Path(folder), digest)
@@ -47,7 +45,7 @@ class Verification(Thread):
 
     @property
     def passed(self) -> bool:
-        """True once it has ended well."""
+        """True once it has ended without an error."""
         return not self.is_alive() and not self.error
 
 
@@ -55,7 +53,7 @@ class WorkerMethods:
     """Method that vLLM adds to its workers (--worker-extension-cls)."""
 
     def agenttrain_verify(self, folder: str, digest: str) -> dict[str, Any]:
-        """Return the state of a version's verification, which the first call begins."""
+        """Return the state of a version's verification, which the first call starts."""
         check = Verification.latest
         if check is None or check.version != (folder, digest):
             check = Verification.latest = Verification(folder, digest)
@@ -64,9 +62,9 @@ class WorkerMethods:
 
 
 def register() -> None:
-    """Add the backend in a process of a server; one in a group of its own ends with its parent.
+    """Add the backend to vLLM, and have the process end with its parent.
 
-    A killed API server would leave the process of its engine and that one's workers behind.
+    Otherwise a killed API server would leave its engine's process, and the workers of that, behind.
     """
     if TOKEN not in os.environ:
         return
@@ -82,11 +80,11 @@ def register() -> None:
 
 @dataclass
 class FilesInit:
-    """Settings of the backend at its start: none."""
+    """Settings of the backend at its start. There are none."""
 
 
 def _engine_class() -> Any:
-    """Return the class of the backend; vLLM is imported with it."""
+    """Return the backend's class. A function, as it derives from a class of vLLM's."""
     import torch
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
@@ -113,10 +111,10 @@ def _engine_class() -> Any:
             """Do nothing: the model is opened once the files have been verified."""
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
-            """Load files that were verified, or are now.
+            """Load files, which are verified first unless `agenttrain_verify` has done so.
 
-            After an error in loading, the model stays open: the server dies at its next forward
-            pass instead of sampling from a mixture of weights.
+            After an error the model stays open. The server then dies at its next forward pass,
+            instead of sampling from a mixture of weights.
             """
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 

@@ -1,7 +1,7 @@
-"""`Fleet`: the servers of a run as one: who is in it, who gets a request, who has which weights.
+"""`Fleet`: the servers of a run: which of them answer, get a request, and have which weights.
 
-A request whose server dies is sent to another one, with the same ids and the same seed: sampling
-noise depends on nothing else, and tokens of an unfinished request were never seen by anybody.
+A request whose server dies is sent to another server with the same ids and seed. It gets the same
+sampling noise, which depends on nothing else, and its unfinished tokens have been used nowhere.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
 from agenttrain.engines.vllm_server.outside import ROUTER, Front, Outside, watch_outside
-from agenttrain.engines.vllm_server.records import (
+from agenttrain.engines.vllm_server.routing import choose
+from agenttrain.engines.vllm_server.server_records import (
     ServerRecord,
     order_path,
     update_path,
     write_private,
 )
-from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.status import StatusFile
 from agenttrain.engines.vllm_server.versions import ADAPTERS, Versions
 from agenttrain.engines.vllm_server.watched import SENDS, StartProgress, WatchedServers
@@ -35,7 +35,7 @@ from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion
 
 Problem = Callable[[Sequence[float]], str | None]
-"""Says what is wrong with a server's log-probabilities of the probe; None: nothing."""
+"""Returns what is wrong with a server's log-probabilities of the probe, or None."""
 
 
 class FleetLost(EngineDead):
@@ -43,7 +43,7 @@ class FleetLost(EngineDead):
 
 
 class Fleet(WatchedServers):
-    """The servers of the run in `folder`: those that their wrappers start, or outside ones."""
+    """The servers of the run in `folder`: started by its wrappers, or by somebody else."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Fleet(WatchedServers):
         ]
         super().__init__(members, folder, StatusFile(folder))
         self.resent = 0
-        """Requests that were sent again since the metrics were last read."""
+        """Requests that were sent again, since the metrics were last read."""
         self._servers, self._mode = servers, mode
         self._outside = outside
         self._front: Front | None = None
@@ -73,41 +73,42 @@ class Fleet(WatchedServers):
             self._front = Front(outside.router, outside.token, servers)
         self._versions = Versions(adapters=adapters)
         self._probe: tuple[Sequence[int], Problem] | None = None
-        """Check of the current weights; None until `verify` has passed."""
+        """Text and check of the current weights. None until `verify` has passed."""
         self._verified = False
-        """Weights have been verified before."""
+        """Weights of this run have passed `verify` before."""
         self._syncing = asyncio.Lock()
+        """Held while weights are sent or verified."""
         self._numbers = itertools.count()
         self._salt = secrets.token_hex(4)
-        """Keeps this run's entries of an outside server's prefix cache apart from another run's."""
+        """Separates this run's entries in an outside server's prefix cache from another run's."""
         self._servers_of: dict[str, int] = {}
-        """Server of each session's last request."""
+        """Number of the server that got each session's last request."""
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, session: str
     ) -> Completion:
-        """Sample from a server with the current weights; wait until there is one.
+        """Sample from a server with the current weights. Waits until there is one.
 
-        Raises EngineError for a request that servers refuse or die of, FleetLost.
+        Raises EngineError for a request that servers refuse or die of, and FleetLost.
         """
-        error: ServerFailed | None = None
+        failure: ServerFailed | None = None
         sends = 0
         first_failure = 0.0
-        while sends < SENDS or self._front_may_recover(first_failure):
+        while sends < SENDS or self._router_may_recover(first_failure):
             member = await self._pick(session)
             boot = member.boot
             self._servers_of[session] = member.number
             member.sent += 1
-            self.resent += error is not None
+            self.resent += failure is not None
             sends += 1
             try:
-                completion = await self._ask(member, token_ids, sampling, session)
-            except ServerFailed as failed:
-                error = failed
+                completion = await self._send(member, token_ids, sampling, session)
+            except ServerFailed as error:
+                failure = error
                 first_failure = first_failure or time.monotonic()
-                # Requests that fail together are one fault: only the first meets a live server.
+                # Requests that fail together count once: after the first the server is not live.
                 if member.boot == boot and member.state is MemberState.live:
-                    member.fault(str(failed))
+                    member.fault(str(error))
                 elif self._front is not None:
                     await asyncio.sleep(self._servers.health_s)
             else:
@@ -116,55 +117,58 @@ class Fleet(WatchedServers):
                 return completion
         raise EngineError(
             f"session={session!r}: {sends} servers one after the other failed at this request of "
-            f"{len(token_ids)} ids; the last: {error}"
+            f"{len(token_ids)} ids; the last: {failure}"
         )
 
-    def _front_may_recover(self, first_failure: float) -> bool:
-        """Return True while a router may not have noticed yet that a server of it is gone."""
+    def _router_may_recover(self, first_failure: float) -> bool:
+        """Return True while a router may not have noticed yet that one of its servers is gone."""
         waited = time.monotonic() - first_failure
         return self._front is not None and waited < 2 * self._servers.dead_s
 
     def release(self, session: str) -> None:
-        """End a session: the adapters that it began with may go."""
+        """End a session. The adapters that it began with may be removed."""
         self._versions.release(session)
         self._servers_of.pop(session, None)
 
     def server_of(self, session: str) -> int | None:
-        """Return the server of a session's last request; a router does not say."""
+        """Return the server of a session's last request. None: none yet, or a router chose it."""
         number = self._servers_of.get(session)
         return None if number == ROUTER else number
 
     async def _pick(self, session: str) -> Member:
-        """Return the server for a request; wait until there is one."""
+        """Return the server for a request. Waits until there is one."""
         while True:
-            # Before the first verification nothing is trained on: the probe's text is sampled.
+            # Before the first `verify` only its probe is sampled, from weights not verified yet.
             state = MemberState.live if self._verified else MemberState.loaded
-            able = self._versions.newest is not None
-            able = able and (self._probe is not None or not self._verified)
-            loads = {m.number: m.requests for m in self.members if m.state is state and able}
+            has_weights = self._versions.newest is not None
+            may_sample = has_weights and (self._probe is not None or not self._verified)
+            loads = {m.number: m.requests for m in self.members if m.state is state and may_sample}
             if loads and self._front is None:
                 return self.members[choose(session, loads)]
-            if loads and self._front is not None and not self._others(state):
+            # A router may choose any server that answers: all of them have to be ready.
+            if loads and self._front is not None and not self._answering_unless(state):
                 return self._front.member
             await self._wait()
 
-    def _others(self, state: MemberState) -> list[Member]:
-        """Return servers that a router may send requests to, and that are not in `state`.
+    def _answering_unless(self, state: MemberState) -> list[Member]:
+        """Return the servers that answer, but are not in `state`: a router may choose them.
 
-        Raises FleetLost for one that answers, and has been given up.
+        Raises FleetLost if one of them was given up.
         """
-        others = [member for member in self.members if member.answers and member.state is not state]
-        if bad := [member for member in others if member.state is MemberState.gone]:
+        members = [
+            member for member in self.members if member.answers and member.state is not state
+        ]
+        if gone := [member for member in members if member.state is MemberState.gone]:
             raise FleetLost(
                 f"servers.url={self._servers.url}: the router may send requests to "
-                f"{bad[0].name}, which {bad[0].reason}; end it, or leave it out of the router"
+                f"{gone[0].name}, which {gone[0].reason}; end it, or leave it out of the router"
             )
-        return others
+        return members
 
-    async def _ask(
+    async def _send(
         self, member: Member, token_ids: Sequence[int], sampling: Sampling, session: str
     ) -> Completion:
-        """Send a request; ServerFailed as soon as its server is lost."""
+        """Send a request to a server. Raises ServerFailed as soon as the server is lost."""
         assert member.client is not None
         files = self._versions.of(session)
         call = member.client.generate(
@@ -172,7 +176,7 @@ class Fleet(WatchedServers):
             sampling,
             request_id=f"{self._salt}-{member.boot}-{next(self._numbers)}",
             session=session,
-            # A new rollout never uses keys and values of old weights, whatever the sync keeps.
+            # A new rollout never uses keys and values of old weights, even if the sync kept them.
             salt=f"{self._salt}-{self._versions.start(session)}",
             adapter=files.version if files.adapters else None,
         )
@@ -186,19 +190,19 @@ class Fleet(WatchedServers):
         return completion
 
     async def load(self, files: WeightFiles) -> None:
-        """Send new weights to every server; nothing is sampled until `verify` has passed.
+        """Send new weights to every server. Nothing is sampled until `verify` has passed.
 
         A server that fails is killed, and gets them once it has started again. Raises FleetLost.
         """
-        await self._started()
+        await self._await_start()
         self._probe = None
         async with self._syncing:
             unused = self._versions.add(files)
-            able = [member for member in self.members if member.state in ANSWERING]
-            await asyncio.gather(*(self._bring(member, [files]) for member in able))
-            for one in unused:
-                await asyncio.gather(*(self._unload(member, one) for member in able))
-                await asyncio.to_thread(shutil.rmtree, one.folder, ignore_errors=True)
+            members = [member for member in self.members if member.state in ANSWERING]
+            await asyncio.gather(*(self._load_member(member, [files]) for member in members))
+            for old in unused:
+                await asyncio.gather(*(self._unload(member, old) for member in members))
+                await asyncio.to_thread(shutil.rmtree, old.folder, ignore_errors=True)
         if self._outside is not None and not self._verified:
             self._check_count(MemberState.loaded)
         while not any(member.state is MemberState.loaded for member in self.members):
@@ -206,47 +210,50 @@ class Fleet(WatchedServers):
 
     def _check_count(self, *states: MemberState) -> None:
         """Raise FleetLost if fewer outside servers than `servers.count` are in these states."""
-        count = sum(member.state in states for member in self.members)
+        unusable = [member for member in self.members if member.state not in states]
+        count = len(self.members) - len(unusable)
         if count < self._servers.count:
-            texts = [f"{one.name} {one.reason}" for one in self.members if one.state not in states]
             raise FleetLost(
                 f"servers.count={self._servers.count}: {count} of the servers of "
                 f"servers.admin_urls can be used; start the others, or lower it\n"
-                + "\n".join(texts)
+                + "\n".join(f"{member.name} {member.reason}" for member in unusable)
             )
 
     async def verify(self, token_ids: Sequence[int], problem: Problem) -> list[float]:
-        """Score a text on every server with the new weights, and let those without a problem serve.
+        """Score a text on every server with the new weights, and let the good servers serve.
 
-        The others are killed, as is later any server that starts again and does not pass. Return
-        the scores of a good server; if there is none, those of a bad one, and nothing serves.
+        Bad servers are killed, and so is later any server that starts again and does not pass.
+        Return the scores of a good server. If no server is good, return those of a bad one: none is
+        killed then, and nothing serves.
         """
         while True:
             async with self._syncing:
                 loaded = [member for member in self.members if member.state is MemberState.loaded]
-                scores = await asyncio.gather(*(self._score(one, token_ids) for one in loaded))
+                scores = await asyncio.gather(
+                    *(self._score(member, token_ids) for member in loaded)
+                )
                 results = [
                     (member, values, problem(values))
                     for member, values in zip(loaded, scores, strict=True)
                     if values is not None
                 ]
-                good = [(member, values) for member, values, wrong in results if wrong is None]
-                if results and not good:
+                passed = [values for _, values, reason in results if reason is None]
+                if results and not passed:
                     return results[0][1]
-                if good:
-                    for member, _, wrong in results:
-                        if wrong is not None:
-                            member.kill(wrong)
+                if passed:
+                    for member, _, reason in results:
+                        if reason is not None:
+                            member.kill(reason)
                         else:
                             member.state = MemberState.live
                     self._probe, self._verified = (token_ids, problem), True
                     self.changed()
-                    return good[0][1]
+                    return passed[0]
             while not any(member.state is MemberState.loaded for member in self.members):
                 await self._wait()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return a server's log-probability of every id after the first."""
+        """Return any server's log-probability of every id after the first."""
         while True:
             for member in self.members:
                 if member.state in (MemberState.live, MemberState.loaded):
@@ -262,29 +269,34 @@ class Fleet(WatchedServers):
         member.join(record, self._servers.request_s)
         async with self._syncing:
             if self._versions.newest is not None:
-                await self._bring(member, self._versions.held())
+                await self._load_member(member, self._versions.held())
             if self._probe is not None and member.state is MemberState.loaded:
                 token_ids, problem = self._probe
                 values = await self._score(member, token_ids)
-                wrong = None if values is None else problem(values)
-                if wrong is not None:
-                    member.kill(wrong)
+                reason = None if values is None else problem(values)
+                if reason is not None:
+                    member.kill(reason)
                 elif values is not None:
                     member.state = MemberState.live
 
-    async def _bring(self, member: Member, versions: Sequence[WeightFiles]) -> None:
-        """Send weights to one server, the newest last; kill it if that fails."""
+    async def _load_member(self, member: Member, versions: Sequence[WeightFiles]) -> None:
+        """Send weights to one server, the newest last. Kill the server if that fails.
+
+        Without adapters only the newest version is sent.
+        """
         client, boot, files = member.client, member.boot, versions[-1]
         assert client is not None
         member.state = MemberState.syncing  # it need not answer examinations while it loads
+        # The file stays if this process dies now: a later one then does not reuse the server.
         update = update_path(self._folder, member.number)
         if not member.outside:
             write_private(update, boot)
         try:
             async with asyncio.timeout(self._servers.request_s):
-                for one in versions if files.adapters else ():
-                    await client.load_adapter(one.version, str(one.folder))
-                if not files.adapters:
+                if files.adapters:
+                    for adapters in versions:
+                        await client.load_adapter(adapters.version, str(adapters.folder))
+                else:
                     await client.load(
                         str(files.folder),
                         files.digest,
@@ -306,16 +318,17 @@ class Fleet(WatchedServers):
             member.version = files.version
 
     async def _unload(self, member: Member, files: WeightFiles) -> None:
-        """Have a server forget adapters that no rollout uses."""
+        """Have a server drop adapters that no rollout uses."""
         assert member.client is not None
-        # It may have been started again since, or be dying.
+        # A failure does not matter: the server may have been started again, or be dying.
         with suppress(ServerFailed):
             await member.client.unload_adapter(files.version)
 
     async def _score(self, member: Member, token_ids: Sequence[int]) -> list[float] | None:
-        """Return a server's log-probabilities; None: it failed, and was killed."""
+        """Return a server's log-probabilities of the probe. None: it is lost, or was killed."""
         files, boot = self._versions.newest, member.boot
         assert member.client is not None and files is not None
+        # vLLM 0.32 dies of scores with adapters while other requests run: `ServerClient.score`.
         while files.adapters and member.requests and member.boot == boot:
             await self._wait()
         if member.boot != boot or member.state not in ANSWERING:
@@ -330,8 +343,12 @@ class Fleet(WatchedServers):
             member.kill(f"the probe of its weights: {error}")
             return None
 
-    async def _started(self) -> None:
-        """Begin to watch the servers, the first time; wait until all of them have started."""
+    async def _await_start(self) -> None:
+        """Start watching the servers, and wait until all of them have started.
+
+        Returns at once if they are watched already. Outside servers may be fewer than all: enough
+        are `servers.count` after `servers.dead_s`. Raises FleetLost.
+        """
         if self._watchers:
             return
         outside = self._outside
@@ -343,23 +360,23 @@ class Fleet(WatchedServers):
         )
         begun = time.monotonic()
         progress = StartProgress(self._folder, "engine", len(self.members))
-        while waiting := [one for one in self.members if one.state is MemberState.starting]:
+        while waiting := [m for m in self.members if m.state is MemberState.starting]:
             await self._wait()
-            progress.report({one.number: one.name for one in waiting})
-            if outside is None and any(one.state is MemberState.gone for one in self.members):
-                raise FleetLost(f"a server did not start: {self._ends(MemberState.gone)}")
+            progress.report({member.number: member.name for member in waiting})
+            if outside is None and any(m.state is MemberState.gone for m in self.members):
+                raise FleetLost(f"a server did not start: {self._describe_ends()}")
             if unfit := [member.reason for member in self.members if member.unfit]:
                 raise FleetLost("\n".join(unfit))
-            enough = sum(one.state in ANSWERING for one in self.members) >= self._servers.count
-            if outside and enough and time.monotonic() > begun + self._servers.dead_s:
-                names = ", ".join(one.name for one in waiting)
+            has_enough = sum(m.state in ANSWERING for m in self.members) >= self._servers.count
+            if outside and has_enough and time.monotonic() > begun + self._servers.dead_s:
+                names = ", ".join(member.name for member in waiting)
                 print(f"engine: goes on without {names}, until it answers", flush=True)
                 break
         if outside is not None:
             self._check_count(*ANSWERING)
 
     def changed(self) -> None:
-        """Wake all that wait for a server."""
+        """Wake all tasks that wait for a server."""
         super().changed()
         if self._front is not None:
             self._front.follow(self.members)
@@ -378,7 +395,7 @@ class Fleet(WatchedServers):
             "fleet/resent": float(self.resent),
             "fleet/load": max(sent) / max(sum(sent), 1),
             "fleet/cached": self._cached_share(members),
-            "fleet/pause_s": max(one.client.paused_s if one.client else 0.0 for one in members),
+            "fleet/pause_s": max(m.client.paused_s if m.client else 0.0 for m in members),
         }
         self.resent = 0
         for member in members:
@@ -386,17 +403,15 @@ class Fleet(WatchedServers):
         return metrics
 
     def _cached_share(self, members: Sequence[Member]) -> float:
-        """Return the share of the prompts' tokens that were cached since the last call."""
+        """Return the share of prompt tokens that were cached, and count anew from now on."""
         clients = [member.client for member in members if member.client is not None]
-        prompts, cached = (
-            sum(getattr(client, name) for client in clients)
-            for name in ("prompt_tokens", "cached_tokens")
-        )
+        prompt_tokens = sum(client.prompt_tokens for client in clients)
+        cached_tokens = sum(client.cached_tokens for client in clients)
         for client in clients:
             client.prompt_tokens = client.cached_tokens = 0
-        return cached / max(prompts, 1)
+        return cached_tokens / max(prompt_tokens, 1)
 
     async def aclose(self) -> None:
-        """Stop watching; requests in flight fail."""
+        """Stop watching the servers. Requests in flight fail."""
         members = self.members if self._front is None else [*self.members, self._front.member]
         await self._close(members, "the engine was closed")

@@ -1,7 +1,7 @@
 """`FrozenFleet`: servers of a model that is not trained, with the weights that they started with.
 
-Membership, health, routing and sending again are as for the policy's servers, without updates: a
-server that has started serves at once.
+Health, routing and resending work as for the policy's servers. There are no weight updates: a
+server serves as soon as it has started.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient, ServerFailed
 from agenttrain.engines.vllm_server.health import Member, MemberState, watch
-from agenttrain.engines.vllm_server.records import ServerRecord
 from agenttrain.engines.vllm_server.routing import choose
+from agenttrain.engines.vllm_server.server_records import ServerRecord
 from agenttrain.engines.vllm_server.status import StatusFile
 from agenttrain.engines.vllm_server.watched import SENDS, WatchedServers
 
@@ -27,22 +27,22 @@ class RoleLost(EngineDead):
 
 
 class FrozenFleet(WatchedServers):
-    """The servers of a role, whose folder has their records; several processes may have one."""
+    """The servers of a role, with their records in `folder`. Several processes may use them."""
 
     def __init__(self, folder: Path, role: str, servers: StartedServers) -> None:
-        """Begin to watch the servers; call it in the event loop that sends the requests."""
+        """Start watching the servers. Call it in the event loop that sends the requests."""
         members = [Member(number, role=role) for number in range(servers.count)]
-        super().__init__(members, folder, StatusFile(folder, own=True))
+        super().__init__(members, folder, StatusFile(folder, per_process=True))
         self._role, self._servers = role, servers
         self._watch(watch(member, self, folder, servers) for member in members)
 
     async def send(self, session: str, call: Callable[[ServerClient], Coroutine[Any, Any, T]]) -> T:
-        """Return the result of a call of a server; wait until there is one.
+        """Call a server and return the result. Waits until there is a server.
 
         Requests of one session go to one server while it lives. Raises EngineError for a request
-        that servers refuse or die of, RoleLost.
+        that servers refuse or die of, and RoleLost.
         """
-        error: ServerFailed | None = None
+        failure: ServerFailed | None = None
         for _ in range(SENDS):
             member = await self._pick(session)
             boot = member.boot
@@ -50,11 +50,11 @@ class FrozenFleet(WatchedServers):
             member.sent += 1
             try:
                 result = await member.until_lost(call(member.client))
-            except ServerFailed as failed:
-                error = failed
-                # Requests that fail together are one fault: only the first meets a live server.
+            except ServerFailed as error:
+                failure = error
+                # Requests that fail together count once: after the first the server is not live.
                 if member.boot == boot and member.state is MemberState.live:
-                    member.fault(str(failed))
+                    member.fault(str(error))
             else:
                 member.failures = 0
                 member.served += 1
@@ -63,7 +63,7 @@ class FrozenFleet(WatchedServers):
                 self._status.write(self.members)
         raise EngineError(
             f"role:{self._role}: {SENDS} servers one after the other failed at a request; the "
-            f"last: {error}"
+            f"last: {failure}"
         )
 
     async def _pick(self, session: str) -> Member:
@@ -84,5 +84,5 @@ class FrozenFleet(WatchedServers):
         member.state = MemberState.live
 
     async def aclose(self) -> None:
-        """Stop watching; requests in flight fail, and the servers go on."""
+        """Stop watching the servers, which go on. Requests in flight fail."""
         await self._close(self.members, "its client was closed")

@@ -1,6 +1,6 @@
-"""`TokenGuard`: middleware of a server that answers nobody without the token but `GET /health`.
+"""`TokenGuard`: middleware that requires the server's token on every route but `GET /health`.
 
-vLLM's own --api-key leaves the routes open that pause a server and replace its weights.
+vLLM's own --api-key protects fewer: anybody could pause the server and replace its weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TokenGuard:
         self.expected = f"Bearer {os.environ[TOKEN]}".encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it."""
+        """Pass a request with the token on to the server, and refuse any other."""
         if scope["type"] == "lifespan" or self._is_allowed(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -46,5 +46,5 @@ class TokenGuard:
     def _is_allowed(self, scope: Message) -> bool:
         if scope["type"] == "http" and scope["path"] in OPEN:
             return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self.expected)
+        tokens = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(tokens) == 1 and hmac.compare_digest(tokens[0], self.expected)

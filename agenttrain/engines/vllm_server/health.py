@@ -1,10 +1,10 @@
 """Health: one server as the fleet sees it, and the task that watches it.
 
     starting -> syncing -> loaded -> live <-> suspect
-        ^                                        |
-        '------------ restarting <---------------'  (or gone, without restarts left)
+                   ^                             |
+                   '-------- restarting <--------'  (or gone, without restarts left)
 
-Only a `live` server gets requests: one whose weights were sent and checked.
+Only a `live` server gets requests: its weights were sent and checked.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from typing import Any, Protocol, TypeVar
 
 from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient, ServerFailed
-from agenttrain.engines.vllm_server.records import Condition, ServerRecord, read_record
+from agenttrain.engines.vllm_server.server_records import Condition, ServerRecord, read_record
 
 FAULTS = 3
-"""Calls that fail one after the other until a server that still runs is killed."""
+"""Failed calls in a row after which a server that still runs is killed."""
 ARRIVAL_S = 600.0
-"""Longest wait for the wrapper of another machine, which is there before the run or comes with it,
-and then has `servers.start_s` for its server."""
+"""Longest wait for the first record of a wrapper on another machine. It starts before the run or
+with it. Afterwards it has `servers.start_s` for its server."""
 SILENCES = 4
-"""Times servers.dead_s without a sign of life until the wrapper of another machine is given up: a
-shared file system may show its record a minute late. A server that hangs is found without it."""
+"""A wrapper on another machine is given up after this many times servers.dead_s without heartbeat.
+A shared file system may show its record a minute late. A server that hangs is noticed earlier, as
+it does not answer."""
 GRACE_S = 0.5
-"""Further seconds for an answer that came while this process's event loop was busy training."""
+"""Seconds beyond the limit for an answer that came while this process's event loop was busy."""
 
 T = TypeVar("T")
 
@@ -44,12 +45,12 @@ class MemberState(StrEnum):
 
     starting = "starting"
     syncing = "syncing"
-    """It answers, and has not the current weights."""
+    """It answers, but does not have the current weights."""
     loaded = "loaded"
     """It has the current weights, which are not checked yet."""
     live = "live"
     suspect = "suspect"
-    """A request failed; it gets none until it has been examined."""
+    """A request failed. It gets no further one until it has been examined."""
     restarting = "restarting"
     gone = "gone"
     """It has died, and is not started again."""
@@ -67,9 +68,9 @@ class Member:
     outside: bool = False
     """Somebody else started it: it is neither killed nor started again by the run."""
     order: Path | None = None
-    """File that orders its wrapper to kill it, if that is on another machine."""
+    """File by which its wrapper is ordered to kill it, if the wrapper is on another machine."""
     unfit: bool = False
-    """Another one than the run needs: `reason` says why."""
+    """An outside server does not have what the run needs: `reason` says what."""
     answers: bool = False
     """An outside server answered when it was last asked."""
     url: str = ""
@@ -77,31 +78,32 @@ class Member:
     """Role of its frozen model; empty: it serves the policy."""
     state: MemberState = MemberState.starting
     boot: int = 0
-    """The start that the fleet knows; answers of an earlier one are dropped."""
+    """Number of its start. Answers of an earlier start are dropped."""
     pid: int = 0
     record: ServerRecord | None = None
-    """That of this start."""
+    """Record of this start."""
     client: ServerClient | None = None
     initialised: bool = False
-    """Its weight transfer was opened."""
+    """Its weight transfer was initialised."""
     requests: int = 0
-    """In flight."""
+    """Requests in flight."""
     sent: int = 0
     """Requests since the metrics were last read."""
     served: int = 0
     """Completions of this run."""
     version: int | None = None
-    """Newest weights that were sent to it since its start."""
+    """Newest weights that it got since its start."""
     deaths: int = 0
+    """Deaths since the metrics were last read."""
     failures: int = 0
-    """Calls that failed since the last completion."""
+    """Failed calls since the last completion."""
     reason: str = ""
     """Why it was killed, or how it ended."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when this start of the server has ended."""
 
     def join(self, record: ServerRecord, timeout_s: float) -> None:
-        """Take a server that has started."""
+        """Take over the record of a server that has started."""
         self.state, self.boot, self.pid = MemberState.syncing, record.boot, record.pid
         self.url, self.version, self.record = record.url, None, record
         self.client = ServerClient(record.url, record.token, timeout_s=timeout_s)
@@ -114,7 +116,7 @@ class Member:
         return f"{role}server {self.number}{f' ({self.url})' if self.outside else ''}"
 
     async def until_lost(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a call of this server; ServerFailed as soon as the server is lost.
+        """Return the result of a call. Raises ServerFailed as soon as the server is lost.
 
         A cancelled call aborts its request at the server.
         """
@@ -132,7 +134,7 @@ class Member:
                 task.cancel()
 
     def fault(self, reason: str) -> None:
-        """Count a failed call; the server gets no request before it has been examined."""
+        """Count a failed call. The server gets no request until it has been examined."""
         self.failures += 1
         self.state = MemberState.suspect
         if self.failures >= FAULTS:
@@ -141,7 +143,7 @@ class Member:
     def kill(self, reason: str) -> None:
         """Kill all processes of the server, which its wrapper starts again.
 
-        An outside server is only left alone, until it has been sent the weights anew.
+        An outside server is not killed. It gets no requests until it has got the weights again.
         """
         if self.state in ANSWERING and self.outside:
             self.leave(MemberState.restarting, f"is not used: {reason}")
@@ -155,18 +157,20 @@ class Member:
             self.leave(MemberState.restarting, f"was killed: {reason}")
 
     def leave(self, state: MemberState, reason: str) -> None:
-        """Drop the server's requests: it has ended."""
+        """Fail the server's requests, and count its death unless it was restarting already."""
         if self.state is not MemberState.restarting:
             self.deaths += 1
-        what = "it is started again" if state is MemberState.restarting else "it is gone for good"
+        comes_back = state is MemberState.restarting
         if self.outside:
-            what = "it is asked again" if state is MemberState.restarting else "it is given up"
-        print(f"{self.name} {reason}; {what}", file=sys.stderr, flush=True)
+            consequence = "it is asked again" if comes_back else "it is given up"
+        else:
+            consequence = "it is started again" if comes_back else "it is gone for good"
+        print(f"{self.name} {reason}; {consequence}", file=sys.stderr, flush=True)
         self.state, self.reason = state, reason
         self.lost.set()
 
     def give_up(self, servers: StartedServers) -> None:
-        """Drop a server of another machine whose wrapper has not come, or has gone."""
+        """Drop a server on another machine without a record: its wrapper is not there."""
         if self.state is MemberState.starting:
             start = f"agenttrain engine-server <run folder> number={self.number}"
             limit = f"within {arrival_s(servers):g} s"
@@ -175,7 +179,7 @@ class Member:
             self.leave(MemberState.gone, "was ended")
 
     def close(self, reason: str) -> None:
-        """Fail the server's requests: nothing is asked of it any more."""
+        """Fail the server's requests, and send no more."""
         self.state, self.reason = MemberState.gone, reason
         self.lost.set()
 
@@ -184,30 +188,30 @@ class Members(Protocol):
     """The fleet, as a watcher sees it."""
 
     async def joined(self, member: Member, record: ServerRecord) -> None:
-        """Bring a server that has started up to date."""
+        """Add a server that has started, and send it the current weights."""
         ...
 
     def changed(self) -> None:
-        """Wake what waits for a server, to look again."""
+        """Wake the tasks that wait for a server, to look again."""
         ...
 
 
 def arrival_s(servers: StartedServers) -> float:
-    """Return the seconds within which the wrapper of another machine writes a record."""
+    """Return the seconds within which a wrapper on another machine has to write a record."""
     return min(servers.start_s, ARRIVAL_S)
 
 
 @dataclass(slots=True)
-class SignsOfLife:
-    """Signs of life of a wrapper on another machine, by the clock of this one."""
+class Heartbeat:
+    """Heartbeat of a wrapper on another machine, timed by this machine's clock."""
 
     beat: tuple[str, int, int] | None = None
-    """Host, process and beat of the last record; None: there was none."""
+    """Host, process and beat of the last record. None: there was no record."""
     since: float = field(default_factory=time.monotonic)
-    """Time at which it was new."""
+    """Time at which that beat was first read."""
 
-    def seen(self, record: ServerRecord | None, servers: StartedServers) -> bool:
-        """Return False if the wrapper has given none for too long, or has not come."""
+    def is_alive(self, record: ServerRecord | None, servers: StartedServers) -> bool:
+        """Return False if the wrapper has been silent for too long, or has not started in time."""
         beat = None if record is None else (record.host, record.wrapper, record.beat)
         if beat is not None and beat != self.beat:
             self.beat, self.since = beat, time.monotonic()
@@ -217,65 +221,67 @@ class SignsOfLife:
 
 async def watch(member: Member, fleet: Members, folder: Path, servers: StartedServers) -> None:
     """Follow a server's record and examine it, for ever."""
-    signs = SignsOfLife()
+    heartbeat = Heartbeat()
     while True:
         record = read_record(folder, member.number)
         if member.order is not None:
-            wrapped = signs.seen(record, servers)
-            if not wrapped and record is None:
+            has_wrapper = heartbeat.is_alive(record, servers)
+            if not has_wrapper and record is None:
                 member.give_up(servers)
         else:
-            wrapped = record is not None and record.wrapper_exists
-            # Its last words may have come since; a first record that has come since is not
-            # examined.
-            if record is not None and not wrapped:
+            has_wrapper = record is not None and record.wrapper_exists
+            # Read again: the wrapper may have written how the server ended before it ended itself.
+            if record is not None and not has_wrapper:
                 record = read_record(folder, member.number)
         if record is not None:
-            await _follow(member, record, fleet, wrapped=wrapped)
+            await _follow(member, record, fleet, has_wrapper=has_wrapper)
             if member.state in EXAMINED:
                 await _examine(member, servers.dead_s)
-        # Each time: its state may have gone and come back while this task waited for an answer.
+        # Always: the state may have changed and changed back while this task waited for an answer.
         fleet.changed()
         await asyncio.sleep(servers.health_s)
 
 
-async def _follow(member: Member, record: ServerRecord, fleet: Members, *, wrapped: bool) -> None:
-    """Bring the member's state up to its record; `wrapped`: its wrapper runs."""
-    if record.condition is Condition.gone or not wrapped:
+async def _follow(
+    member: Member, record: ServerRecord, fleet: Members, *, has_wrapper: bool
+) -> None:
+    """Bring the member's state up to date with its record."""
+    if record.condition is Condition.gone or not has_wrapper:
         if member.state is not MemberState.gone:
-            killed = member.state is MemberState.restarting and record.boot == member.boot
-            end = record.end or "ended"
-            if killed:
-                end = f"{end} ({member.reason})"
-            recorded = record.condition is Condition.gone
-            lost = "lost its wrapper" if member.order is None else "is on a silent machine"
-            member.leave(MemberState.gone, end if recorded else lost)
+            if record.condition is Condition.gone:
+                reason = record.end or "ended"
+                was_killed = member.state is MemberState.restarting and record.boot == member.boot
+                if was_killed:
+                    reason += f" ({member.reason})"
+            else:
+                reason = "lost its wrapper" if member.order is None else "is on a silent machine"
+            member.leave(MemberState.gone, reason)
         return
-    restarted = record.boot > member.boot
-    # A server that was back before anybody asked has died too.
-    if member.state in ANSWERING and (restarted or record.condition is Condition.ended):
+    has_restarted = record.boot > member.boot
+    # A server may have died and answered again between two looks.
+    if member.state in ANSWERING and (has_restarted or record.condition is Condition.ended):
         member.leave(MemberState.restarting, record.end or "ended")
-    if record.condition is Condition.ready and restarted:
+    if record.condition is Condition.ready and has_restarted:
         await fleet.joined(member, record)
 
 
 async def _examine(member: Member, dead_s: float) -> None:
-    """Ask the process of a server's engine; kill the server if it does not answer."""
+    """Ask the process of a server's engine for its version. Kill the server if it is silent."""
     assert member.client is not None
-    boot, question = member.boot, asyncio.create_task(member.client.weight_version())
+    boot, call = member.boot, asyncio.create_task(member.client.weight_version())
     try:
         for limit in (dead_s, GRACE_S):
-            await asyncio.wait((question,), timeout=limit)
+            await asyncio.wait((call,), timeout=limit)
     finally:
-        question.cancel()
+        call.cancel()
     if member.boot != boot or member.state not in EXAMINED:
         return
-    if not question.done():
+    if not call.done():
         member.kill(f"its engine did not answer for servers.dead_s={dead_s:g} s")
-    elif isinstance(question.exception(), ServerFailed):
-        if member.state is not MemberState.loaded:  # the check of its weights will show it
-            member.fault(f"it does not answer: {question.exception()}")
+    elif isinstance(call.exception(), ServerFailed):
+        if member.state is not MemberState.loaded:  # else the check of its weights will fail too
+            member.fault(f"it does not answer: {call.exception()}")
     else:
-        question.result()
+        call.result()  # raises any other error
         if member.state is MemberState.suspect:
             member.state = MemberState.live

@@ -1,4 +1,4 @@
-"""Servers of a run: those that it starts and ends, on this machine, and those of others."""
+"""Starting and ending the servers of a run: on this machine, on its nodes, or outside ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.spec import SERVERS_OWNER
 from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.files_transport import BACKEND
-from agenttrain.engines.vllm_server.records import (
+from agenttrain.engines.vllm_server.server_records import (
     FOLDER,
     PLAN,
     ServerPlan,
@@ -38,33 +38,31 @@ from agenttrain.engines.weights_place import new_weights_folder, remove_weights_
 from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.processes import process_exists
 
-MEMORY = Path("/dev/shm")
-"""A file system in memory, where there is one."""
 VERSIONS = 3
-"""Versions of the weights that may be on disk at once: two, and one that is being written."""
+"""Most versions of the weights on disk at once: two, and one that is being written."""
 LOOK_S = 0.1
 """Seconds between two looks whether an earlier server has ended."""
 WRAPPER = "agenttrain.engines.vllm_server.wrapper"
-"""Run as a module: in a third of the time that the command line takes to import."""
+"""Run as a module: it imports in a third of the command line's time."""
 
 
 def weights_folder(run: Path, chosen: str | None, size: int, servers: ServersConfig) -> Path:
-    """Return a new folder for the weight files of a run: in `chosen`, in memory, or in the run.
+    """Create a folder for the weight files of a run: in `chosen`, in memory, or in the run.
 
-    `size`: bytes of one version. Outside servers see no other machine's memory.
+    `size`: bytes of one version. Servers on other machines do not see this one's memory.
     """
-    seen = not servers.outside and not servers.nodes and MEMORY.is_dir()
+    is_local = not servers.outside and not servers.nodes and scratch.MEMORY.is_dir()
     if chosen is not None:
         parent = Path(chosen).expanduser()
-    elif seen and shutil.disk_usage(MEMORY).free > VERSIONS * size:
-        parent = MEMORY
+    elif is_local and shutil.disk_usage(scratch.MEMORY).free > VERSIONS * size:
+        parent = scratch.MEMORY
     else:
         parent = run.resolve() / FOLDER
     return new_weights_folder(run, parent)
 
 
 def remove_record(folder: Path, number: int) -> None:
-    """Remove the record of a server that has ended, and what its killed processes left behind."""
+    """Remove the record of a server that has ended, and files that its killed processes left."""
     if (record := read_record(folder, number)) is not None:
         scratch.remove(record.scratch)
     record_path(folder, number).unlink(missing_ok=True)
@@ -72,27 +70,27 @@ def remove_record(folder: Path, number: int) -> None:
 
 
 def _append(log: Path, line: str) -> None:
-    """Add a wrapper's line, e.g. of its traceback, to the log of its server."""
+    """Append a line that a wrapper printed, e.g. of a traceback, to the log of its server."""
     with suppress(OSError), log.open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
 
 
 class OutsideServers:
-    """Servers that somebody else started: at the end only the weight files go, if any."""
+    """Servers that somebody else started. They go on after the run."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
 
     def end(self) -> None:
-        """Remove the weight files."""
+        """Remove the weight files, if there are any."""
         remove_weights_folder(self._run)
 
 
 class NodeServers:
-    """Servers of other nodes: `agenttrain engine-server` there waits for the plan of the run."""
+    """Servers on other nodes, where `agenttrain engine-server` waits for the plan of the run."""
 
     def __init__(self, folder: Path, plan: ServerPlan) -> None:
-        """Write the plan; records of an earlier start of the run go, and its orders."""
+        """Write the plan. Remove records and orders of an earlier start of the run."""
         self._folder, self._plan = folder, plan
         for number in range(plan.servers["count"]):
             record_path(folder, number).unlink(missing_ok=True)
@@ -101,25 +99,25 @@ class NodeServers:
         plan.write(folder)
 
     def end(self) -> None:
-        """Remove the weight files and the plan: the servers end when it is gone."""
+        """Remove the weight files and the plan. The servers end when they miss the plan."""
         if launcher_of(self._folder) is None:
             _end(self._folder, {})
 
 
 class KeptWrapper:
-    """The wrapper of a server that an earlier process of the run has started."""
+    """The wrapper of a server that an earlier process of the run started."""
 
     def __init__(self, record: ServerRecord) -> None:
         self._record = record
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal to the wrapper, unless it has ended."""
         if self._record.wrapper_exists:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self._record.wrapper, number)
 
     def ended(self, timeout_s: float) -> bool:
-        """Wait for its end; return False if it still runs."""
+        """Wait for the wrapper's end. Return False if it still runs."""
         deadline = time.monotonic() + timeout_s
         while self._record.wrapper_exists:
             if time.monotonic() > deadline:
@@ -128,24 +126,24 @@ class KeptWrapper:
         return True
 
     def kill(self) -> None:
-        """End it, with its server, which follows it."""
+        """End the wrapper, and its server, which ends with it."""
         self.signal(signal.SIGKILL)
 
 
 class LocalServers:
-    """The wrappers of a run's servers.
+    """The servers of a run on this machine, each behind a wrapper.
 
-    They end with this process, however it ends: each of them watches it. The servers of a launcher
-    that restarts its run (`distributed.restarts`) end with the launcher, and the next process of
-    the run reuses them.
+    Each wrapper watches this process and ends with it, however it ends. Under a launcher that
+    restarts its run (`distributed.restarts`) they watch the launcher instead, and the next process
+    of the run reuses them.
     """
 
     def __init__(self, folder: Path, plan: ServerPlan, count: int) -> None:
-        """Start them; raises EngineError if those of an earlier process still run."""
-        self._folder, self._count = folder, count
-        reused = reusable(folder, plan)
+        """Start the servers. Raises EngineError if servers of an earlier process still run."""
+        self._folder = folder
+        reused = reusable_servers(folder, plan)
         try:
-            self._await_end_of_earlier([one for one in range(count) if one not in reused])
+            self._await_end_of_earlier([n for n in range(count) if n not in reused])
         except EngineError:
             remove_weights_folder(folder)
             raise
@@ -164,10 +162,11 @@ class LocalServers:
                 print_line=partial(_append, log_path(folder, number)),
             )
             self._wrappers.append(wrapper)
-            # It may end before it has written one.
+            # Written here too: the wrapper may end before it has written a record.
             ServerRecord.of(number, wrapper.pid).write_first(folder)
 
     def _await_end_of_earlier(self, numbers: Sequence[int]) -> None:
+        """Wait until servers of an earlier process have ended. Raises EngineError after a while."""
         deadline = time.monotonic() + 2 * END_S
         for number in numbers:
             record = read_record(self._folder, number)
@@ -182,26 +181,29 @@ class LocalServers:
                 time.sleep(LOOK_S)
 
     def end(self) -> None:
-        """End all servers and remove their files; the logs stay. A launcher ends its own."""
+        """End all servers and remove their files except the logs, unless a launcher owns them."""
         if launcher_of(self._folder) is None:
             _end(self._folder, dict(enumerate(self._wrappers)))
 
 
 def launcher_of(folder: Path) -> int | None:
-    """Return the process number of the launcher that owns the servers of the run in `folder`, or of
-    its roles; None: the process that starts them does."""
+    """Return the process number of the launcher that owns the servers of a run or a role.
+
+    `folder` is the run's, or the role's in it. None: the process that starts them owns them.
+    """
     number, _, run = os.environ.get(SERVERS_OWNER, "").partition(" ")
-    own = folder.resolve()
-    owns = bool(number) and Path(run) in (own, *own.parents) and process_exists(int(number))
+    path = folder.resolve()
+    owns = bool(number) and Path(run) in (path, *path.parents) and process_exists(int(number))
     return int(number) if owns else None
 
 
-def reusable(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
-    """Return the servers, by number, that an earlier process of this run has left to the launcher.
+def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
+    """Return the servers, by number, that an earlier process of this run left to the launcher.
 
-    They have the same plan, and no update of their weights was cut short. A broadcast whose sender
-    has ended still holds its servers, and servers with adapters have those of steps that are
-    trained again: none of these can be reused.
+    They have the same plan, and no update of their weights was cut short. Not reusable are:
+
+    - servers of a broadcast: they still wait in it for the sender that has ended;
+    - servers with adapters: theirs may be of steps that are now trained again.
     """
     if launcher_of(folder) is None or plan.rank or plan.backend != BACKEND:
         return {}
@@ -209,7 +211,8 @@ def reusable(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
         earlier = ServerPlan.read(folder)
     except OSError:
         return {}
-    if len({json.dumps(asdict(replace(one, weights=None))) for one in (plan, earlier)}) > 1:
+    # Compared as JSON, from which the earlier plan was read: tuples became lists.
+    if len({json.dumps(asdict(replace(p, weights=None))) for p in (plan, earlier)}) > 1:
         return {}
     servers = {}
     for number in range(plan.servers["count"]):
@@ -222,8 +225,10 @@ def reusable(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
 
 
 def server_records(run: Path) -> list[tuple[Path, ServerRecord]]:
-    """Return the records of a run's servers on this machine, and of its roles', with their folder:
-    the run's, or the role's in it."""
+    """Return the records of all servers of a run on this machine, role servers included.
+
+    Each comes with its folder: the run's, or the role's in it.
+    """
     records = []
     for folder in (run, *(run / OF_ROLES).glob("*")):
         for path in (folder / FOLDER).glob("[0-9]*.json"):
@@ -239,13 +244,15 @@ def server_wrappers(run: Path) -> list[int]:
 
 
 def end_servers(run: Path) -> None:
-    """Implement `EngineSpec.end_servers`; servers of other machines end when they miss the plan."""
+    """Implement `EngineSpec.end_servers`. Servers of other machines end when they miss the plan."""
     records = server_records(run)
     for folder in {run, *(folder for folder, _ in records)}:
-        _end(folder, {r.number: KeptWrapper(r) for own, r in records if own == folder})
+        wrappers = {record.number: KeptWrapper(record) for f, record in records if f == folder}
+        _end(folder, wrappers)
 
 
 def _end(folder: Path, wrappers: Mapping[int, ChildProcess | KeptWrapper]) -> None:
+    """End wrappers, with their servers, and remove the files of the servers except the logs."""
     for wrapper in wrappers.values():
         wrapper.signal(signal.SIGTERM)
     for wrapper in wrappers.values():

@@ -1,14 +1,14 @@
 """vLLM's weight transfer backend "nccl" for several servers: the trainer's end. Never run on GPUs.
 
-vLLM's own trainer engine makes the group and broadcasts packed tensors; it knows one server. Here
-are the parts for a fleet: `FanOut`, which stands for all servers as that one, and `NcclSender`,
-which gives up a group that hangs. Ranks, with servers of 2, 1 and 4 GPUs::
+vLLM's own trainer engine makes the group and broadcasts packed tensors, but to one server. This
+module adds what a fleet needs. `FanOut` presents the whole fleet to vLLM's sender as one client.
+`NcclSender` gives up a group that hangs. Ranks, with servers of 2, 1 and 4 GPUs::
 
     rank      0         1  2       3         4  5  6  7        world_size = 1 + 2 + 1 + 4
               trainer   server 0   server 1  server 2          rank_offset = 1, 3, 4
 
-A worker of vLLM 0.32 cannot leave a broadcast whose peer has died. So a server that does not answer
-soon after a broadcast has failed is started again; one that does is sent all weights once more.
+A worker of vLLM 0.32 cannot leave a broadcast whose peer has died. So after a failed broadcast, a
+server that does not answer soon is started again. A server that does gets all weights once more.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 
 BACKEND = "nccl"
 BROADCAST_S = 300.0
-"""Longest time for a broadcast: processes that gather along give up after 600 s."""
+"""Longest time of a broadcast. The other processes, which take part in gathering, give up after
+600 s."""
 BUFFER_BYTES = 1 << 28
-"""Bytes of weights from which on they are sent: servers have little memory beside their caches."""
+"""Bytes of packed weights that are sent at once: servers have little memory beside their caches."""
 GRACE_S = 10.0
-"""Seconds that a server has to answer after a broadcast has failed."""
+"""Seconds in which a server has to answer after a broadcast has failed."""
 
 
 class Transfer(Protocol):
-    """vLLM's `TrainerWeightTransferEngine`, as far as it is used."""
+    """The part of vLLM's `TrainerWeightTransferEngine` that is used here."""
 
     client: Any
     """A `VLLMWeightSyncClient`."""
@@ -52,7 +53,7 @@ class Transfer(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Abort what is going on in the group, and leave it."""
+        """Abort any broadcast in the group, and leave the group."""
         ...
 
 
@@ -81,11 +82,14 @@ def join_group(address: str, port: int, ranks: int, client: FanOut, source: OneP
 
 
 class GaveUp(Exception):
-    """The weights are no longer this thread's to gather."""
+    """The broadcast was given up: another thread gathers the remaining weights."""
 
 
 class OnePass:
-    """One pass over the weights: a `WeightSource`, whose rest another thread can take over."""
+    """One pass over the weights: a `WeightSource` that another thread can finish.
+
+    The lock keeps the two threads from gathering at the same time.
+    """
 
     def __init__(self, weights: Regathered) -> None:
         self._forms = weights.forms()
@@ -93,10 +97,10 @@ class OnePass:
         self._lock = Lock()
         self.given_up = False
         self.error: BaseException | None = None
-        """That of a gather for the group."""
+        """Exception raised while gathering a weight for the broadcast, or None."""
 
     def metadata(self) -> list[Any]:
-        """Return the forms, which have the fields of vLLM's `ParamMeta`."""
+        """Return the weights' forms, which have the fields of vLLM's `ParamMeta`."""
         return [*self._forms]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -118,7 +122,7 @@ class OnePass:
             yield name, tensor.to(device)
 
     def finish(self) -> None:
-        """Gather the rest, as other processes do."""
+        """Gather the remaining weights: the other processes wait for this one in every gather."""
         self.given_up = True
         with self._lock:
             for _ in self._iterator:
@@ -126,10 +130,10 @@ class OnePass:
 
 
 class FanOut:
-    """The servers of an audience as one: vLLM's `VLLMWeightSyncClient`.
+    """Presents all servers of an audience to vLLM as one `VLLMWeightSyncClient`.
 
-    vLLM calls its four methods from threads; the calls to the servers run in the event loop. A
-    method raises ServerFailed as soon as one server fails.
+    vLLM calls the four synchronous methods from its threads. The calls to the servers run in the
+    event loop. Each method raises ServerFailed as soon as one server fails.
     """
 
     def __init__(self, audience: Audience) -> None:
@@ -140,66 +144,76 @@ class FanOut:
         self._audience = audience
         self._loop = asyncio.get_running_loop()
         self._clients = {
-            one: ServerClient(one.url, one.token, timeout_s=audience.pause_s, keep=False)
-            for one in audience.receivers
+            receiver: ServerClient(
+                receiver.url, receiver.token, timeout_s=audience.pause_s, keep=False
+            )
+            for receiver in audience.receivers
         }
         self._calls: dict[asyncio.Task[None], Receiver] = {}
         self._paused: tuple[Receiver, ...] = ()
         self._received: set[Receiver] = set()
+        """Servers whose workers have received all weights."""
         self._loaded: set[Receiver] = set()
+        """Servers that sample with them."""
 
     async def pause(self, unfinished: set[Receiver]) -> None:
-        """Pause the servers, and close the models of `unfinished` ones; those that fail are out."""
+        """Pause the servers. Servers that fail are left out.
+
+        The models of `unfinished` servers are closed: their last update has failed halfway.
+        """
         mode = self._audience.mode
         with suppress(ServerFailed):
-            await self._each(
-                lambda one, client: client.pause(mode, close=one in unfinished), wait=True
+            await self._call_all(
+                lambda receiver, client: client.pause(mode, close=receiver in unfinished), wait=True
             )
         self.receivers = self._paused = tuple(
-            one for one in self.receivers if one not in self.failures
+            receiver for receiver in self.receivers if receiver not in self.failures
         )
         self.failed.clear()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have all workers join the group, each server's from its own rank on."""
-        offsets = accumulate((one.workers for one in self.receivers), initial=1)
-        rank_of = dict(zip(self.receivers, offsets, strict=False))
-        self._run(lambda one, client: client.join({**init_info, "rank_offset": rank_of[one]}))
+        """Have all workers join the group, those of each server from its rank offset on."""
+        offsets = accumulate((receiver.workers for receiver in self.receivers), initial=1)
+        offset_of = dict(zip(self.receivers, offsets, strict=False))
+        self._run(
+            lambda receiver, client: client.join({**init_info, "rank_offset": offset_of[receiver]})
+        )
 
     def start_weight_update(self) -> None:
         """Open the models of all servers."""
-        self._run(lambda one, client: client.start_update())
+        self._run(lambda _, client: client.start_update())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Have all workers receive the broadcast."""
-        self._run(lambda one, client: client.update_weights(update_info), self._received)
+        self._run(lambda _, client: client.update_weights(update_info), self._received)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Close the models, label them with the version, and let them sample."""
-        self._run(lambda one, client: client.finish_update(self.version), self._loaded)
+        self._run(lambda _, client: client.finish_update(self.version), self._loaded)
 
-    def _run(self, call: Call, done: set[Receiver] | None = None) -> None:
-        asyncio.run_coroutine_threadsafe(self._each(call, done), self._loop).result()
+    def _run(self, call: Call, succeeded: set[Receiver] | None = None) -> None:
+        """Call all servers from another thread than the event loop's."""
+        asyncio.run_coroutine_threadsafe(self._call_all(call, succeeded), self._loop).result()
 
-    async def _each(
-        self, call: Call, done: set[Receiver] | None = None, *, wait: bool = False
+    async def _call_all(
+        self, call: Call, succeeded: set[Receiver] | None = None, *, wait: bool = False
     ) -> None:
-        """Call all servers, and add those that have answered well to `done`.
+        """Call all servers at once, and add those whose call succeeds to `succeeded`.
 
-        Raise the first failure at once, or `wait` before that for the others.
+        Raises the first failure: at once, or with `wait` after all calls have ended.
         """
 
-        async def one(receiver: Receiver) -> None:
+        async def call_one(receiver: Receiver) -> None:
             try:
                 await call(receiver, self._clients[receiver])
             except ServerFailed as error:
                 self.failures[receiver] = error
                 self.failed.set()
                 raise
-            if done is not None:
-                done.add(receiver)
+            if succeeded is not None:
+                succeeded.add(receiver)
 
-        calls = {asyncio.create_task(one(receiver)): receiver for receiver in self.receivers}
+        calls = {asyncio.create_task(call_one(receiver)): receiver for receiver in self.receivers}
         self._calls |= calls
         when = asyncio.ALL_COMPLETED if wait else asyncio.FIRST_EXCEPTION
         if calls:
@@ -209,9 +223,10 @@ class FanOut:
                 task.result()
 
     async def settle(self) -> None:
-        """Wait a little for the calls of a broadcast that has failed; whoever is silent is lost.
+        """Clean up after a failed broadcast, waiting a little for each server.
 
-        Servers that have received everything are finished.
+        Servers that do not answer are lost. The update of those that have received everything is
+        finished.
         """
         if calls := [task for task in self._calls if not task.done()]:
             await asyncio.wait(calls, timeout=GRACE_S)
@@ -221,32 +236,35 @@ class FanOut:
                 text = f"it did not leave a broadcast that had failed within {GRACE_S:g} s"
                 self.failures[self._calls[task]] = ServerFailed(text)
         ready = self._received - self._loaded
-        self.receivers = tuple(one for one in ready if one not in self.failures)
+        self.receivers = tuple(receiver for receiver in ready if receiver not in self.failures)
         with suppress(ServerFailed, TimeoutError):
             async with asyncio.timeout(GRACE_S):
-                await self._each(
-                    lambda one, client: client.finish_update(self.version), self._loaded, wait=True
+                await self._call_all(
+                    lambda _, client: client.finish_update(self.version), self._loaded, wait=True
                 )
 
     def result(self, unfinished: set[Receiver]) -> tuple[BroadcastResult, set[Receiver]]:
-        """Return the result, and the servers that can be met again with an update unfinished.
+        """Return the result, and the servers to try again, whose update is unfinished.
 
-        A server that has failed in the broadcast is met again if it answers, and was not
-        `unfinished` before.
+        These get no receipt. A server that failed is tried again if it answered with an error, and
+        was not `unfinished` before: twice in a row counts as broken.
         """
-        receipts, again = [], set()
-        for one in self._audience.receivers:
-            failure = self.failures.get(one)
-            answers = failure is None or (failure.status is not None and one not in unfinished)
-            if one not in self._loaded and one in self._paused and answers:
-                again.add(one)
+        receipts, retried = [], set()
+        for receiver in self._audience.receivers:
+            failure = self.failures.get(receiver)
+            answers = failure is None or (failure.status is not None and receiver not in unfinished)
+            if receiver not in self._loaded and receiver in self._paused and answers:
+                retried.add(receiver)
                 continue
-            problem = None if failure is None else str(failure)
-            paused_s = self._clients[one].paused_s
             receipts.append(
-                Receipt(number=one.number, boot=one.boot, problem=problem, paused_s=paused_s)
+                Receipt(
+                    number=receiver.number,
+                    boot=receiver.boot,
+                    problem=None if failure is None else str(failure),
+                    paused_s=self._clients[receiver].paused_s,
+                )
             )
-        return BroadcastResult(version=self.version, receipts=tuple(receipts)), again
+        return BroadcastResult(version=self.version, receipts=tuple(receipts)), retried
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -258,10 +276,10 @@ class FanOut:
 
 
 class NcclSender:
-    """Implements `WeightSender`: a group that lasts while the servers are the same.
+    """Implements `WeightSender`. A group is kept as long as the servers are the same.
 
-    The group is made and used in a helper thread, on the caller's GPU, which is left alone if it
-    hangs.
+    The group is made and used in a helper thread, on the caller's GPU. A thread that hangs is
+    abandoned.
     """
 
     def __init__(self, join: Join = join_group) -> None:
@@ -272,34 +290,34 @@ class NcclSender:
         self._members: Sequence[Receiver] = ()
         """Servers of the group."""
         self._unfinished: set[Receiver] = set()
-        """Servers whose last update has failed, and that answer."""
-        self._fan: FanOut | None = None
+        """Servers that answer, but whose last update has failed."""
+        self._fan_out: FanOut | None = None
 
     async def pause(self, audience: Audience) -> None:
         """Implement `WeightSender.pause`."""
-        self._fan = FanOut(audience)
-        await self._fan.pause(self._unfinished)
+        self._fan_out = FanOut(audience)
+        await self._fan_out.pause(self._unfinished)
 
     async def send(self, weights: Regathered) -> BroadcastResult:
-        """Implement `WeightSender.send`. Raises EngineError for a failure that no server had."""
-        fan, self._fan = self._fan, None
-        assert fan is not None, "pause comes first"
+        """Implement `WeightSender.send`. Raises EngineError for a failure of this process."""
+        fan_out, self._fan_out = self._fan_out, None
+        assert fan_out is not None, "pause comes first"
         source = OnePass(weights)
         try:
-            if fan.receivers:
-                await self._broadcast(fan, source)
+            if fan_out.receivers:
+                await self._broadcast(fan_out, source)
         finally:
-            gathered = await self._threads.run(source.finish)
-            await fan.aclose()
-        if (error := source.error or gathered.error) is not None:
+            outcome = await self._threads.run(source.finish)
+            await fan_out.aclose()
+        if (error := source.error or outcome.error) is not None:
             raise error
-        result, self._unfinished = fan.result(self._unfinished)
+        result, self._unfinished = fan_out.result(self._unfinished)
         return result
 
-    async def _broadcast(self, fan: FanOut, source: OnePass) -> None:
-        """Do one broadcast; after a failure leave the group, and see who still answers."""
-        work = asyncio.create_task(self._threads.run(lambda: self._round(fan, source)))
-        failed = asyncio.create_task(fan.failed.wait())
+    async def _broadcast(self, fan_out: FanOut, source: OnePass) -> None:
+        """Do one broadcast. After a failure leave the group, and find servers that still answer."""
+        work = asyncio.create_task(self._threads.run(lambda: self._send_in_thread(fan_out, source)))
+        failed = asyncio.create_task(fan_out.failed.wait())
         try:
             await asyncio.wait(
                 (work, failed), timeout=BROADCAST_S, return_when=asyncio.FIRST_COMPLETED
@@ -308,39 +326,41 @@ class NcclSender:
             if work.done() and error is None:
                 return
             if work.done() and source.error is None:
-                # A server has failed, as a call to it says soon.
+                # Probably a server has died. A call to it then fails soon, and tells which.
                 await asyncio.wait((failed,), timeout=GRACE_S)
             source.given_up = True
             await self._threads.run(self._leave)
             if source.error is not None:
                 return
-            if error is not None and not fan.failed.is_set():
-                raise EngineError(f"weight update {fan.version}: {error}") from error
-            await fan.settle()
+            if error is not None and not fan_out.failed.is_set():
+                raise EngineError(f"weight update {fan_out.version}: {error}") from error
+            await fan_out.settle()
         finally:
             work.cancel()
             failed.cancel()
 
-    def _round(self, fan: FanOut, source: OnePass) -> None:
-        """Send the weights, by the group there is if its servers are these."""
+    def _send_in_thread(self, fan_out: FanOut, source: OnePass) -> None:
+        """Send the weights, in a new group unless the last one has the same servers."""
         transfer = self._transfer
-        if transfer is None or self._members != fan.receivers:
+        if transfer is None or self._members != fan_out.receivers:
             self._leave()
-            address = address_towards([one.url for one in fan.receivers])
-            with socket.create_server((address, 0)) as free:
-                port: int = free.getsockname()[1]
-            ranks = 1 + sum(one.workers for one in fan.receivers)
-            transfer = self._join(address, port, ranks, fan, source)
+            address = address_towards([receiver.url for receiver in fan_out.receivers])
+            with socket.create_server((address, 0)) as free_port:
+                port: int = free_port.getsockname()[1]
+            ranks = 1 + sum(receiver.workers for receiver in fan_out.receivers)
+            transfer = self._join(address, port, ranks, fan_out, source)
+            # The join may end after the broadcast was given up: `_leave` has not seen this group.
             with self._lock:
                 if not source.given_up:
-                    self._transfer, self._members = transfer, fan.receivers
+                    self._transfer, self._members = transfer, fan_out.receivers
             if source.given_up:
                 transfer.shutdown()
                 raise GaveUp
-        transfer.client, transfer.source = fan, source
+        transfer.client, transfer.source = fan_out, source
         transfer.send_weights()
 
     def _leave(self) -> None:
+        """Leave the group, if there is one."""
         with self._lock:
             transfer, self._transfer = self._transfer, None
         if transfer is not None:
@@ -348,23 +368,24 @@ class NcclSender:
 
     async def aclose(self) -> None:
         """Leave the group."""
-        fan, self._fan = self._fan, None
-        if fan is not None:  # nothing was sent after a pause
-            await fan.aclose()
+        fan_out, self._fan_out = self._fan_out, None
+        if fan_out is not None:  # `send` has not followed `pause`
+            await fan_out.aclose()
         await self._threads.run(self._leave)
         self._threads.close()
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """Return this machine's address for the servers at `urls`: 127.0.0.1 if all of them are on it.
+    """Return the address at which the servers at `urls` can reach this machine.
 
-    Example: for one at 127.0.0.1 and one at 10.0.0.5, the address towards the second.
+    It is 127.0.0.1 if all of them are on this machine. For servers at 127.0.0.1 and 10.0.0.5 it is
+    the address from which packets to 10.0.0.5 leave.
     """
     addresses = []
     for url in urls:
         host, kind = urlsplit(url).hostname, socket.SOCK_DGRAM
         family, *_, target = socket.getaddrinfo(host, 9, type=kind)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing
+            probe.connect(target)  # chooses a route, and sends nothing
             addresses.append(str(probe.getsockname()[0]))
-    return next((one for one in addresses if not one.startswith("127.")), addresses[0])
+    return next((address for address in addresses if not address.startswith("127.")), addresses[0])

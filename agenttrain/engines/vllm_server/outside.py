@@ -1,7 +1,7 @@
-"""Servers that somebody else started (`servers.admin_urls`): their fitness, and their watch.
+"""Servers that somebody else started (`servers.admin_urls`): checks of them, and their watcher.
 
-They are neither killed nor started again. One that goes away has `servers.dead_s` to come back, and
-one that comes back is checked and sent the weights before it samples.
+They are neither killed nor started again. A server that stops answering has `servers.dead_s` to
+come back. Then it is checked again, and gets the weights before it samples.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from agenttrain.engines.vllm_server.client import ServerClient, ServerFacts, Ser
 from agenttrain.engines.vllm_server.files_transport import BACKEND, METHODS
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import EXAMINED, FAULTS, Member, Members, MemberState
-from agenttrain.engines.vllm_server.records import Condition, ServerRecord
+from agenttrain.engines.vllm_server.server_records import Condition, ServerRecord
 
 WRITTEN_FOR = "0.32"
-"""vLLM whose routes the client calls."""
+"""Version of vLLM whose routes the client calls."""
 ROUTER = -1
-"""Number of a router."""
+"""Number that stands for the router in place of a server's."""
 AWAY = (MemberState.restarting, MemberState.gone)
 REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND)
 LONGEST_S = 60.0
-"""Longest time between two attempts to use a server that is not as it should be."""
+"""Longest time between two checks of a server that does not have what the run needs."""
 NEEDS = {
     "/inference/v1/generate": "--enable-scale-out",
     "/server_info": "VLLM_SERVER_DEV_MODE=1 in its environment",
@@ -42,7 +42,7 @@ ADAPTERS = {"/v1/load_lora_adapter": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """The servers, and the properties that each of them must have."""
+    """Addresses of outside servers, and what each of them must have."""
 
     urls: tuple[str, ...]
     router: str | None
@@ -52,21 +52,21 @@ class Outside:
     max_context: int
     quantization: str | None
     backend: str
-    """vLLM's name of the way of weights."""
+    """Weight transfer backend, by vLLM's name."""
     rank: int
-    """Rank of the adapters that they are sent; 0: they are sent all weights."""
+    """Rank of the adapters that are sent to them. 0: all weights are sent."""
     adapters: int
-    """Versions of adapters that each has at once."""
+    """Versions of adapters on each server at once."""
     grammars: bool
     """Requests come with grammars."""
     text: str
-    """A text with the special tokens of the run's tokenizer."""
+    """A text with the special tokens of the run's tokenizer, to compare tokenizers."""
     token_ids: tuple[int, ...]
-    """Its ids; empty: the run's tokenizer is not known."""
+    """Ids of that text. Empty: the run has no tokenizer to compare with."""
 
 
 class Front:
-    """A router in front of the servers: it chooses who samples, the run who may be asked."""
+    """A router in front of the servers. It chooses a server for each request."""
 
     def __init__(self, url: str, token: str, servers: ServersConfig) -> None:
         client = ServerClient(url, token, timeout_s=servers.request_s)
@@ -74,8 +74,11 @@ class Front:
         self._away: set[int] = set()
 
     def follow(self, members: Sequence[Member]) -> None:
-        """Send all requests in flight again once a server is lost: any of them may be its own."""
-        away = {one.number for one in members if one.state in AWAY}
+        """Fail all requests in flight once a server is lost: any of them may have been on it.
+
+        They are then sent again.
+        """
+        away = {member.number for member in members if member.state in AWAY}
         if away - self._away:
             self.member.reason = "a server behind it was lost"
             self.member.lost.set()
@@ -84,7 +87,7 @@ class Front:
 
 
 def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
-    """Yield why a server cannot sample for the run: ``key=value: problem; remedy``."""
+    """Yield why a server cannot sample for the run, as ``key=value: problem; remedy``."""
     key = f"servers.admin_urls={url}"
     if not facts.version.startswith(f"{WRITTEN_FOR}."):
         yield (
@@ -92,10 +95,10 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
             f"{WRITTEN_FOR}; install vllm=={WRITTEN_FOR}.*"
         )
     needs = {**NEEDS, **(ADAPTERS if run.rank else {})}
-    for remedy in dict.fromkeys(needs.values()):
-        missing = [path for path, way in needs.items() if way == remedy and path not in facts.paths]
+    for flag in dict.fromkeys(needs.values()):
+        missing = [path for path, adds in needs.items() if adds == flag and path not in facts.paths]
         if missing:
-            yield f"{key}: it lacks {', '.join(missing)}; start it with {remedy}"
+            yield f"{key}: it lacks {', '.join(missing)}; start it with {flag}"
     if not facts.config:
         return
     model: Mapping[str, Any] = facts.config["model_config"]
@@ -143,8 +146,8 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
         )
 
 
-async def fitness(client: ServerClient, url: str, run: Outside) -> tuple[ServerFacts, list[str]]:
-    """Return a server's facts and the problems with it; raises ServerFailed."""
+async def inspect(client: ServerClient, url: str, run: Outside) -> tuple[ServerFacts, list[str]]:
+    """Return a server's facts and its problems. Raises ServerFailed."""
     try:
         facts = await client.facts()
     except ServerFailed as error:
@@ -171,28 +174,34 @@ async def watch_outside(
     member: Member, fleet: Members, run: Outside, servers: ServersConfig
 ) -> None:
     """Examine a server that somebody else started, for ever."""
-    # Its own: the member's is closed whenever the server joins anew.
+    # A client for this task alone: the member's is closed whenever the server joins again.
     async with aclosing(ServerClient(member.url, run.token, timeout_s=servers.request_s)) as client:
-        await _watch_by(client, member, fleet, run, servers)
+        await _watch_with(client, member, fleet, run, servers)
 
 
-async def _watch_by(
+async def _watch_with(
     client: ServerClient, member: Member, fleet: Members, run: Outside, servers: ServersConfig
 ) -> None:
-    begun = time.monotonic()
-    attempt_s, next_attempt, misses = servers.health_s, begun, 0
+    """Ask the server for its weights' label every `health_s`, and update the member's state.
+
+    A member that is starting or away is checked with growing delays, until it joins or its time is
+    over.
+    """
+    away_since = time.monotonic()
+    attempt_s, next_attempt, misses = servers.health_s, away_since, 0
     while True:
         boot, version = member.boot, member.version
         label = await _label(client, run, servers.dead_s)
-        failed = label if isinstance(label, ServerFailed) else None
-        member.answers = failed is None
+        failure = label if isinstance(label, ServerFailed) else None
+        member.answers = failure is None
         now = time.monotonic()
         if member.state not in (MemberState.starting, *AWAY):
-            begun = now
+            away_since = now
+        # The answer says nothing of a server that has joined again while it was awaited.
         if member.state in EXAMINED and member.boot == boot:
-            misses = 0 if failed is None else misses + 1
-            if failed is not None:
-                _missed(member, str(failed), misses)
+            misses = 0 if failure is None else misses + 1
+            if failure is not None:
+                _count_miss(member, str(failure), misses)
             elif member.version == version and label not in (None, str(version)):
                 member.leave(
                     MemberState.restarting,
@@ -201,32 +210,38 @@ async def _watch_by(
             elif member.state is MemberState.suspect:
                 member.state = MemberState.live
         if member.state in (MemberState.starting, *AWAY):
-            # One that refuses the question may do so because it is not what the run needs.
-            if (failed is None or failed.status in REFUSALS) and now >= next_attempt:
-                await _attempt(member, client, fleet, run)
+            # A server that refuses the request may lack a route or the token: the check says so.
+            if (failure is None or failure.status in REFUSALS) and now >= next_attempt:
+                await _join_if_fit(member, client, fleet, run)
                 if member.state in EXAMINED:
                     attempt_s = servers.health_s
                 else:
                     attempt_s = min(2 * attempt_s, LONGEST_S)
                 next_attempt = time.monotonic() + attempt_s
-            limits = {
-                MemberState.starting: ("start_s", servers.start_s),
-                MemberState.restarting: ("dead_s", servers.dead_s),
-            }
-            name, limit_s = limits.get(member.state, ("", float("inf")))
-            if now > begun + limit_s:
-                what = (
-                    f"does not answer: {failed}" if failed else f"cannot be used: {member.reason}"
-                )
-                member.leave(MemberState.gone, f"{what}; servers.{name}={limit_s:g} s are over")
+            _give_up_late(member, failure, now - away_since, servers)
         fleet.changed()
         await asyncio.sleep(servers.health_s)
 
 
-async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | ServerFailed | None:
-    """Return the label of a server's weights; of a server with adapters, None if it has some.
+def _give_up_late(
+    member: Member, failure: ServerFailed | None, away_s: float, servers: ServersConfig
+) -> None:
+    """Give up a server that has been starting, or away, for too long."""
+    limits = {
+        MemberState.starting: ("start_s", servers.start_s),
+        MemberState.restarting: ("dead_s", servers.dead_s),
+    }
+    name, limit_s = limits.get(member.state, ("", float("inf")))
+    if away_s > limit_s:
+        problem = f"does not answer: {failure}" if failure else f"cannot be used: {member.reason}"
+        member.leave(MemberState.gone, f"{problem}; servers.{name}={limit_s:g} s are over")
 
-    The question goes to the process of its engine, which a stopped one does not answer.
+
+async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | ServerFailed | None:
+    """Return the label of a server's weights, or the failure.
+
+    If the run sends adapters, the label does not change: return None if the server has some, else
+    "without adapters". The engine's process answers, unless it is stopped.
     """
     try:
         async with asyncio.timeout(dead_s):
@@ -240,19 +255,22 @@ async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | Ser
         return error
 
 
-def _missed(member: Member, reason: str, misses: int) -> None:
-    """Take an examination without an answer; the server is lost after a few in a row, or after one
-    that took `servers.dead_s`."""
-    if misses >= FAULTS or "did not answer for" in reason:
+def _count_miss(member: Member, reason: str, misses: int) -> None:
+    """Count an examination without an answer.
+
+    The server is lost after `FAULTS` in a row, or after one that took `servers.dead_s`.
+    """
+    took_dead_s = "did not answer for" in reason  # as `_label` says it
+    if misses >= FAULTS or took_dead_s:
         member.leave(MemberState.restarting, f"does not answer: {reason}")
     else:
         member.state = MemberState.suspect
 
 
-async def _attempt(member: Member, client: ServerClient, fleet: Members, run: Outside) -> None:
-    """Take a server that answers into the fleet, if it is fit."""
+async def _join_if_fit(member: Member, client: ServerClient, fleet: Members, run: Outside) -> None:
+    """Add a server that answers to the fleet, if it has what the run needs."""
     try:
-        facts, reasons = await fitness(client, member.url, run)
+        facts, reasons = await inspect(client, member.url, run)
     except ServerFailed as error:
         member.reason = str(error)
         return

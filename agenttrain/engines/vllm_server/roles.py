@@ -1,10 +1,11 @@
-"""Servers of roles: how a run starts them, and how a judge, a user or a teacher asks them.
+"""Servers of roles: how a run starts them, and how it calls a judge, a user or a teacher on them.
 
-    <run>/roles/judge/servers/plan.json, 0.json, 0.log, …    the files that the policy's servers
-                                                             have in <run>/servers
+Their files are those of the policy's servers, in a folder of each role::
 
-The run's first process starts the wrappers. Every process that asks finds the servers by their
-records, also those that were started again.
+    <run>/roles/judge/servers/plan.json, 0.json, 0.log, …
+
+The run's first process starts the wrappers. Every process that calls the servers reads their
+addresses from the records, also after a server was started again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from agenttrain.engines.vllm_server.client import ServerClient
 from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.frozen import FrozenFleet
 from agenttrain.engines.vllm_server.local import LocalServers
-from agenttrain.engines.vllm_server.records import (
+from agenttrain.engines.vllm_server.server_records import (
     FOLDER,
     Condition,
     ServerPlan,
@@ -39,11 +40,11 @@ from agenttrain.utils.role_names import ROLE, role_named
 from agenttrain.utils.sections import plain
 
 SALT = "frozen"
-"""Salt of a frozen model's prefix cache: its keys and values never grow old."""
+"""Salt of a frozen model's prefix cache: its entries stay valid."""
 AT_ONCE = 64
-"""Sequences that each server scores at once for one process."""
+"""Sequences that one process scores at once on each server."""
 CLOSE_S = 10.0
-"""Seconds within which requests in flight end once they are cancelled."""
+"""Seconds in which cancelled requests have to end."""
 LOOK_S = 0.2
 """Seconds between two looks at the record of a server that starts."""
 T = TypeVar("T")
@@ -65,13 +66,13 @@ def role_plan(
     seed: int,
     gpus: tuple[tuple[int | str, ...], ...] | None,
 ) -> ServerPlan:
-    """Return how a role's servers are started."""
+    """Return the plan by which a role's servers are started."""
     engine = VllmServerSettings(
         max_context=max_context,
-        **{one.name: getattr(settings, one.name) for one in fields(OneServer)},
+        **{field.name: getattr(settings, field.name) for field in fields(OneServer)},
     )
-    started = StartedServers(
-        **{one.name: getattr(settings, one.name) for one in fields(StartedServers)}
+    servers = StartedServers(
+        **{field.name: getattr(settings, field.name) for field in fields(StartedServers)}
     )
     return ServerPlan(
         module=module,
@@ -81,7 +82,7 @@ def role_plan(
         max_context=max_context,
         seed=seed,
         engine=plain(engine),
-        servers=plain(started),
+        servers=plain(servers),
         rank=0,
         adapters=0,
         weights=None,
@@ -91,27 +92,29 @@ def role_plan(
 
 
 def start_role(run: Path, plan: ServerPlan) -> LocalServers:
-    """Start the servers of a role; raises EngineError if those of an earlier process still run."""
+    """Start the servers of a role. Raises EngineError if earlier ones still run."""
     assert plan.role is not None
     folder = role_folder(run.resolve(), plan.role)
     shutil.rmtree(folder / FOLDER / OF_PROCESSES, ignore_errors=True)
     return LocalServers(folder, plan, plan.servers["count"])
 
 
-async def all_started(folder: Path, role: str, count: int) -> None:
-    """Wait until all servers of a role have answered; raises EngineError if one has ended."""
+async def await_start(folder: Path, role: str, count: int) -> None:
+    """Wait until all servers of a role have answered. Raises EngineError if one has ended."""
     waiting, progress = [*range(count)], StartProgress(folder, f"roles.{role}", count)
     while waiting:
         for number in [*waiting]:
             record = read_record(folder, number)
-            killed = record is not None and not record.wrapper_exists
-            if killed:  # its last words may have come since
-                record = read_record(folder, number)
-            gone = record is not None and record.condition is Condition.gone
-            if record is not None and record.condition is Condition.ready:
+            if record is None:
+                continue
+            has_wrapper = record.wrapper_exists
+            if not has_wrapper:  # read again: it may have written how the server ended before
+                record = read_record(folder, number) or record
+            if record.condition is Condition.ready:
                 waiting.remove(number)
-            elif killed or gone:
-                end = record.end if gone and record is not None else "lost its wrapper"
+            elif record.condition is Condition.gone or not has_wrapper:
+                is_gone = record.condition is Condition.gone
+                end = record.end if is_gone else "lost its wrapper"
                 raise EngineError(
                     f"roles.{role}: {role} server {number} did not start: it {end}; the end "
                     f"of its log:\n{last_lines(folder, number)}"
@@ -121,9 +124,9 @@ async def all_started(folder: Path, role: str, count: int) -> None:
 
 
 class RoleServers:
-    """The servers of a role, for callers in any thread; implements `ChatBackend`.
+    """The servers of a role, for callers in any thread. Implements `ChatBackend`.
 
-    The requests have an event loop in a thread of its own, from the first one to `close`.
+    Requests run in the event loop of one thread, which lives from the first request to `close`.
     """
 
     def __init__(self, run: Path, role: str, servers: StartedServers) -> None:
@@ -135,14 +138,14 @@ class RoleServers:
         self._numbers = itertools.count()
 
     def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Implement `ChatBackend.complete`; waiting for a server does not count as a request."""
+        """Implement `ChatBackend.complete`. The timeout does not count waiting for a server."""
         request = {**body, "model": self._role}
 
         async def ask(client: ServerClient) -> Any:
             async with asyncio.timeout(timeout_s):
                 return await client.chat(request)
 
-        # A conversation stays on the server that has its beginning in the prefix cache.
+        # Conversations with the same beginning go to the server that has it in its prefix cache.
         session = str(body["messages"][:2])
         try:
             return self._run(lambda fleet: fleet.send(session, ask))
@@ -152,9 +155,9 @@ class RoleServers:
             raise ChatUnavailable(str(error)) from error
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probability, at temperature 1, of every id of each sequence but the first.
+        """Return the log-probability of every id of each sequence but the first, at temperature 1.
 
-        Raises EngineError for a sequence that the servers refuse or die of, RoleLost.
+        Raises EngineError for a sequence that the servers refuse or die of, and RoleLost.
         """
         return self._run(lambda fleet: self._score(fleet, sequences))
 
@@ -163,7 +166,7 @@ class RoleServers:
     ) -> list[list[float]]:
         slots = asyncio.Semaphore(AT_ONCE * self._servers.count)
 
-        async def one(token_ids: Sequence[int]) -> list[float]:
+        async def score_one(token_ids: Sequence[int]) -> list[float]:
             name = f"score-{next(self._numbers)}"
             async with slots:
                 return await fleet.send(
@@ -171,13 +174,13 @@ class RoleServers:
                 )
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(token_ids)) for token_ids in sequences]
+            tasks = [group.create_task(score_one(token_ids)) for token_ids in sequences]
         return [task.result() for task in tasks]
 
     def _run(self, call: Callable[[FrozenFleet], Coroutine[Any, Any, T]]) -> T:
-        """Return the result of a call in the thread of the requests."""
+        """Run a call in the thread of the requests, which the first one starts."""
 
-        async def called() -> T:
+        async def run() -> T:
             with self._lock:
                 if self._loop is not asyncio.get_running_loop():
                     raise EngineError(f"{self.name}: was closed before a request")
@@ -190,17 +193,17 @@ class RoleServers:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_serve, args=(self._loop,), daemon=True).start()
-            # Under the lock: `close` comes before this request, or cancels it.
-            result = asyncio.run_coroutine_threadsafe(called(), self._loop)
+            # Under the lock, so that `close` comes before this request or cancels it.
+            future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
-            return result.result()
-        except BaseExceptionGroup as errors:  # of the scores, the first to fail
+            return future.result()
+        except BaseExceptionGroup as errors:  # from `_score`: the first failure stands for all
             raise errors.exceptions[0] from errors
         except CancelledError as error:
             raise EngineError(f"{self.name}: was closed in the middle of a request") from error
 
     def close(self) -> None:
-        """End the thread; requests in flight fail. A later request begins another one."""
+        """End the thread. Requests in flight fail. A later request starts another thread."""
         with self._lock:
             loop, self._loop = self._loop, None
             fleet, self._fleet = self._fleet, None
@@ -225,6 +228,6 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def with_servers(section: Mapping[str, Any], roles: Mapping[str, RoleServers]) -> Mapping[str, Any]:
-    """Return a component's section with the servers in the place of ``url: role:<name>``."""
+    """Return a component's section with ``url: role:<name>`` replaced by the role's servers."""
     servers = roles.get(role_named(section.get("url")) or "")
     return section if servers is None else {**section, "url": servers}

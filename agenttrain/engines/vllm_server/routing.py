@@ -1,7 +1,7 @@
 """Routing: which server gets a request.
 
-All turns of a session go to the same server, whose prefix cache holds the earlier ones, unless it
-is much busier than the others. No table of sessions is kept: the order is a hash.
+All turns of a session go to the same server, whose prefix cache holds the earlier turns, unless it
+is much busier than the other servers. The order is a hash, so no table of sessions is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import ceil
 SLACK = 1.25
 """Most requests of a server as a multiple of the mean."""
 LEAST = 8
-"""Requests that a server may have whatever the others have: so few gain nothing elsewhere."""
+"""Requests that a server may have in any case: so few gain nothing on another server."""
 
 
 def preferred(session: str, servers: Iterable[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Files that a killed server leaves outside the run's folder: sockets, semaphores, shared memory.
 
 vLLM's processes share up to hundreds of megabytes of memory under names in /dev/shm. They remove
-them when they end by themselves; after SIGKILL somebody else has to.
+them when they end by themselves. After SIGKILL another process has to.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from contextlib import suppress
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
+"""A file system in memory, where there is one."""
 SHARED = ("psm_", "sem.mp-", "vllm_dist_")
-"""Beginnings of names: Python's of shared memory and semaphores; those of vLLM's CPU workers."""
+"""Prefixes of file names: Python's shared memory and semaphores, and vLLM's CPU workers."""
 SOCKETS = "agenttrain-server-"
-"""Beginning of the name of a server's folder for sockets."""
+"""Prefix of the name of a server's folder for sockets."""
 
 
 def shared_by(group: int) -> set[str]:
     """Return the files in /dev/shm that the processes of a group have mapped.
 
-    Files are told apart by their inodes: glibc makes a semaphore under another name, which it then
-    removes, and the kernel shows the mapping under that one::
+    They are compared by inode. glibc makes a semaphore under another name, which it then removes,
+    and the kernel shows the mapping under that removed name::
 
         7f0a… rw-s 00000000 00:1a 42  /dev/shm/sem.Xq3f9a (deleted)
         /dev/shm/sem.mp-5k2b8c1d, whose inode is 42
@@ -36,9 +37,9 @@ def shared_by(group: int) -> set[str]:
             if os.getpgid(int(entry.name)) != group:
                 continue
             for line in (entry / "maps").read_text(errors="replace").splitlines():
-                words = line.split(maxsplit=5)  # range, rights, offset, device, inode, path
-                if len(words) == 6 and words[5].startswith(f"{MEMORY}/"):
-                    mapped.add(int(words[4]))
+                columns = line.split(maxsplit=5)  # range, rights, offset, device, inode, path
+                if len(columns) == 6 and columns[5].startswith(f"{MEMORY}/"):
+                    mapped.add(int(columns[4]))
     shared: set[str] = set()
     with suppress(OSError), os.scandir(MEMORY) as entries:
         shared = {e.path for e in entries if _is_ours(Path(e.path)) and e.inode() in mapped}
@@ -46,10 +47,10 @@ def shared_by(group: int) -> set[str]:
 
 
 def remove(paths: Iterable[str]) -> None:
-    """Remove files of a server whose processes have ended; other names are left alone."""
+    """Remove files of a server whose processes have ended. Files of other names are kept."""
     for path in map(Path, paths):
         if not _is_ours(path):
-            continue  # a record that was copied, or edited
+            continue  # the record was copied or edited
         if path.name.startswith(SOCKETS):
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -26,15 +26,15 @@ from agenttrain.engines.vllm_server.local import (
     NodeServers,
     OutsideServers,
     end_servers,
-    reusable,
+    reusable_servers,
     server_wrappers,
     weights_folder,
 )
-from agenttrain.engines.vllm_server.memory import memory, server_memory
 from agenttrain.engines.vllm_server.nccl_transport import BACKEND as NCCL
 from agenttrain.engines.vllm_server.nccl_transport import NcclSender
 from agenttrain.engines.vllm_server.outside import Outside
-from agenttrain.engines.vllm_server.records import (
+from agenttrain.engines.vllm_server.server_memory import memory, server_memory
+from agenttrain.engines.vllm_server.server_records import (
     FOLDER,
     ServerPlan,
     is_running,
@@ -52,8 +52,8 @@ from agenttrain.utils.sections import plain, shown
 if TYPE_CHECKING:
     from agenttrain.engines.vllm_server.wrapper import Wrapper
 
-SERVER = "agenttrain.engines.vllm_server.process"
-"""The module that is a server."""
+SERVER = "agenttrain.engines.vllm_server.server_process"
+"""Module that is run as a server."""
 OWNED = {
     "dtype": "engine.dtype",
     "enforce_eager": "engine.enforce_eager",
@@ -70,26 +70,25 @@ OWNED = {
     **dict.fromkeys(("generation_config", "data_parallel_size", "api_server_count"), ""),
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "model.lora.rank"),
 }
-"""Flags of the server that `servers.args` must not have, mapped to their settings if there are
-any."""
+"""Flags of the server that `servers.args` must not have, mapped to the setting to use, if any."""
 
 
 def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = SERVER) -> Engine:
-    """Start the servers, or look for those of others; the first update waits until they answer."""
+    """Start the servers, or use those that others start. The first update waits for them."""
     import torch
 
     from agenttrain.engines.vllm_server.broadcast_fleet import BroadcastFleet
-    from agenttrain.engines.vllm_server.engine import (
+    from agenttrain.engines.vllm_server.fleet import Fleet
+    from agenttrain.engines.vllm_server.server_engine import (
         BroadcastEngine,
         ServedForm,
         Servers,
         VllmServerEngine,
     )
-    from agenttrain.engines.vllm_server.fleet import Fleet
     from agenttrain.engines.weight_files import WeightWriter
 
     folder, servers = inputs.run_folder, inputs.servers
-    assert folder is not None, "servers meet the run in its folder"
+    assert folder is not None, "servers and run find each other in the run's folder"
     plan = server_plan(settings, inputs, module)
     weights: Path | None = None
     if plan.backend == FILES:
@@ -97,12 +96,12 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         weights = weights_folder(folder, inputs.sync_folder, size, servers)
         plan = replace(plan, weights=str(weights))
     alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
-    ending: Servers
+    started: Servers
     outside: Outside | None = None
     if servers.outside:
-        outside = outside_of(plan, inputs)
+        outside = outside_servers(plan, inputs)
         print(f"engine: {len(outside.urls)} servers of servers.admin_urls", flush=True)
-        ending = OutsideServers(folder)
+        started = OutsideServers(folder)
     elif servers.nodes:
         where = f"servers.nodes={servers.nodes} other machines (logs: {folder / FOLDER})"
         print(
@@ -110,13 +109,13 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
             f"of submit, start each: agenttrain engine-server {folder} number=N host=ADDRESS",
             flush=True,
         )
-        ending = NodeServers(folder.resolve(), plan)
+        started = NodeServers(folder.resolve(), plan)
     else:
-        starting = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
-        if running := reusable(folder, plan):
-            starting = f"{len(running)} of {servers.count} servers are running, and are reused"
-        print(f"engine: {starting} (logs: {folder / FOLDER})", flush=True)
-        ending = LocalServers(folder.resolve(), plan, servers.count)
+        progress = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
+        if running := reusable_servers(folder, plan):
+            progress = f"{len(running)} of {servers.count} servers are running, and are reused"
+        print(f"engine: {progress} (logs: {folder / FOLDER})", flush=True)
+        started = LocalServers(folder.resolve(), plan, servers.count)
     form = ServedForm(
         max_context=plan.max_context,
         dtype=getattr(torch, plan.dtype),
@@ -126,14 +125,14 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     mode = inputs.sync_mode
     if weights is None:
         ahead = inputs.max_staleness > 0
-        together = BroadcastFleet(folder.resolve(), servers, mode, outside, ahead=ahead)
-        return BroadcastEngine(together, ending, form, NcclSender())
+        broadcast_fleet = BroadcastFleet(folder.resolve(), servers, mode, outside, ahead=ahead)
+        return BroadcastEngine(broadcast_fleet, started, form, NcclSender())
     fleet = Fleet(folder.resolve(), servers, mode, outside, plan.adapters)
-    return VllmServerEngine(fleet, ending, form, WeightWriter(weights, alpha=alpha))
+    return VllmServerEngine(fleet, started, form, WeightWriter(weights, alpha=alpha))
 
 
 def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str) -> ServerPlan:
-    """Return how servers are started, but for the folder of the weight files."""
+    """Return the plan by which servers are started, without the folder of the weight files."""
     import torch
     from transformers import AutoConfig
 
@@ -141,7 +140,8 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
     if settings.dtype is EngineDtype.auto and inputs.on_gpu and torch.cuda.is_bf16_supported():
         dtype = "bfloat16"
     limit = AutoConfig.from_pretrained(inputs.model).get_text_config().max_position_embeddings
-    lora = inputs.transport is not Transport.files and inputs.adapters is not None
+    # By files the adapters are merged into the weights.
+    sends_adapters = inputs.transport is not Transport.files and inputs.adapters is not None
     return ServerPlan(
         module=module,
         model=str(inputs.model),
@@ -151,7 +151,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
         seed=inputs.seed,
         engine=plain(settings),
         servers=plain(inputs.servers),
-        rank=inputs.adapters.rank if lora and inputs.adapters is not None else 0,
+        rank=inputs.adapters.rank if sends_adapters and inputs.adapters is not None else 0,
         adapters=ADAPTERS + inputs.max_staleness,
         weights=None,
         backend=NCCL if inputs.transport is Transport.nccl else FILES,
@@ -161,8 +161,8 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
     )
 
 
-def outside_of(plan: ServerPlan, inputs: EngineInputs) -> Outside:
-    """Return the servers of others, and the properties that they must have.
+def outside_servers(plan: ServerPlan, inputs: EngineInputs) -> Outside:
+    """Return the servers that somebody else started, and what they must have.
 
     Raises ConfigError without a token.
     """
@@ -194,7 +194,7 @@ def outside_of(plan: ServerPlan, inputs: EngineInputs) -> Outside:
 
 
 def _sample_text(folder: Path) -> tuple[str, tuple[int, ...]]:
-    """Return a text with the tokenizer's special tokens, and its ids."""
+    """Return a text with the tokenizer's special tokens, and its ids, to compare tokenizers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -203,7 +203,7 @@ def _sample_text(folder: Path) -> tuple[str, tuple[int, ...]]:
 
 
 def run_server(folder: Path, number: int, owner: int | None, host: str) -> int:
-    """Run a server of the run in `folder`: `agenttrain engine-server`."""
+    """Implement `EngineSpec.run_server`, for `agenttrain engine-server`."""
     from agenttrain.engines.vllm_server.wrapper import Wrapper
 
     if is_running(folder, number):
@@ -222,7 +222,7 @@ def serve_alone(
     *,
     module: str = SERVER,
 ) -> int:
-    """Run a server that no run starts or ends, with the token of the environment."""
+    """Implement `EngineSpec.serve_alone`. The environment has the token."""
     from agenttrain.engines.vllm_server.wrapper import Wrapper
 
     token, folder = os.environ.get(TOKEN), inputs.run_folder
@@ -240,7 +240,7 @@ def serve_alone(
 
 
 def _until_end(wrapper: Wrapper) -> int:
-    """Run a wrapper; print how its server ended, if not by the user's order."""
+    """Run a wrapper. Print how its server ended, unless the user stopped it."""
     code = wrapper.run()
     if code != DONE and (record := read_record(wrapper.folder, wrapper.number)) is not None:
         log = log_path(wrapper.folder, wrapper.number)
@@ -250,7 +250,7 @@ def _until_end(wrapper: Wrapper) -> int:
 
 
 def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
-    """Yield settings of this run for which servers cannot be used yet."""
+    """Yield settings of this run that do not go with servers."""
     if run.several and not run.rollout_process:
         yield (
             f"rollout.process=same: with engine=vllm_server and distributed={run.distributed} the "
@@ -258,13 +258,13 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
         )
     if run.transport is Transport.lora and not run.lora_rank:
         yield "weight_sync.transport=lora: has no effect without model.lora.rank; leave it out"
-    adapters = run.lora_rank and run.transport is not Transport.files
-    if adapters and run.lora_rank > LARGEST_RANK:
+    sends_adapters = run.lora_rank and run.transport is not Transport.files
+    if sends_adapters and run.lora_rank > LARGEST_RANK:
         yield (
             f"model.lora.rank={run.lora_rank}: vLLM takes adapters of a rank up to {LARGEST_RANK}; "
             "lower it, or set weight_sync.transport=files, which merges them"
         )
-    if adapters and run.mode != WeightSyncMode.drain:
+    if sends_adapters and run.mode != WeightSyncMode.drain:
         yield (
             f"weight_sync.mode={run.mode}: has no effect with adapters, each version of which has "
             "a name of its own; leave it out, or set weight_sync.transport=files"
@@ -272,16 +272,16 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
     if run.transport is Transport.nccl:
         yield from _broadcast_problems(run)
     if run.servers.outside:
-        started = VllmServerSettings()
+        default = VllmServerSettings()
         for key in ("max_rows", "memory_share", "kv_cache_mb", "enforce_eager"):
-            if (value := getattr(settings, key)) != getattr(started, key):
+            if (value := getattr(settings, key)) != getattr(default, key):
                 yield (
                     f"engine.{key}={shown(value)}: servers.admin_urls names servers that somebody "
                     "else starts; leave it out"
                 )
     for name in run.servers.args:
-        if (owner := OWNED.get(name.strip("-").replace("-", "_"))) is not None:
-            instead = owner and f", set {owner}"
+        if (setting := OWNED.get(name.strip("-").replace("-", "_"))) is not None:
+            instead = setting and f", set {setting}"
             yield f"servers.args.{name}: is set by agenttrain; leave it out{instead}"
 
 

@@ -1,8 +1,8 @@
-"""`<run>/servers/status.json`: the fleet as the run sees it, for `agenttrain servers`.
+"""`<run>/servers/status.json`: the fleet as the run sees it, for `agenttrain servers`::
 
 {"time": 1795665600.0, "host": "node7", "pid": 4711, "started": 81234, "ended": false,
  "servers": [{"number": 0, "role": "", "state": "live", "version": 7, "requests": 12,
- "completions": 3400, "boot": 1, "url": "http://127.0.0.1:40123", "reason": ""}, …]}
+              "completions": 3400, "boot": 1, "url": "http://127.0.0.1:40123", "reason": ""}, …]}
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.engines.vllm_server.health import Member
-from agenttrain.engines.vllm_server.records import FOLDER, last_lines, write_private
+from agenttrain.engines.vllm_server.server_records import FOLDER, last_lines, write_private
 from agenttrain.utils.processes import process_exists, started_at
 
 STATUS = "status.json"
 OF_PROCESSES = "status"
-"""Folder of the files of a role's servers, one for each process that asks them."""
+"""Folder in a role's `servers` folder: one status file for each process that uses its servers."""
 OF_ROLES = "roles"
-"""Folder in a run's that has a folder for the servers of each role."""
+"""Folder in a run's, with a folder for the servers of each role."""
 EVERY_S = 1.0
 """Least time between two writes, unless a server's state has changed."""
 
 
 class StatusFile:
-    """Writes the file, at most once a second without need."""
+    """Writes the status file: at each change of a server's state, else at most once a second."""
 
-    def __init__(self, folder: Path, *, own: bool = False) -> None:
-        """`own`: several processes ask these servers, and each has a file of its own."""
-        name = f"{OF_PROCESSES}/{os.getpid()}.json" if own else STATUS
+    def __init__(self, folder: Path, *, per_process: bool = False) -> None:
+        """`per_process`: several processes use these servers, and each writes its own file."""
+        name = f"{OF_PROCESSES}/{os.getpid()}.json" if per_process else STATUS
         self._path = folder / FOLDER / name
         self._host, self._started = socket.gethostname(), started_at(os.getpid())
         self._states: list[object] = []
         self._written = 0.0
 
     def write(self, members: Sequence[Member], *, ended: bool = False) -> None:
-        """Write the state of the servers; a full disk is no reason to stop a run."""
+        """Write the state of the servers. A full disk does not stop the run."""
         now, states = time.time(), [(member.state, member.boot) for member in members]
         if not ended and states == self._states and now < self._written + EVERY_S:
             return
@@ -66,31 +66,31 @@ class StatusFile:
 
 
 def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
-    """Read the state of a run's servers, those of roles last, and the last lines of their logs.
+    """Read the state of a run's servers, role servers last, with the last lines of their logs.
 
-    None: it has had none. The processes that ask a role's servers are taken together. `running`:
-    a process that asks servers goes on, as far as this machine can see.
+    None: the run has had no servers. The counts of all processes that use a role's servers are
+    added up. `running` in the result: a process that uses the servers still runs, as far as this
+    machine can see.
     """
-    places = {
+    files_by_folder = {
         folder: [folder / FOLDER / STATUS],
         **{
-            place: sorted((place / FOLDER / OF_PROCESSES).glob("*.json"))
-            for place in sorted((folder / OF_ROLES).glob("*"))
+            role: sorted((role / FOLDER / OF_PROCESSES).glob("*.json"))
+            for role in sorted((folder / OF_ROLES).glob("*"))
         },
     }
     statuses: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
-    for place, files in places.items():
+    for servers_folder, files in files_by_folder.items():
         by_process = [status for file in files if (status := _read(file)) is not None]
         statuses += by_process
-        rows += [
-            {**row, "log": last_lines(place, row["number"], lines).splitlines() if lines else []}
-            for row in _together(by_process)
-        ]
+        for row in _merge(by_process):
+            log = last_lines(servers_folder, row["number"], lines) if lines else ""
+            rows.append({**row, "log": log.splitlines()})
     if not statuses:
         return None
     unended = [status for status in statuses if not status["ended"]] or statuses
-    newest = max(unended, key=lambda one: (_is_running(one), float(one["time"])))
+    newest = max(unended, key=lambda status: (_is_running(status), float(status["time"])))
     return {
         "time": newest["time"],
         "pid": newest["pid"],
@@ -101,11 +101,12 @@ def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
 
 
 def _is_running(status: dict[str, Any]) -> bool:
-    """Return True if the process that wrote a status goes on, or is another machine's."""
+    """Return True if the process that wrote a status still runs, or is on another machine."""
     if status["ended"]:
         return False
-    elsewhere = status.get("host", socket.gethostname()) != socket.gethostname()
-    return elsewhere or process_exists(status["pid"], status.get("started") or 0)
+    if status.get("host", socket.gethostname()) != socket.gethostname():
+        return True
+    return process_exists(status["pid"], status.get("started") or 0)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -116,10 +117,10 @@ def _read(path: Path) -> dict[str, Any] | None:
     return status
 
 
-def _together(by_process: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the servers: their newest state, and the requests of all processes.
+def _merge(by_process: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per server: its newest state, and the counts of all processes added up.
 
-    Requests in flight are those of processes that go on; if none does, those at their end.
+    Requests in flight count only in running processes. If none runs, their last counts do.
     """
     rows: dict[int, dict[str, Any]] = {}
     running = [status for status in by_process if _is_running(status)]

@@ -1,17 +1,17 @@
-"""Double of a server: a process with vLLM's routes, and a formula in the place of a model.
+"""Double of a server: a process with vLLM's routes, and a formula in place of a model.
 
 The wrapper starts it as it starts vLLM (`build(…, module="agenttrain.engines.vllm_server.stub")`),
-in a second. Its model is one number, the weight `w` [1]: every token has the log-probability
-``-w``, and which token comes next depends on the tokens before it and on the seed alone.
+within a second. Its model is one number, the weight `w` [1]: every token has the log-probability
+``-w``. The next token depends only on the tokens before it and on the seed. Routes for tests::
 
     POST /stub/fault {"kind": "error", "times": 20}     the next 20 completions answer 500
     POST /stub/fault {"kind": "abort", "times": 1}      … end with finish_reason "abort"
     POST /stub/fault {"kind": "stall", "times": 1}      … are never answered
     POST /stub/fault {"kind": "hang"}                   the engine's process answers nothing
     POST /stub/fault {"kind": "deaf", "times": 1}       an update answers 200 and loads nothing
-    POST /stub/fault {"kind": "crash", "times": 1}      it dies as it receives a broadcast
-    POST /stub/fault {"kind": "stuck", "times": 1}      it never ends to receive one
-    POST /stub/fault {"kind": "refuse", "times": 1}     it receives one, and answers 500
+    POST /stub/fault {"kind": "crash", "times": 1}      it dies while it receives a broadcast
+    POST /stub/fault {"kind": "stuck", "times": 1}      it hangs while it receives a broadcast
+    POST /stub/fault {"kind": "refuse", "times": 1}     it receives a broadcast, and answers 500
     POST /stub/fault {"kind": "absent", "times": 1}     it does not join a group
     POST /stub/share                                    maps shared memory
     GET  /stub/log                                      completions so far: version and ids
@@ -44,15 +44,19 @@ from agenttrain.utils.child_process import end_with_parent
 
 VOCABULARY = 500
 LONGEST_CHAT = 10_000
-"""Characters of a conversation."""
+"""Most characters of a conversation."""
 FAULTS = "AGENTTRAIN_STUB_FAULTS"
 """Environment variable: faults of every stub from its start, ``{"abort": 20}``."""
 CONFIG = "AGENTTRAIN_STUB_CONFIG"
-"""Environment variable: what differs from the server that a run expects, e.g. ``{"version":
-"0.31.0", "model_config": {"dtype": "torch.bfloat16"}, "backend": null, "without": ["/pause"]}``;
-its workers, ``{"workers": 2}``;
-the weight that it starts with, ``{"w": 0.5}``; the part of a score that grows with the id,
-``{"slope": 0.001}``; its answer in a chat, ``{"reply": "Yes."}``."""
+"""Environment variable: JSON with any of these keys.
+
+- "version", "model_config", "backend", "without": differences to the server that a run expects:
+  ``{"version": "0.31.0", "model_config": {"dtype": "torch.bfloat16"}, "without": ["/pause"]}``;
+- "workers": their number (1);
+- "w": the weight at the start (0);
+- "slope": the part of a score that grows with the id (0);
+- "reply": the answer to a conversation ("Score: 7").
+"""
 TOKEN_S = "AGENTTRAIN_STUB_TOKEN_S"
 """Environment variable: seconds that a token takes (0)."""
 
@@ -64,7 +68,7 @@ def next_token(token_ids: Sequence[int], seed: int) -> int:
 
 
 class StubServer:
-    """MemberState and routes of one stub."""
+    """State and routes of one stub."""
 
     def __init__(self) -> None:
         self.config: dict[str, Any] = json.loads(os.environ.get(CONFIG, "{}"))
@@ -75,19 +79,19 @@ class StubServer:
         self.updating = False
         self.group = StubWorkers()
         self.faults: dict[str, int] = json.loads(os.environ.get(FAULTS, "{}"))
-        """Kind of fault, mapped to the times that it will still happen."""
+        """Kind of fault -> times that it will still happen."""
         self.served: list[dict[str, Any]] = []
         self.running = asyncio.Event()
         """Not set while the server is paused."""
         self.running.set()
 
     def takes_fault(self, kind: str) -> bool:
-        """Return True, and count it, if a fault of this kind is due."""
-        left = self.faults.get(kind, 0)
-        self.faults[kind] = max(left - 1, 0)
-        return left > 0
+        """Return True if a fault of this kind is due, and count it."""
+        remaining = self.faults.get(kind, 0)
+        self.faults[kind] = max(remaining - 1, 0)
+        return remaining > 0
 
-    async def engine_answers(self) -> None:
+    async def ask_engine(self) -> None:
         """Wait for ever if the engine's process hangs."""
         if self.faults.get("hang"):
             await asyncio.Event().wait()
@@ -95,7 +99,7 @@ class StubServer:
     async def generate(self, body: Any) -> Any:
         """Continue or score ids."""
         await self.running.wait()
-        await self.engine_answers()
+        await self.ask_engine()
         sampling, ids = body["sampling_params"], list(body["token_ids"])
         model = body.get("model", "policy")
         if model != "policy" and model not in self.adapters:
@@ -120,7 +124,8 @@ class StubServer:
         prompt = None
         if "prompt_logprobs" in sampling:
             slope = self.config.get("slope", 0.0)
-            prompt = [None, *({str(one): {"logprob": -w - slope * one}} for one in ids[1:count])]
+            scores = ({str(token): {"logprob": -w - slope * token}} for token in ids[1:count])
+            prompt = [None, *scores]
         else:
             self.served.append(
                 {"version": self.version, "model": model, "ids": sampled, "sampling": sampling}
@@ -128,15 +133,15 @@ class StubServer:
         choice = {
             "token_ids": sampled,
             "finish_reason": "abort" if abort else "stop" if stopped else "length",
-            "logprobs": {"content": [{"token_id": one, "logprob": -w} for one in sampled]},
+            "logprobs": {"content": [{"token_id": token, "logprob": -w} for token in sampled]},
             "weight_versions": [{"version": self.version, "start": 0, "end": len(sampled)}],
         }
         cached = {"prompt_tokens_details": {"cached_tokens": count // 2}}
         return {"model": model, "choices": [choice], "prompt_logprobs": prompt, "usage": cached}
 
     async def chat(self, body: Any) -> Any:
-        """Answer a conversation, always in the same way."""
-        await self.engine_answers()
+        """Answer a conversation, always with the same reply."""
+        await self.ask_engine()
         if self.takes_fault("error"):
             return Response("an error that was asked for", status_code=500)
         if len(str(body["messages"])) > LONGEST_CHAT:
@@ -147,7 +152,7 @@ class StubServer:
         return {"choices": [{"message": {"role": "assistant", "content": reply}}]}
 
     async def pause(self, body: Any) -> Any:
-        """Stop sampling; requests wait in every mode, as new ones do in vLLM's."""
+        """Stop sampling. Requests wait in every mode."""
         self.running.clear()
 
     async def resume(self, body: Any) -> Any:
@@ -155,7 +160,7 @@ class StubServer:
         self.running.set()
 
     async def join(self, body: Any) -> Any:
-        """Enter a group of the backend "nccl"; that of files has none."""
+        """Join a group of the backend "nccl". The backend "files" has no groups."""
         if self.takes_fault("absent"):
             return Response("its workers cannot reach the group", status_code=500)
         if body["init_info"]:
@@ -165,24 +170,24 @@ class StubServer:
                 return Response("there is no group", status_code=500)
 
     async def leave(self, body: Any) -> Any:
-        """Leave a group, but for one that an update goes on in."""
+        """Leave the group. Refused during an update."""
         if self.updating:
             return Response("an update is going on", status_code=500)
         self.group.leave()
 
     @property
     def workers(self) -> int:
-        """Its workers."""
+        """Number of workers."""
         return int(self.config.get("workers", 1))
 
     async def start(self, body: Any) -> Any:
-        """Begin an update; a second one before the first has ended is refused."""
+        """Begin an update. Refused during another update, or unless the server is paused."""
         if self.updating or self.running.is_set():
             return Response("an update is going on, or the server is not paused", status_code=500)
         self.updating = True
 
     async def update(self, body: Any) -> Any:
-        """Load verified files, or what comes by a broadcast."""
+        """Load weights from verified files, or from a broadcast."""
         info = body["update_info"]
         if "names" in info:
             return await self.receive(info)
@@ -194,7 +199,7 @@ class StubServer:
             self.w = float(weights["w"])
 
     async def receive(self, info: Any) -> Any:
-        """Load weights that the group sends; after an error the update has ended, as in vLLM."""
+        """Load weights that the group sends. An error ends the update, as in vLLM."""
         if self.takes_fault("crash"):
             os._exit(1)
         if self.takes_fault("stuck"):
@@ -219,14 +224,14 @@ class StubServer:
         return {"results": [{"done": True, "error": ""}]}
 
     async def finish(self, body: Any) -> Any:
-        """End an update; without one it is refused."""
+        """End an update. Refused without one."""
         if not self.updating:
             return Response("no update is going on", status_code=500)
         self.updating, self.version = False, body["weight_version"] or self.version
 
     async def weight_info(self, body: Any) -> Any:
         """Return the label of the weights."""
-        await self.engine_answers()
+        await self.ask_engine()
         return {"weight_version": self.version}
 
     async def fault(self, body: Any) -> Any:
@@ -234,9 +239,9 @@ class StubServer:
         self.faults[body["kind"]] = body.get("times", 1)
 
     async def share(self, body: Any) -> Any:
-        """Map shared memory, which stays if the server is killed; return its name, or take one."""
+        """Map shared memory, which stays if the server is killed. Return its name."""
         self.shared = SharedMemory((body or {}).get("name"), create=True, size=4096)
-        # The process that Python starts to remove it would outlive the server for a moment.
+        # Python's resource tracker, a process, would remove it when the server was killed.
         resource_tracker.unregister(self.shared._name, "shared_memory")  # type: ignore[attr-defined]
         return {"name": self.shared.name}
 
@@ -245,14 +250,14 @@ class StubServer:
         return self.served
 
     async def health(self, body: Any) -> Any:
-        """Answer, even where the engine's process would hang."""
+        """Answer, even if the engine's process hangs."""
 
     async def about(self, body: Any) -> Any:
         """Return version and workers."""
         return {"version": self.config.get("version", "0.32.0"), "world_size": self.workers}
 
     async def load_adapter(self, body: Any) -> Any:
-        """Add adapters; their file has the weight as their only tensor."""
+        """Add adapters. The only tensor in their file is the weight."""
         from safetensors.torch import load_file
 
         tensors = load_file(Path(body["lora_path"], "adapter_model.safetensors"))
@@ -335,6 +340,7 @@ class StubServer:
 
 
 def _route(name: str, answer: Callable[[Any], Awaitable[Any]]) -> Route:
+    """Return the route of e.g. "POST /pause", whose bodies are JSON both ways."""
     method, _, path = name.partition(" ")
 
     async def endpoint(request: Request) -> Response:

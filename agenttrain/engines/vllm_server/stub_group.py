@@ -1,7 +1,7 @@
 """Double of a NCCL group: sockets between the trainer and the workers of stub servers.
 
-As with NCCL nobody goes on before all ranks are there, and a broadcast to a worker that has died or
-hangs never ends by itself: `StubGroup.destroy` ends it.
+As with NCCL, a group starts once all ranks have joined, and a broadcast to a worker that has died
+or hangs never ends by itself. `StubGroup.destroy` ends it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LOOK_S = 0.02
 """Seconds between two attempts to join."""
 NUMBER = 8
 """Bytes of a rank and of a length."""
-TAKEN = b"+"
+RECEIVED = b"+"
 """A worker's answer to a tensor."""
-ITEM = {"float32": 4, "bfloat16": 2}
+ITEMSIZES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by vLLM's name of its format."""
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -37,9 +37,9 @@ class StubGroup:
     """Rank 0 of a group, with the methods of vLLM's `PyNcclCommunicator` that a broadcast needs."""
 
     def __init__(self, address: str, port: int, ranks: int) -> None:
-        """Wait for the workers. Raises TimeoutError, and ValueError for ranks that are not theirs.
+        """Wait for the workers, e.g. ranks 1, 2 and 3 in a group of 4.
 
-        In a group of 4 they are 1, 2 and 3.
+        Raises TimeoutError, and ValueError for another rank or one that comes twice.
         """
         self._workers: dict[int, socket.socket] = {}
         self._destroyed = Event()
@@ -65,7 +65,7 @@ class StubGroup:
             answer = b""
             with suppress(OSError):
                 answer = worker.recv(1)
-            if answer != TAKEN:
+            if answer != RECEIVED:  # it has died: hang, as NCCL does
                 self._destroyed.wait()
                 raise RuntimeError("the group was destroyed")
 
@@ -79,35 +79,36 @@ class StubGroup:
 
 
 class StubTransfer:
-    """Double of vLLM's `NCCLTrainerWeightTransferEngine`; the class is a `Join`."""
+    """Double of vLLM's `NCCLTrainerWeightTransferEngine`. The class itself is a `Join`."""
 
     def __init__(
         self, address: str, port: int, ranks: int, client: FanOut, source: OnePass
     ) -> None:
         self.client, self.source = client, source
         info = {"master_address": address, "master_port": port, "rank_offset": 1}
+        # The workers join while this process waits for them.
         with ThreadPoolExecutor(1) as threads:
-            joined = threads.submit(
+            joining = threads.submit(
                 client.init_weight_transfer_engine, {**info, "world_size": ranks}
             )
             self._group = StubGroup(address, port, ranks)
-            joined.result()
+            joining.result()
 
     def send_weights(self) -> None:
-        """Start, update beside the broadcast, finish."""
+        """Do a whole update: the servers receive in a thread while this one broadcasts."""
         forms = self.source.metadata()
         info = {
-            "names": [one.name for one in forms],
-            "dtype_names": [str(one.dtype).removeprefix("torch.") for one in forms],
-            "shapes": [list(one.shape) for one in forms],
+            "names": [form.name for form in forms],
+            "dtype_names": [str(form.dtype).removeprefix("torch.") for form in forms],
+            "shapes": [list(form.shape) for form in forms],
         }
         self.client.start_weight_update()
         threads = ThreadPoolExecutor(1)
-        received = threads.submit(self.client.update_weights, info)
+        receiving = threads.submit(self.client.update_weights, info)
         try:
             for _, tensor in self.source:
                 self._group.broadcast(tensor, src=0)
-            received.result()
+            receiving.result()
         finally:
             threads.shutdown(wait=False)
         self.client.finish_weight_update()
@@ -124,28 +125,31 @@ class StubWorkers:
         self._streams: list[Stream] = []
 
     async def join(self, info: Mapping[str, Any], count: int) -> None:
-        """Enter a group with so many ranks, from `rank_offset` on."""
-        place = info["master_address"], info["master_port"]
+        """Join a group as `count` ranks, from `rank_offset` on."""
+        address = info["master_address"], info["master_port"]
         for number in range(count):
             async with asyncio.timeout(JOIN_S):
                 while len(self._streams) == number:
                     with suppress(ConnectionRefusedError):  # rank 0 may come later
-                        self._streams.append(await asyncio.open_connection(*place))
+                        self._streams.append(await asyncio.open_connection(*address))
                     await asyncio.sleep(LOOK_S)
             self._streams[number][1].write((info["rank_offset"] + number).to_bytes(NUMBER))
 
     async def receive(self, info: Mapping[str, Any]) -> dict[str, bytes]:
         """Return the bytes of each tensor. Raises EOFError if the group is destroyed."""
         forms = zip(info["dtype_names"], info["shapes"], strict=True)
-        sizes = [ITEM[dtype] * prod(shape) for dtype, shape in forms]
-        content, *_ = await asyncio.gather(*(_receive(one, sum(sizes)) for one in self._streams))
+        sizes = [ITEMSIZES[dtype] * prod(shape) for dtype, shape in forms]
+        # All workers receive the same bytes: keep those of the first.
+        content, *_ = await asyncio.gather(
+            *(_receive(stream, sum(sizes)) for stream in self._streams)
+        )
         tensors = {}
         for name, size in zip(info["names"], sizes, strict=True):
             tensors[name], content = content[:size], content[size:]
         return tensors
 
     def leave(self) -> None:
-        """Leave the group; who is in none stays so."""
+        """Leave the group, if there is one."""
         for _, writer in self._streams:
             writer.close()
         self._streams.clear()
@@ -157,5 +161,5 @@ async def _receive(stream: Stream, size: int) -> bytes:
     while len(content) < size:
         length = int.from_bytes(await reader.readexactly(NUMBER))
         content += await reader.readexactly(length)
-        writer.write(TAKEN)
+        writer.write(RECEIVED)
     return content

@@ -1,7 +1,7 @@
-"""`Versions`: the weights that requests are sampled with, and the rollouts that still use them.
+"""`Versions`: the versions of the weights on the servers, and the sessions that use them.
 
-A server has one version of a model's weights, but several of its adapters, each under a name of
-its own. A rollout then samples all its turns with the version that its first turn had.
+A server has one version of a model's weights, but several versions of its adapters, each with its
+own name. A rollout samples all of its turns with the adapters that its first turn had.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from agenttrain.engines.weight_files import WeightFiles
 
 ADAPTERS = 2
-"""Versions of the adapters that a server samples with at once: the newest, the one before, and one
-more for each update by which rollouts may be older (`async_training.max_staleness`)."""
+"""Versions of the adapters on a server: the newest and the one before. Each update by which
+rollouts may be older (`async_training.max_staleness`) adds one."""
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Versions:
 
     newest: WeightFiles | None = None
     adapters: int = ADAPTERS
-    """Versions of adapters that may be in use at once."""
+    """Most versions of adapters in use at once."""
     _held: dict[int, WeightFiles] = field(default_factory=dict)
     _sessions: dict[str, int] = field(default_factory=dict)
     """Version of the adapters that each session began with."""
@@ -29,19 +29,20 @@ class Versions:
     """Version of the weights that each session began with."""
 
     def add(self, files: WeightFiles) -> list[WeightFiles]:
-        """Make `files` the newest; return those that nothing uses any more.
+        """Make `files` the newest version. Return the versions that no session uses any more.
 
-        With more than `adapters` in use, rollouts of the oldest go on with the newest.
+        If more than `adapters` would be in use, sessions of the oldest go on with the newest.
         """
         self.newest = files
-        before = self._held if files.adapters else {}
-        self._held = {**before, files.version: files}
-        recent = sorted(self._held)[-self.adapters :]
-        self._sessions = {name: one for name, one in self._sessions.items() if one in recent}
-        used = {files.version, *self._sessions.values()}
-        unused = [one for version, one in before.items() if version not in used]
-        self._held = {version: one for version, one in self._held.items() if version in used}
-        return unused
+        older = self._held if files.adapters else {}
+        held = {**older, files.version: files}
+        recent = sorted(held)[-self.adapters :]
+        self._sessions = {
+            session: version for session, version in self._sessions.items() if version in recent
+        }
+        in_use = {files.version, *self._sessions.values()}
+        self._held = {number: version for number, version in held.items() if number in in_use}
+        return [version for number, version in older.items() if number not in in_use]
 
     def of(self, session: str) -> WeightFiles:
         """Return the weights of a session's next turn."""
@@ -51,7 +52,7 @@ class Versions:
         return self._held[self._sessions.setdefault(session, self.newest.version)]
 
     def start(self, session: str) -> int:
-        """Return the version that a session began with."""
+        """Return the version that a session began with: the newest, if it begins now."""
         assert self.newest is not None
         return self._starts.setdefault(session, self.newest.version)
 

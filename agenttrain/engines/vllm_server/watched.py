@@ -1,6 +1,4 @@
-"""`WatchedServers`: servers that a process follows by their records, and waits for; how far their
-start has come.
-"""
+"""`WatchedServers`: servers that a process watches and waits for; `StartProgress`: their start."""
 
 from __future__ import annotations
 
@@ -13,15 +11,15 @@ from typing import Any
 
 from agenttrain.engines.base import EngineDead
 from agenttrain.engines.vllm_server.health import Member, MemberState
-from agenttrain.engines.vllm_server.records import last_lines, log_path
+from agenttrain.engines.vllm_server.server_records import last_lines, log_path
 from agenttrain.engines.vllm_server.status import StatusFile
 
 SENDS = 5
-"""Servers that a request may kill, or see die, before it counts as the cause."""
+"""Times that a request is sent, to servers that fail, before the request counts as the cause."""
 PROGRESS_S = 5.0
 """Seconds between two reports on servers that start."""
 LINE_CHARS = 100
-"""Characters of a log's line in a report."""
+"""Most characters of a log's line in a report."""
 
 
 class WatchedServers(ABC):
@@ -36,34 +34,35 @@ class WatchedServers(ABC):
 
     @abstractmethod
     def _lost(self, text: str) -> EngineDead:
-        """Return the error that no server is left."""
+        """Return the error for the case that no server is left."""
 
     def _watch(self, watchers: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Follow the servers in tasks of the event loop."""
+        """Run the watchers as tasks of the event loop."""
         self._watchers = [asyncio.create_task(watcher) for watcher in watchers]
         for task in self._watchers:
             task.add_done_callback(lambda _: self.changed())
 
     def changed(self) -> None:
-        """Implement `Members.changed`: wake all that wait for a server."""
+        """Implement `Members.changed`: wake all tasks that wait for a server."""
+        # A new event each time, so that a task that waits from now on sees later changes only.
         self._change.set()
         self._change = asyncio.Event()
         self._status.write(self.members)
 
     async def _wait(self) -> None:
-        """Wait for a change of a server's state; raises the error of `_lost` if none is left."""
+        """Wait until a server's state has changed. Raises the error of `_lost` if none is left."""
         if all(member.state is MemberState.gone for member in self.members):
-            raise self._lost(f"no server is left: {self._ends(MemberState.gone)}")
+            raise self._lost(f"no server is left: {self._describe_ends()}")
         for watcher in self._watchers:
             if watcher.done():  # only a bug ends it
                 watcher.result()
         await self._change.wait()
 
-    def _ends(self, state: MemberState) -> str:
-        """Describe how the servers in a state ended, with the last lines of their logs."""
+    def _describe_ends(self) -> str:
+        """Describe how the servers that are gone ended, with the last lines of their logs."""
         texts = []
         for member in self.members:
-            if member.state is state:
+            if member.state is MemberState.gone:
                 text = f"{member.name} {member.reason}"
                 if not member.outside:
                     lines = last_lines(self._folder, member.number)
@@ -73,7 +72,7 @@ class WatchedServers(ABC):
         return "\n".join(texts)
 
     async def _close(self, members: Sequence[Member], reason: str) -> None:
-        """Stop watching; requests in flight to these members fail."""
+        """Stop watching the servers. Requests in flight to these members fail."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -86,24 +85,24 @@ class WatchedServers(ABC):
 
 
 class StartProgress:
-    """Prints every `PROGRESS_S` seconds how far a start of servers has come.
+    """Prints every `PROGRESS_S` seconds how many servers have started.
 
     Example: ``engine: 1 of 2 servers answer after 15 s; server 1: Loading weights took 3.2 s``
     """
 
     def __init__(self, folder: Path, name: str, count: int) -> None:
-        """`folder` has the servers' logs, if they are not others'."""
+        """`folder` has the servers' logs, except those of outside servers."""
         self._folder, self._name, self._count = folder, name, count
         self._begun = self._printed = time.monotonic()
 
     def report(self, waiting: Mapping[int, str]) -> None:
-        """Print a report if one is due; `waiting` names servers that have not answered yet."""
+        """Print a report if one is due. `waiting`: names of servers that have not answered yet."""
         now = time.monotonic()
         if now < self._printed + PROGRESS_S:
             return
         self._printed = now
-        texts = [f"{self._count - len(waiting)} of {self._count} servers answer"]
-        texts[0] += f" after {now - self._begun:.0f} s"
+        answering = self._count - len(waiting)
+        texts = [f"{answering} of {self._count} servers answer after {now - self._begun:.0f} s"]
         for number, name in waiting.items():
             line = last_lines(self._folder, number, 1)[:LINE_CHARS]
             texts.append(f"{name}: {line}" if line else f"{name} does not answer yet")

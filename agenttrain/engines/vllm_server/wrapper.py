@@ -1,4 +1,4 @@
-"""`Wrapper`: the life of one server: start it, register it, start it again, end all of it.
+"""`Wrapper`: supervise one vLLM server: start, register, restart, clean up.
 
 `agenttrain engine-server <run folder> number=N` runs it, in a process of its own without torch; so
 does a run by `python -m agenttrain.engines.vllm_server.wrapper <run folder> N <owner's process>`.
@@ -25,7 +25,7 @@ import httpx
 
 from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.guard import HOST, TOKEN
-from agenttrain.engines.vllm_server.records import (
+from agenttrain.engines.vllm_server.server_records import (
     FOLDER,
     PLAN,
     Condition,
@@ -292,7 +292,7 @@ class Wrapper:
 
 
 def _has_dead_engine(http: httpx.Client) -> bool:
-    """Return True if the server says so; one that does not answer may be busy."""
+    """Return True if the server answers that its engine has died. No answer: it may be busy."""
     try:
         return http.get("/health", timeout=HEALTH_S).status_code == httpx.codes.SERVICE_UNAVAILABLE
     except httpx.HTTPError:
@@ -301,7 +301,7 @@ def _has_dead_engine(http: httpx.Client) -> bool:
 
 @contextmanager
 def _held_port(host: str, port: int | None) -> Iterator[int]:
-    """Give a port, a free one unless it is named, which no other server gets as a free one."""
+    """Yield `port`, or a free port that is held, so that no other server gets it."""
     with socket.socket() as held:
         if port is None:
             # With it the server may bind the port too, as long as nobody listens.

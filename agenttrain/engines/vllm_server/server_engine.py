@@ -1,7 +1,7 @@
 """`ServerEngine`: vLLM servers in processes of their own, driven over HTTP.
 
-They sample in no process of the trainer: a server that dies takes neither the run nor another
-server along. `VllmServerEngine` sends weights by files, `BroadcastEngine` from GPU to GPU.
+A server that dies takes neither the run nor another server along. `VllmServerEngine` sends weights
+by files, `BroadcastEngine` from GPU to GPU.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ F = TypeVar("F", bound=Fleet)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedForm:
-    """Form of the model that servers have."""
+    """Form of the model on the servers."""
 
     max_context: int
     dtype: torch.dtype
     quantized: bool = False
     grammars: bool = False
-    """They have a tokenizer, which grammars need."""
+    """The servers have a tokenizer, which grammars need."""
 
 
 class ServerEngine(Generic[F]):
-    """The part of an `Engine` over a `Fleet` that does not depend on the way of the weights."""
+    """An `Engine` over a `Fleet`, without `update`: subclasses send weights in different ways."""
 
     def __init__(self, fleet: F, servers: Servers, form: ServedForm) -> None:
         self.fleet = fleet
@@ -60,7 +60,7 @@ class ServerEngine(Generic[F]):
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """Implement `Engine.generate`; the turns of a session go to one server while it lives.
+        """Implement `Engine.generate`. The turns of a session go to one server while it lives.
 
         Raises EngineError for a request that vLLM refuses, ImagesRefused, and FleetLost once no
         server is left. A `parent` changes nothing: vLLM gives out no seats.
@@ -83,9 +83,9 @@ class ServerEngine(Generic[F]):
         )
 
     async def release(self, session: str) -> None:
-        """End a session; adapters that no session uses go at the next update.
+        """End a session. Adapters that no session uses are removed at the next update.
 
-        A server's prefix cache evicts what was not used for the longest.
+        A server's prefix cache evicts its least recently used entries by itself.
         """
         self.fleet.release(session)
 
@@ -111,7 +111,7 @@ class ServerEngine(Generic[F]):
         return self.fleet.metrics()
 
     async def aclose(self) -> None:
-        """End the servers; calls still waiting fail. A second time does nothing."""
+        """End the servers. Calls still waiting fail. A second call does nothing."""
         servers, self._servers = self._servers, None
         if servers is not None:
             try:
@@ -121,7 +121,7 @@ class ServerEngine(Generic[F]):
 
 
 class VllmServerEngine(ServerEngine[Fleet]):
-    """Servers with weights of their own, which they read from files."""
+    """Servers that read new weights from files: implements `ReadsFiles`."""
 
     def __init__(
         self, fleet: Fleet, servers: Servers, form: ServedForm, writer: WeightWriter
@@ -133,9 +133,9 @@ class VllmServerEngine(ServerEngine[Fleet]):
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Write the weights to files and have every server load them.
 
-        A server that fails is killed and gets them once it has started again. Nothing is sampled
+        A server that fails is killed, and gets them once it has started again. Nothing is sampled
         until `verify` has passed. Raises EngineError for weights that differ in name or form from
-        those before, or that cannot be written, and FleetLost.
+        the first ones or cannot be written, and FleetLost.
         """
         try:
             files = await asyncio.to_thread(self._writer.write, weights, version)
@@ -164,21 +164,21 @@ class BroadcastEngine(ServerEngine[BroadcastFleet]):
     def __init__(
         self, fleet: BroadcastFleet, servers: Servers, form: ServedForm, sender: WeightSender
     ) -> None:
-        """`sender` is this process's, and not used where the weights are in another process."""
+        """`sender` is only used if the policy is in this process."""
         super().__init__(fleet, servers, form)
         self._sender = sender
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Broadcast the weights, again as long as no server has got them; `verify` comes next.
+        """Broadcast the weights, and repeat it until a server has got them. `verify` comes next.
 
-        A server that fails is killed, and gets the weights of the next update once it has started
-        again. Raises EngineError for a failure of this process, and FleetLost.
+        A server that fails is killed and started again. It gets the weights of the next update.
+        Raises EngineError for a failure of this process, and FleetLost.
         """
         assert isinstance(weights, Regathered), "a failed broadcast has to begin anew"
-        arrived = False
-        while not arrived:
+        has_arrived = False
+        while not has_arrived:
             await self._sender.pause(await self.assemble(version))
-            arrived = await self.settle(await self._sender.send(weights))
+            has_arrived = await self.settle(await self._sender.send(weights))
 
     async def assemble(self, version: int) -> Audience:
         """Implement `Broadcasts.assemble`."""

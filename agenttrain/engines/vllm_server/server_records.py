@@ -1,7 +1,7 @@
-"""Files by which a run and its servers meet: `<run>/servers/plan.json` and `<number>.json`.
+"""Files by which a run and its servers find each other, in `<run>/servers`.
 
-The plan says how a server is started. A server's record says where it is and has its token, so it
-is readable by its owner only.
+`plan.json` says how a server is started. `<number>.json`, a server's record, has its address and
+token, so only its owner can read it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from agenttrain.utils.signing import sign
 FOLDER = "servers"
 PLAN = "plan.json"
 LOG_LINES = 12
-"""Last lines of a server's log in a message."""
+"""Last lines of a server's log in an error message."""
 LOG_BYTES = 8000
-
-
+"""Most bytes of a log that are read for them."""
 SIGNATURE = "signature"
 """Key of a plan."""
 
@@ -38,7 +37,7 @@ class Condition(StrEnum):
     ready = "ready"
     """It has answered."""
     ended = "ended"
-    """It has died, and is started again."""
+    """It has died, and is being started again."""
     gone = "gone"
     """It has died, and is not started again."""
 
@@ -48,11 +47,11 @@ class ServerPlan:
     """How the servers of a run are started."""
 
     module: str
-    """Module whose `main` is a server; it gets this plan, the number and the port as JSON."""
+    """Module that is run as a server, with the run's folder, the number and the port."""
     model: str
     """Folder of the model."""
     tokenizer: str | None
-    """Folder of the tokenizer, where requests come with a grammar."""
+    """Folder of the tokenizer, if requests come with a grammar."""
     dtype: str
     """Number format of the servers' weights."""
     max_context: int
@@ -62,21 +61,21 @@ class ServerPlan:
     servers: Mapping[str, Any]
     """The section `servers`, or the keys of `roles.<role>` that start servers."""
     rank: int
-    """Rank of the adapters that the servers are sent; 0: they are sent all weights."""
+    """Rank of the adapters that are sent to the servers. 0: all weights are sent."""
     adapters: int
-    """Versions of adapters that a server has at once."""
+    """Versions of adapters on a server at once."""
     weights: str | None
-    """Folder of the weight files, which goes with the run; None: there are none."""
+    """Folder of the weight files, which is removed with the run. None: there are no files."""
     backend: str = BACKEND
-    """vLLM's name of the way of weights to the policy's servers."""
+    """Weight transfer backend of the policy's servers, by vLLM's name."""
     gpus: tuple[tuple[int | str, ...], ...] | None = None
-    """GPUs of each server, as CUDA_VISIBLE_DEVICES names them; None: there are none."""
+    """GPUs of each server, as CUDA_VISIBLE_DEVICES names them. None: the servers use CPUs."""
     role: str | None = None
-    """Role of the frozen model that they serve, also its name there; None: the policy."""
+    """Role of the frozen model, also the model's name for clients. None: they serve the policy."""
 
     @property
     def nodes(self) -> int:
-        """Nodes that serve and do not train; 0: the servers are on the run's machine."""
+        """Nodes that serve and do not train. 0: the servers are on the run's machine."""
         return int(self.servers.get("nodes", 0))
 
     def write(self, folder: Path) -> None:
@@ -86,7 +85,7 @@ class ServerPlan:
 
     @classmethod
     def read(cls, folder: Path) -> ServerPlan:
-        """Read the plan of the run in `folder`; raises OSError."""
+        """Read the plan of the run in `folder`. Raises OSError."""
         plan = json.loads((folder / FOLDER / PLAN).read_text(encoding="utf-8"))
         plan.pop(SIGNATURE, None)
         return cls(**plan)
@@ -94,36 +93,36 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRecord:
-    """One server, as its wrapper knows it."""
+    """State of one server, written by its wrapper."""
 
     number: int
     condition: Condition
     wrapper: int
     """Process number of the wrapper."""
     wrapper_started: int = 0
-    """Start of that process, as the number may be another's by now: see `started_at`."""
+    """Start time of that process (`started_at`): its number may be reused by another process."""
     host: str = ""
     """Machine of the wrapper."""
     beat: int = 0
-    """Counted up by the wrapper every few seconds, for a run on another machine."""
+    """Heartbeat for a run on another machine: counted up every few seconds."""
     boot: int = 0
     """Times that the server has been started, this one included."""
     pid: int = 0
-    """Process number of the server, also that of its group."""
+    """Process number of the server, and of its process group."""
     url: str = ""
     token: str = field(default="", repr=False)
     version: str = ""
     """Version of vLLM."""
     world_size: int = 1
-    """Its workers."""
+    """Number of its workers."""
     end: str = ""
     """How it ended: ``ended with exit code 1``."""
     scratch: tuple[str, ...] = ()
-    """Files outside the run's folder that its processes leave behind if they are killed."""
+    """Files outside the run's folder that its processes leave if they are killed."""
 
     @classmethod
     def of(cls, number: int, wrapper: int) -> ServerRecord:
-        """Return the record of a server whose wrapper, on this machine, has just started."""
+        """Return the record of a server whose wrapper has just started on this machine."""
         return cls(
             number=number,
             condition=Condition.starting,
@@ -134,7 +133,7 @@ class ServerRecord:
 
     @property
     def wrapper_exists(self) -> bool:
-        """True if its wrapper runs, which is on this machine."""
+        """True if the wrapper still runs. Only valid on the wrapper's machine."""
         return process_exists(self.wrapper, self.wrapper_started)
 
     def write(self, folder: Path) -> None:
@@ -147,7 +146,7 @@ class ServerRecord:
 
 
 def read_record(folder: Path, number: int) -> ServerRecord | None:
-    """Read the record of a server; None: there is none."""
+    """Read the record of a server. None: there is none."""
     try:
         record = json.loads(record_path(folder, number).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -157,7 +156,7 @@ def read_record(folder: Path, number: int) -> ServerRecord | None:
 
 
 def is_running(folder: Path, number: int) -> bool:
-    """Return True if a server of this number has a wrapper that lives, on this machine."""
+    """Return True if a server's wrapper runs on this machine, and has not given the server up."""
     record = read_record(folder, number)
     if record is None or record.condition is Condition.gone or record.host != socket.gethostname():
         return False
@@ -170,12 +169,12 @@ def record_path(folder: Path, number: int) -> Path:
 
 
 def order_path(folder: Path, number: int) -> Path:
-    """Return the path of an order to a wrapper on another machine: the start that it is to kill."""
+    """Return the path of an order to a wrapper on another machine: it has the boot to kill."""
     return folder / FOLDER / f"{number}.kill"
 
 
 def update_path(folder: Path, number: int) -> Path:
-    """Return the path of a file that is there while a server's weights are replaced: its boot."""
+    """Return the path of a file that exists while a server's weights are replaced: its boot."""
     return folder / FOLDER / f"{number}.update"
 
 
@@ -185,13 +184,13 @@ def log_path(folder: Path, number: int) -> Path:
 
 
 def last_lines(folder: Path, number: int, count: int = LOG_LINES) -> str:
-    """Return the end of a server's log; empty if it has none."""
+    """Return the last lines of a server's log that are not blank; empty if it has no log."""
     lines = text_since(log_path(folder, number), 0).splitlines()
     return "\n".join([line for line in lines if line.strip()][-count:])
 
 
 def text_since(log: Path, size: int) -> str:
-    """Return the end of what was written to a log since it had a size."""
+    """Return what was written to a log since it had `size` bytes, at most its last `LOG_BYTES`."""
     try:
         with log.open("rb") as file:
             file.seek(max(size, file.seek(0, os.SEEK_END) - LOG_BYTES))
@@ -201,9 +200,9 @@ def text_since(log: Path, size: int) -> str:
 
 
 def write_private(path: Path, value: Any, *, replace: bool = True) -> None:
-    """Write JSON to a file of mode 0600, at once: a reader sees the old or the new one.
+    """Write JSON to a file of mode 0600, atomically: a reader sees the old or the new content.
 
-    Unless it may `replace` it, a file that is there stays.
+    Without `replace`, an existing file is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -212,7 +211,7 @@ def write_private(path: Path, value: Any, *, replace: bool = True) -> None:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(value, file)
     if not replace:
-        with suppress(OSError):  # it is there, or its file system has no links
+        with suppress(OSError):  # the file exists, or its file system has no links
             path.hardlink_to(unfinished)
         unfinished.unlink()
         return

@@ -1,6 +1,6 @@
 """Memory of the servers' GPUs, and of the trainer's machine, for `agenttrain plan`.
 
-A server is vLLM with the GPU to itself; its parts are those of vLLM in the trainer's process.
+A server is a vLLM with its GPUs to itself. Its parts are those of vLLM in the trainer's process.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from dataclasses import fields, replace
 
 from agenttrain.engines.memory import EngineLoad, EngineMemory, MemoryItem, ModelSizes, When
 from agenttrain.engines.vllm.config import VllmSettings
-from agenttrain.engines.vllm.memory import memory as vllm_memory
+from agenttrain.engines.vllm.vllm_memory import memory as vllm_memory
 from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.local import VERSIONS
 from agenttrain.engines.vllm_server.nccl_transport import BUFFER_BYTES
 
 
 def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
-    """Estimate what the servers take of the trainer's process: the weights on their way."""
+    """Estimate the memory that weights take in the trainer's process on their way to servers."""
     if load.adapters:
         return EngineMemory()
     if load.broadcast:
@@ -36,7 +36,7 @@ def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) ->
 def server_memory(
     settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes, gpus: int
 ) -> EngineMemory:
-    """Estimate what a server takes of each of its `gpus`."""
+    """Estimate the memory that a server takes on each of its `gpus`."""
     vllm = VllmSettings(
         max_context=settings.max_context,
         max_rows=settings.max_rows,
@@ -49,22 +49,27 @@ def server_memory(
     )
     estimate = vllm_memory(vllm, load, sizes)
     # Weights reach a server's workers through the files, which are counted with the trainer.
-    items = tuple(one for one in estimate.items if not one.on_host)
+    items = tuple(item for item in estimate.items if not item.on_host)
     if load.broadcast:
         items += (_buffers(sizes, copies=2),)
     return replace(estimate, items=items, savings=())
 
 
 def role_memory(role: RoleConfig, load: EngineLoad, sizes: ModelSizes, gpus: int) -> EngineMemory:
-    """Estimate what a server of a role takes of each of its `gpus`; its weights do not change."""
-    own = {one.name: getattr(role, one.name) for one in fields(OneServer)}
-    settings = VllmServerSettings(max_context=role.max_context, **own)
+    """Estimate the memory that a role's server takes on each of its `gpus`."""
+    keys = {field.name: getattr(role, field.name) for field in fields(OneServer)}
+    settings = VllmServerSettings(max_context=role.max_context, **keys)
     estimate = server_memory(settings, load, sizes, gpus)
-    return replace(estimate, items=tuple(one for one in estimate.items if one.when != (When.sync,)))
+    # Its weights are frozen: there are no weight syncs.
+    items = tuple(item for item in estimate.items if item.when != (When.sync,))
+    return replace(estimate, items=items)
 
 
 def _buffers(sizes: ModelSizes, copies: int) -> MemoryItem:
-    """Return the buffers of a broadcast: two of packed weights, and in the trainer their parts."""
+    """Return the buffers of a broadcast: two with packed weights, and in the trainer a third.
+
+    The third holds the gathered weights that are packed into them.
+    """
     return MemoryItem(
         name="broadcast buffers",
         bytes=copies * max(BUFFER_BYTES, sizes.largest_weight),

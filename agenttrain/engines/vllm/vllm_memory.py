@@ -1,7 +1,8 @@
-"""Memory of vLLM: its share of the GPU, or the size of its cache, and the parts it keeps asleep.
+"""Memory of vLLM, for `agenttrain plan`.
 
-It takes all of its share: weights, the needs of its own forward passes, and the remainder for keys
-and values. vLLM does not start if that remainder is less than one sequence of engine.max_context.
+vLLM takes all of its share of a GPU: weights, what its own forward passes need, and the remainder
+for keys and values. It does not start if that remainder is less than one sequence of
+engine.max_context.
 """
 
 from __future__ import annotations
@@ -29,49 +30,49 @@ BFLOAT16 = 2
 FLOAT32 = 4
 ITEMSIZES = {EngineDtype.bfloat16: 2, EngineDtype.float16: 2, EngineDtype.float32: 4}
 GRAPHS, WORKSPACES = GIB, GIB // 2
-"""Bytes of a vLLM on a GPU: CUDA graphs, and workspaces, of which FlashInfer's alone are 394 MiB
-(VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE of vLLM 0.32). Assumed; they stay while it sleeps."""
+"""Bytes of CUDA graphs and of workspaces on a GPU, which stay while vLLM sleeps. Assumed.
+FlashInfer's workspace alone is 394 MiB (VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE of vLLM 0.32)."""
 BATCHED_TOKENS = 2048
 """Tokens of the forward pass with which vLLM measures its own peak: the default of an `LLMEngine`
 (SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS of vLLM 0.32)."""
 BATCHED_ON_CPU = 8192
 """The least number of such tokens on a CPU: `setup.py`."""
 HIDDEN_STATES, INNER_STATES, LOGITS = 4, 3, 3
-"""At vLLM's peak, per token of the pass: hidden states, and as wide as an MLP's inner layer; per
-row: logits in float32, and copies of them that sampling makes. Estimated."""
+"""Tensors that are alive at vLLM's peak. Estimated. For each token of the pass: hidden states, and
+states as wide as an MLP's inner layer. For each row: logits in float32 and sampling's copies."""
 SYNCED = 3
-"""Largest weights at once while an engine is sent new ones: gathered, in its format, and in the
-layout of its kernels."""
+"""Copies of the largest weight while an engine gets new ones: as gathered, in the engine's number
+format, and in the layout of its kernels."""
 
 
 def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
     """Estimate vLLM's parts, and its room for keys and values."""
     on_gpu = load.on_gpu
     when = AWAKE if settings.sleep else EVER
-    by = settings.tensor_parallel_size
+    gpus = settings.tensor_parallel_size
     if settings.dtype is EngineDtype.auto:
         itemsize = BFLOAT16 if on_gpu else sizes.itemsize
     else:
         itemsize = ITEMSIZES[settings.dtype]
-    weights = sizes.weights * itemsize // sizes.itemsize // by
+    weights = sizes.weights * itemsize // sizes.itemsize // gpus
     token_cache = sizes.token_cache * itemsize // sizes.itemsize
     batch = max(BATCHED_TOKENS if on_gpu else max(BATCHED_ON_CPU, load.limit), settings.max_rows)
     states = batch * (HIDDEN_STATES * sizes.width + INNER_STATES * sizes.inner_width) * itemsize
-    passes = (states + settings.max_rows * sizes.vocabulary * FLOAT32 * LOGITS) // by
-    kept = (WORKSPACES + (0 if settings.enforce_eager else GRAPHS)) * on_gpu
-    wanted = load.rows * load.sampled * token_cache // by
-    needs = load.limit * token_cache // by
+    passes = (states + settings.max_rows * sizes.vocabulary * FLOAT32 * LOGITS) // gpus
+    graphs = (WORKSPACES + (0 if settings.enforce_eager else GRAPHS)) * on_gpu
+    wanted = load.rows * load.sampled * token_cache // gpus
+    needs = load.limit * token_cache // gpus
     if settings.kv_cache_mb is not None:
         has, why = settings.kv_cache_mb * 2**20, "engine.kv_cache_mb"
     elif load.memory is not None:
-        has = int(load.memory * settings.memory_share) - weights - passes - kept
+        has = int(load.memory * settings.memory_share) - weights - passes - graphs
         # On a CPU vLLM subtracts the memory that the process has taken before it starts.
         has -= 0 if on_gpu else load.taken
         why = f"what engine.memory_share={settings.memory_share:g} leaves"
     else:
         has, why = max(wanted, needs), f"{load.rows:,} rollouts of {load.sampled:,} tokens"
     cache = max(0, has)
-    holds = cache * by // (load.sampled * token_cache)
+    holds = cache * gpus // (load.sampled * token_cache)
     if holds < load.rows:
         why += f"; holds {holds:,} of {load.rows:,} rollouts of {load.sampled:,} tokens"
     items = [
@@ -82,7 +83,7 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
             why=f"vLLM's own peak with {batch:,} tokens and {settings.max_rows:,} rows: estimated",
             when=when,
         ),
-        # Asleep vLLM gives its keys and values back; after a sync they come last.
+        # A sleeping vLLM frees its keys and values, and allocates them last, after a sync.
         MemoryItem(
             name="keys and values",
             bytes=cache,
@@ -90,11 +91,12 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
             when=tuple(w for w in when if w is not When.sync) if settings.sleep else when,
         ),
     ]
-    if kept:
-        graphs = "" if settings.enforce_eager else "CUDA graphs and "
-        why = f"{graphs}workspaces, asleep too: assumed"
-        items.append(MemoryItem(name="engine's graphs", bytes=kept, why=why))
-    # Under adapters a sleeping engine forgets its weights, which are sent again when it wakes.
+    if graphs:
+        why = "workspaces, asleep too: assumed"
+        if not settings.enforce_eager:
+            why = f"CUDA graphs and {why}"
+        items.append(MemoryItem(name="engine's graphs", bytes=graphs, why=why))
+    # With adapters only they are sent, unless the engine sleeps and drops its base weights.
     if not load.adapters or settings.merge_adapters or settings.sleep:
         synced, why = SYNCED * sizes.largest_weight, "the largest weight: gathered, cast"
         if load.sharded:
@@ -103,12 +105,12 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
         synced = synced * itemsize // sizes.itemsize
         why += ", and as vLLM lays it out"
         items.append(MemoryItem(name="sync", bytes=synced, why=why, when=(When.sync,)))
-    if by > 1:
+    if gpus > 1:
         why = "a copy, and one in /dev/shm for the engine's workers"
         items.append(
             MemoryItem(
                 name="sent weights",
-                bytes=2 * weights * by,
+                bytes=2 * weights * gpus,
                 why=why,
                 when=(When.sync,),
                 on_host=on_gpu,
@@ -120,6 +122,10 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
 
 
 def _savings(settings: VllmSettings, load: EngineLoad, room: Room) -> tuple[Saving, ...]:
+    """Return settings to try: sleep, a shorter context, and another share or cache.
+
+    More memory for the engine helps if it has too little room to start. Otherwise less does.
+    """
     sleep: tuple[Saving, ...] = ()
     if load.on_gpu and not settings.sleep:
         sleep = (("sleep", [True]),)

@@ -1,6 +1,6 @@
-"""GPUs beside those of the trainer: of the rollout process's copy of the policy, and of roles.
+"""GPU memory of the other processes: the rollout process's copy of the policy, and role servers.
 
-Everything here is computed; none of it has been run on a GPU. The policy's servers are in
+Everything here is computed and has never been run on a GPU. The policy's servers are in
 `servers.py`.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, copied
+from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, has_policy_copy
 from agenttrain.commands.plan.remedies import Planner
-from agenttrain.commands.plan.servers import TENSOR_PARALLEL, fits, load_apart, most
+from agenttrain.commands.plan.servers import TENSOR_PARALLEL, fits, peak_bytes, server_load
 from agenttrain.engines.memory import EngineLoad, EngineMemory
 from agenttrain.engines.vllm_server.config import RoleConfig
-from agenttrain.engines.vllm_server.memory import role_memory
+from agenttrain.engines.vllm_server.server_memory import role_memory
 from agenttrain.settings.engine_checks import run_spec
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
@@ -25,55 +25,60 @@ COPY = "rollout process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """A part of the run on GPUs that the trainer does not have."""
+class OtherGpus:
+    """GPUs of a part of the run, beside the trainer's."""
 
     key: str
     """``rollout process``, or the section of a role: ``roles.judge``."""
     what: str
+    """Contents, as the plan prints them."""
     count: int
-    """Processes, or servers."""
+    """Number of processes or servers."""
     gpus: int
-    """GPUs of each."""
+    """GPUs of each of them."""
     bytes: int
-    """Of each GPU."""
+    """Bytes of each GPU."""
     fits: bool | None
     """None: the GPUs' memory is not known."""
     remedy: str | None
-    """Setting with which it fits; None: it fits, or there is none."""
+    """Setting with which it fits. None: it fits, or no setting is known."""
 
 
-def plan_beside(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> list[Beside]:
-    """Return the parts that have GPUs beside the trainer's; with a CPU there are none."""
+def plan_other_gpus(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> list[OtherGpus]:
+    """Return the parts of the run with GPUs beside the trainer's. On a CPU there are none."""
     machine = memory.machine
     if machine.kind == "cpu":
         return []
-    parts = [] if machine.shared or not copied(config) else [_copy(config, planner, memory)]
+    parts = []
+    if has_policy_copy(config) and not machine.shared:
+        parts.append(_plan_copy(config, planner, memory))
     for name, role in used_roles(config, "train").items():
-        parts.append(_role(f"roles.{name}", role, planner, memory))
+        parts.append(_plan_role(f"roles.{name}", role, planner, memory))
     return parts
 
 
-def _copy(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> Beside:
+def _plan_copy(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> OtherGpus:
+    """Plan the rollout process's copy. Fewer rows, halved again and again, are its remedies."""
     load, estimate = memory.load, run_spec(config).server_memory
     assert estimate is not None
     sizes = planner.sizes(config.model)
     by_rows = {
-        rows: estimate(config.engine, load_apart(config, memory, sizes, rows), sizes, 1)
+        rows: estimate(config.engine, server_load(config, memory, sizes, rows), sizes, 1)
         for rows in (load.rows >> power for power in range(load.rows.bit_length()))
     }
-    return _part(
+    return _plan_part(
         COPY,
         f"a copy of the policy and keys and values of {load.rows:,} rollouts",
         count=1,
         gpus=1,
-        chosen=by_rows[load.rows],
-        others={f"engine.max_rows={rows}": one for rows, one in by_rows.items()},
+        estimate=by_rows[load.rows],
+        remedies={f"engine.max_rows={rows}": smaller for rows, smaller in by_rows.items()},
         limit=memory.machine.memory,
     )
 
 
-def _role(key: str, role: RoleConfig, planner: Planner, memory: MemoryEstimate) -> Beside:
+def _plan_role(key: str, role: RoleConfig, planner: Planner, memory: MemoryEstimate) -> OtherGpus:
+    """Plan the servers of a role. More GPUs for each server are its remedies."""
     assert role.model is not None
     model = ModelConfig(path=role.model, revision=role.revision)
     sizes = planner.sizes(model, f"{key}.model")
@@ -90,13 +95,13 @@ def _role(key: str, role: RoleConfig, planner: Planner, memory: MemoryEstimate) 
         sharded=False,
         adapters=False,
     )
-    return _part(
+    return _plan_part(
         key,
         f"{role.model}, {sizes.parameters:,} weights, of which each GPU has its part",
         count=role.count,
         gpus=gpus,
-        chosen=role_memory(role, engine_load, sizes, gpus),
-        others={
+        estimate=role_memory(role, engine_load, sizes, gpus),
+        remedies={
             f"{key}.tensor_parallel_size={more}": role_memory(role, engine_load, sizes, more)
             for more in TENSOR_PARALLEL
             if more > gpus
@@ -105,34 +110,36 @@ def _role(key: str, role: RoleConfig, planner: Planner, memory: MemoryEstimate) 
     )
 
 
-def _part(
+def _plan_part(
     key: str,
     what: str,
     *,
     count: int,
     gpus: int,
-    chosen: EngineMemory,
-    others: Mapping[str, EngineMemory],
+    estimate: EngineMemory,
+    remedies: Mapping[str, EngineMemory],
     limit: int | None,
-) -> Beside:
-    """Return a part that takes `chosen`, with the first of the `others` that fits if it does not.
+) -> OtherGpus:
+    """Return a part of the run, with a remedy if it does not fit GPUs of `limit` bytes.
 
-    These are by their settings; `limit` is the bytes of a GPU.
+    `remedies` are settings and the estimates with them. The first one that fits is taken.
     """
-    is_enough = fits(chosen, limit)
-    able = (text for text, one in others.items() if is_enough is False and fits(one, limit))
-    return Beside(
+    is_enough = fits(estimate, limit)
+    remedy = None
+    if is_enough is False:
+        remedy = next((text for text, smaller in remedies.items() if fits(smaller, limit)), None)
+    return OtherGpus(
         key=key,
         what=what,
         count=count,
         gpus=gpus,
-        bytes=most(chosen),
+        bytes=peak_bytes(estimate),
         fits=is_enough,
-        remedy=next(able, None),
+        remedy=remedy,
     )
 
 
-def lines(parts: Sequence[Beside]) -> Iterator[str]:
+def lines(parts: Sequence[OtherGpus]) -> Iterator[str]:
     """Yield the parts as text."""
     if not parts:
         return
@@ -147,6 +154,6 @@ def lines(parts: Sequence[Beside]) -> Iterator[str]:
             yield f"DOES NOT FIT: {part.key}; {remedy}"
 
 
-def record(parts: Sequence[Beside]) -> list[dict[str, Any]]:
-    """Return the parts for --json."""
+def record(parts: Sequence[OtherGpus]) -> list[dict[str, Any]]:
+    """Return the parts as --json prints them."""
     return [{"computed_only": True, **asdict(part)} for part in parts]
