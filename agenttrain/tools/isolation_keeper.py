@@ -11,6 +11,7 @@ Elsewhere only the worker's process group is ended.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import select
@@ -23,8 +24,15 @@ from typing import NoReturn
 
 ADOPTS = sys.platform == "linux" and os.path.exists("/proc/self/stat")
 """True where the system has subreapers, and shows a process its children."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MOST_PAUSE_S = 0.5
 """Longest pause between two attempts to end what does not end."""
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants that lose theirs, where the system can do that."""
+    if ADOPTS:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def fork_worker(parent: int, lifeline: int, *others: int) -> None:
@@ -35,17 +43,14 @@ def fork_worker(parent: int, lifeline: int, *others: int) -> None:
     are the worker's files.
     """
     keeper = os.getpid()
-    if ADOPTS:
-        from agenttrain.tools.sandbox import system
-
-        system.prctl(system.PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     worker = os.fork()
     if worker:
         _watch(worker, parent, lifeline, others)
     os.setsid()
     os.close(lifeline)
     if ADOPTS:
-        system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != keeper:  # it was killed before that took effect
             os._exit(1)
 
