@@ -12,7 +12,7 @@ def main() -> None:
     """Fork; be the keeper in one process, the program in the other."""
     root, parent, lifeline, *command = sys.argv[1:]
     sys.path.insert(0, root)
-    from agenttrain.tools.isolation_keeper import fork_worker
+    from agenttrain.utils.keeper import fork_worker
 
     fork_worker(int(parent), int(lifeline))
     try:

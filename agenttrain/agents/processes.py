@@ -1,6 +1,6 @@
 """Agents as programs: a process for each rollout.
 
-A program is started below a keeper (`tools/isolation_keeper.py`), so that nothing that it started
+A program is started below a keeper (`utils/keeper.py`), so that nothing that it started
 is left when it ends, when it is ended, or when the run is killed.
 """
 

@@ -1,7 +1,7 @@
 """Tools with isolation=process: each call runs in a worker process that can be killed.
 
 A worker is started when a call finds none idle, used again, and killed with all that it started
-(`agenttrain.tools.isolation_keeper`) when its call takes too long. Workers end with this process,
+(`agenttrain.utils.keeper`) when its call takes too long. Workers end with this process,
 even if that is killed.
 """
 
@@ -24,12 +24,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from agenttrain.tools.config import ToolLimits
-from agenttrain.tools.isolation_keeper import ADOPTS
 from agenttrain.tools.isolation_worker import Recipe, WorkerRequest, build
 from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, reply_from_json
 from agenttrain.tools.tool import call_optional
 from agenttrain.types import ToolContext, ToolUnavailable
 from agenttrain.utils.child_process import ChildProcess
+from agenttrain.utils.keeper import ADOPTS
 from agenttrain.utils.threads import DaemonThreads
 
 START_S = 120.0

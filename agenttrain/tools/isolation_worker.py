@@ -20,10 +20,10 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from agenttrain.tools.isolation_keeper import fork_worker
 from agenttrain.tools.reply import Reply, error_reply, make_reply, reply_to_json
 from agenttrain.tools.tool import UNSEEN, FunctionTool
 from agenttrain.types import ToolContext, ToolUnavailable
+from agenttrain.utils.keeper import fork_worker
 from agenttrain.utils.locate import locate
 from agenttrain.utils.threads import attempt
 
