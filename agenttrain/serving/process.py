@@ -41,7 +41,7 @@ def run_command(
     child = ChildProcess(command, tail_bytes=TAIL_BYTES)
     try:
         ready = forwarded = False
-        while not child.exited() and len(signals) < 2:
+        while child.alive and len(signals) < 2:
             if signals and not forwarded:
                 child.signal(signal.SIGTERM)
                 forwarded = True

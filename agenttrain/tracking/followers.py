@@ -147,7 +147,7 @@ class Follower:
         try:
             # -P: the script's own folder must not shadow modules that a tracker imports.
             command = [sys.executable, "-P", str(SCRIPT), str(self._start_file)]
-            self._process = ChildProcess(command, requests=True)
+            self._process = ChildProcess(command, requests=True, keeper=False)
         except OSError as error:  # too many processes, no memory
             self._turn_off(f"{type(error).__name__}: {error}")
         finally:

@@ -13,7 +13,6 @@ from typing import Any
 
 from agenttrain.engines.spec import ServedModel
 from agenttrain.engines.vllm.config import VllmSettings
-from agenttrain.utils.child_process import end_with_parent
 
 GRACE_S = 30
 """Seconds that answers in flight have left once the server is asked to end."""
@@ -22,8 +21,7 @@ IN_PROCESS_ONLY = ("skip_tokenizer_init", "use_tqdm_on_load", "enable_sleep_mode
 
 
 def main() -> None:
-    """Serve until SIGTERM, or until the parent has ended."""
-    end_with_parent()  # vLLM's own processes outlive a server that is killed
+    """Serve until SIGTERM."""
     settings, served = json.loads(sys.argv[1])
     flags = server_flags(VllmSettings(**settings), ServedModel(**served))
     # `vllm serve` asks for the metadata of a distribution that the build for CPUs does not have.
