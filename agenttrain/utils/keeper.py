@@ -12,8 +12,8 @@ Elsewhere only the program's process group is ended.
 
     python -I -S keeper.py <lifeline> <parent> <grace_s> <deaf> <files> program argument …
 
-`lifeline` is a socket. The keeper writes the program's process number into it, as a line, and reads
-signals for the program from it, a byte each: SIGKILL ends everything, `TO_GROUP` is added for the
+`lifeline` is a socket. The program's process number is written into it, as a line, and the keeper
+reads signals for the program from it, a byte each: SIGKILL ends everything, `TO_GROUP` is added for the
 program's whole group. Its end, as that of the process `parent`, gives the program `grace_s` to end
 by itself. The keeper ends as the program did. `files` are those that only the program uses,
 ``5,7,``; a `deaf` program ignores `HEARD`.
@@ -64,15 +64,12 @@ def main() -> NoReturn:
     keeper = os.getpid()
     program = os.fork()
     if not program:
-        os.close(lifeline)
-        _become(command, keeper, is_deaf=deaf == "deaf")
+        _become(command, keeper, lifeline, is_deaf=deaf == "deaf")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # a pipe that the parent reads ends with the program
         os.dup2(null, stream)
     for file in files.split(",")[:-1]:
         os.close(int(file))
-    with suppress(OSError):  # the parent has ended
-        os.write(lifeline, f"{program}\n".encode())
     status = _watch(program, lifeline, woken, int(parent), float(grace_s))
     end_children(program)
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
@@ -85,9 +82,12 @@ def main() -> NoReturn:
     os._exit(code)
 
 
-def _become(command: list[str], keeper: int, *, is_deaf: bool) -> NoReturn:
+def _become(command: list[str], keeper: int, lifeline: int, *, is_deaf: bool) -> NoReturn:
     """Become the program, in a session of its own, which the kernel ends with the keeper."""
     os.setsid()
+    with suppress(OSError):  # the parent has ended
+        os.write(lifeline, f"{os.getpid()}\n".encode())
+    os.close(lifeline)
     if ADOPTS:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != keeper:  # it was killed before that took effect
