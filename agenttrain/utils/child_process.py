@@ -115,9 +115,11 @@ class ChildProcess:
         grace_s: float = 0.0,
         deaf: bool = False,
         env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
         pass_fds: Sequence[int] = (),
         tail_bytes: int = MAX_TAIL,
         output: IO[bytes] | None = None,
+        show: bool = False,
         print_line: Callable[[str], object] | None = None,
     ) -> None:
         """Start the command; raises OSError.
@@ -125,7 +127,9 @@ class ChildProcess:
         `requests`: `send` writes to its standard input, which is otherwise empty. `replies`:
         `receive` reads its standard output, which otherwise counts as printed. Of what it prints
         the last `tail_bytes` are kept, and each line is given to `print_line`, in a thread; or all
-        of it goes to the file `output`, which can be read, and no thread is started.
+        of it goes to the file `output`, which can be read, and no thread is started. `show`: its
+        standard output is this process's, and its standard error, which alone counts as printed,
+        is copied to this process's.
 
         Its `keeper` ends it with all that it has started, `grace_s` after the end of this process.
         A `deaf` child ignores the signals that ask this process to stop.
@@ -139,15 +143,17 @@ class ChildProcess:
             arguments = lifeline.command(command, pass_fds, grace_s, deaf=deaf)
             pass_fds = [*pass_fds, lifeline.theirs]
         to_parent = subprocess.PIPE if output is None else output
+        to_stdout = None if show else to_parent
         try:
             with _blocked(HEARD if keeper else ()):
                 self._process = subprocess.Popen(
                     arguments,
                     stdin=subprocess.PIPE if requests else subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if replies else to_parent,
-                    stderr=to_parent if replies else subprocess.STDOUT,
+                    stdout=subprocess.PIPE if replies else to_stdout,
+                    stderr=to_parent if replies or show else subprocess.STDOUT,
                     start_new_session=True,
                     env=env,
+                    cwd=cwd,
                     pass_fds=pass_fds,
                 )
         except BaseException:
@@ -162,11 +168,12 @@ class ChildProcess:
         self._tail = b""
         self._tail_bytes = tail_bytes
         self._unread = b""
-        self._output = output
+        self._output = None if output is None else os.dup(output.fileno())
         self._print_line = print_line
+        self._show = show
         self._reader: Thread | None = None
         if output is None:
-            printed = self._process.stderr if replies else self._process.stdout
+            printed = self._process.stderr if replies or show else self._process.stdout
             self._reader = Thread(target=self._collect, args=(printed,), daemon=True)
             self._reader.start()
 
@@ -229,11 +236,10 @@ class ChildProcess:
         """Return the end of its output."""
         if self._reader is not None and not self.alive:
             self._reader.join(LAST_WORDS_S)
-        tail = self._tail
         if self._output is not None:
-            start = max(os.fstat(self._output.fileno()).st_size - self._tail_bytes, 0)
-            tail = os.pread(self._output.fileno(), self._tail_bytes, start)
-        return tail.decode("utf-8", "replace").strip()
+            start = max(os.fstat(self._output).st_size - self._tail_bytes, 0)
+            self._tail = os.pread(self._output, self._tail_bytes, start)
+        return self._tail.decode("utf-8", "replace").strip()
 
     def signal(self, number: signal.Signals, *, to_group: bool = False) -> None:
         """Send it a signal, or its whole group, unless it has ended; SIGKILL ends all of it.
@@ -244,10 +250,10 @@ class ChildProcess:
             self._lifeline.signal(number | TO_GROUP if to_group else number)
             if number == signal.SIGKILL:
                 self._process.send_signal(signal.SIGCONT)  # a program may have stopped its keeper
-        elif to_group and self.alive:
-            os.killpg(self._process.pid, number)
-        else:
+        elif not to_group:
             self._process.send_signal(number)
+        elif self.alive:
+            os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
         """End it, and all that it has started; harmless when it has ended.
@@ -264,6 +270,10 @@ class ChildProcess:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        if self._output is not None:
+            self.printed()
+            os.close(self._output)
+            self._output = None
         for pipe in (self._process.stdin, self._process.stdout if self._replies else None):
             if pipe is not None:
                 with suppress(OSError):  # unsent requests
@@ -274,6 +284,10 @@ class ChildProcess:
         with pipe:
             while piece := os.read(pipe.fileno(), 65536):
                 self._tail = (self._tail + piece)[-self._tail_bytes :]
+                if self._show:
+                    with suppress(OSError, ValueError):
+                        sys.stderr.buffer.write(piece)
+                        sys.stderr.buffer.flush()
                 if self._print_line is not None:
                     *lines, unprinted = (unprinted + piece).split(b"\n")
                     for line in lines:
@@ -351,23 +365,27 @@ def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 def end_with_parent(
-    message: str = "", *, after_s: float = 0.0, at_end: Callable[[], object] = lambda: None
+    message: str = "",
+    *,
+    parent: int | None = None,
+    after_s: float = 0.0,
+    at_end: Callable[[], object] = lambda: None,
 ) -> None:
     """Kill this process's group `after_s` seconds after its parent has ended in any way.
 
-    `at_end` is called just before.
+    `at_end` is called just before. Name the `parent` if it may have ended already.
 
     Call it first in a child without a keeper. The kernel's PR_SET_PDEATHSIG would also act at the
     end of the thread that started the child.
     """
-    parent = os.getppid()
+    number = os.getppid() if parent is None else parent
 
     def watch() -> None:
         with suppress(AttributeError, OSError):  # no Linux, or the parent has ended already
             poller = select.poll()
-            poller.register(os.pidfd_open(parent), select.POLLIN)
+            poller.register(os.pidfd_open(number), select.POLLIN)
             poller.poll()
-        while os.getppid() == parent:
+        while os.getppid() == number:
             time.sleep(WATCH_S)
         time.sleep(after_s)
         if message:

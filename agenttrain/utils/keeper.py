@@ -12,10 +12,10 @@ Elsewhere only the program's process group is ended.
 
     python -I -S keeper.py <lifeline> <parent> <grace_s> <deaf> <files> program argument …
 
-`lifeline` is a socket. The program's process number is written into it, as a line, and the keeper
-reads signals for the program from it, a byte each: SIGKILL ends everything, `TO_GROUP` is added for the
-program's whole group. Its end, as that of the process `parent`, gives the program `grace_s` to end
-by itself. The keeper ends as the program did. `files` are those that only the program uses,
+`lifeline` is a socket. The program's process number is written into it, as a line. The keeper reads
+signals for the program from it, a byte each: SIGKILL ends everything, and `TO_GROUP` is added for
+the program's whole group. Its end, as that of the process `parent`, gives the program `grace_s` to
+end by itself. The keeper ends as the program did. `files` are those that only the program uses,
 ``5,7,``; a `deaf` program ignores `HEARD`.
 """
 
@@ -150,19 +150,20 @@ def _reap(program: int) -> int | None:
     return program_status
 
 
-def end_children(group: int = 0, *, spared: Collection[int] = ()) -> None:
+def end_children(group: int = 0, *, spared: Collection[int] = (), limit_s: float = inf) -> None:
     """Kill the children of this process and their groups until there are none but those `spared`.
 
     What a child started becomes ours when it ends; processes of another user (sudo) stay. A child's
     number is its own until it is reaped here, and its group lies in a session that a descendant
-    made: no stranger can be hit. Without subreapers the process `group` is ended.
+    made: no stranger can be hit. Without subreapers the process `group` is ended. After `limit_s`
+    what does not end is left.
     """
     if not ADOPTS:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
         return
-    pause = 0.0
-    while True:
+    pause, deadline = 0.0, time.monotonic() + limit_s
+    while time.monotonic() < deadline:
         children, refusals = [child for child in _children() if child not in spared], 0
         for child in children:
             try:
