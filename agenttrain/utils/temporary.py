@@ -13,6 +13,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from agenttrain.utils.files import NO_LOCKS
+
 PREFIX = "agenttrain-tmp-"
 UNFINISHED = "agenttrain-new-"
 """Beginning of the name of a folder without its lock."""
@@ -34,7 +36,11 @@ class TemporaryFolder:
         remove_abandoned(parent)
         made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
         self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks, on which nothing is abandoned
+            if error.errno not in NO_LOCKS:
+                raise
         self.path = made.rename(parent / made.name.replace(UNFINISHED, PREFIX, 1))
 
     def __enter__(self) -> Path:
