@@ -25,7 +25,7 @@ from agenttrain.tracking.backends.base import ExperimentTracker, RunEnd, Tracked
 from agenttrain.tracking.machine import MachineLoad
 from agenttrain.tracking.rollouts import read_step, step_path
 from agenttrain.tracking.run_folder import read_summary
-from agenttrain.utils.files import NO_LOCKS
+from agenttrain.utils.temporary import NO_LOCKS
 
 POLL_S = 0.5
 """Seconds between two looks at the files."""

@@ -13,9 +13,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from agenttrain.types import AgenttrainError
-from agenttrain.utils.files import NO_LOCKS
 from agenttrain.utils.json_lines import finite
 from agenttrain.utils.redaction import hide_in_settings
+from agenttrain.utils.temporary import NO_LOCKS
 
 PACKAGES = ("agenttrain", "torch", "transformers", "accelerate", "hydra-core", "trackio")
 

@@ -4,7 +4,6 @@ disk."""
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
 import os
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 import yaml
 
 PACKAGE = Path(__file__).resolve().parent.parent
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a file system that cannot lock."""
 SYNC_FILE_RANGE_WRITE = 2
 """Flag of Linux: start to write the pages that have changed."""
 

@@ -6,6 +6,7 @@ any way. The next process that makes a folder in the same place removes those wi
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -13,12 +14,12 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from agenttrain.utils.files import NO_LOCKS
-
 PREFIX = "agenttrain-tmp-"
 UNFINISHED = "agenttrain-new-"
 """Beginning of the name of a folder without its lock."""
 LOCK = ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of a file system that cannot lock."""
 
 
 class TemporaryFolder:
