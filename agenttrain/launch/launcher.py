@@ -54,9 +54,9 @@ from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.training.checkpoint_files import newest_first
 from agenttrain.training.heap import MAPPED_FROM_THE_START
 from agenttrain.types import ConfigError
+from agenttrain.utils.child_process import how_ended
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
 from agenttrain.utils.keeper import adopt_orphans, end_children
-from agenttrain.utils.signals import signal_name
 from agenttrain.utils.temporary import TemporaryFolder
 
 ELASTIC = (signal.SIGQUIT,)
@@ -256,10 +256,7 @@ def _named(ended: WorkerEnd) -> str:
 
 
 def _how(ended: WorkerEnd, folder: Path | None = None, error: str | None = None) -> str:
-    if ended.code < 0:
-        how = f"was killed by {signal_name(-ended.code)}"
-    else:
-        how = WHY.get(ended.code, f"ended with exit code {ended.code}").format(rank=ended.rank)
+    how = WHY.get(ended.code, how_ended(ended.code)).format(rank=ended.rank)
     how += f": {error}" if error else ""
     if folder is not None and ended.rank != 0:
         how += f" (its log: {folder / 'logs' / f'rank-{ended.rank}.log'})"
