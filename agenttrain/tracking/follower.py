@@ -3,7 +3,7 @@
 Started as a script with a JSON file of arguments. Each tracker has a thread, which follows the
 run's files: one that hangs holds no other, and is left behind at the end when its time is over. The
 run writes a line into the input at its end, which says how it ended; a run that is killed closes
-the input. A line on the output, a `Report`, says how a tracker fares.
+the input. A line on the output, a `TrackerReport`, says how a tracker fares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAST_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class TrackerReport:
     """News of one tracker."""
 
     tracker: str
@@ -45,7 +45,7 @@ def pause_after(failures: int) -> float:
     return 0.0 if failures == 1 else min(2.0 ** (failures - 2), LONGEST_PAUSE_S)
 
 
-class End:
+class RunSignal:
     """The end of the run, for which the main thread waits."""
 
     def __init__(self) -> None:
@@ -60,14 +60,14 @@ def main() -> None:
     for stream in (1, 2):
         os.dup2(null, stream)
 
-    def report(news: Report) -> None:
+    def report(news: TrackerReport) -> None:
         output.write(json.dumps(asdict(news)) + "\n")
         output.flush()
 
     arguments = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     # The run may import this package, and the user's, from its working folder.
     sys.path += [folder for folder in arguments["path"] if folder not in sys.path]
-    end = End()
+    end = RunSignal()
     threads = {}
     for tracker in arguments["trackers"]:
         common = (arguments["run"], arguments["config"])
@@ -80,7 +80,7 @@ def main() -> None:
     for name, (thread, finish_s) in threads.items():
         thread.join(max(ended_at + finish_s - time.monotonic(), 0))
         if thread.is_alive():
-            report(Report(tracker=name, is_late=True))
+            report(TrackerReport(tracker=name, is_late=True))
     # Not through the interpreter's end: threads of a library may hang there.
     os._exit(0)
 
@@ -89,8 +89,8 @@ def send_all(
     arguments: dict[str, Any],
     run: dict[str, Any],
     config: dict[str, Any],
-    end: End,
-    report: Callable[[Report], None],
+    end: RunSignal,
+    report: Callable[[TrackerReport], None],
 ) -> None:
     """Have one tracker follow the run to its end; make it again, after a pause, where it fails."""
     from agenttrain.tracking.backends.base import TrackedRun
@@ -125,11 +125,11 @@ def send_all(
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             is_off = not is_made or isinstance(error, ImportError)
-            report(Report(tracker=name, reason=reason, is_off=is_off))
+            report(TrackerReport(tracker=name, reason=reason, is_off=is_off))
             if is_off:
                 return
         else:
-            report(Report(tracker=name))
+            report(TrackerReport(tracker=name))
             return
         cursor = Cursor.read(cursor_path(tracked.folder, name))
         failures = 1 if cursor is not None and cursor.step > step else failures + 1

@@ -21,7 +21,7 @@ import psutil
 
 from agenttrain.tracking.backends.base import Description, ExperimentTracker, RunEnd, TrackedRun
 from agenttrain.tracking.config import TrackerSection
-from agenttrain.tracking.follower import LAST_PAUSE_S, Report, pause_after
+from agenttrain.tracking.follower import LAST_PAUSE_S, TrackerReport, pause_after
 from agenttrain.tracking.following import Cursor, cursor_path
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.utils.child_process import ChildGone, ChildProcess, how_ended
@@ -75,7 +75,7 @@ class FollowedTracker:
         """True while there may be something to send."""
         return not (self.is_off or self.is_done)
 
-    def take(self, report: Report) -> None:
+    def take(self, report: TrackerReport) -> None:
         """Record what its process says of it."""
         if report.is_off:
             self.turn_off(report.reason)
@@ -249,7 +249,7 @@ class Followers:
     def _read_reports(self) -> None:
         while self._reports:
             with suppress(ValueError):  # a library's own words
-                report = Report(**json.loads(self._reports.popleft()))
+                report = TrackerReport(**json.loads(self._reports.popleft()))
                 for tracker in self._trackers:
                     if tracker.section.name == report.tracker:
                         tracker.take(report)
