@@ -21,7 +21,7 @@ def assert_nothing_left(folder: Path) -> None:
     while [p for p in of_rollouts() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert not list(folder.glob("agenttrain-weights-*"))
+    assert not list(folder.glob("agenttrain-tmp-*"))
 
 
 def of_rollouts(parent: int | None = None) -> list[psutil.Process]:

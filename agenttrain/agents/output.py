@@ -90,9 +90,8 @@ class BoundedLog:
             self._lost = True
 
 
-async def copy_output(stream: asyncio.StreamReader | None, log: BoundedLog) -> None:
+async def copy_output(stream: asyncio.StreamReader, log: BoundedLog) -> None:
     """Write a stream to a log until its end."""
-    assert stream is not None
     while piece := await stream.read(65536):
         log.write(piece)
         if log.full:

@@ -1,7 +1,7 @@
 """Agents as programs: a process for each rollout.
 
-A program is started below a keeper (`tools/isolation_keeper.py`), so that nothing that it started
-is left when it ends, when it is ended, or when the run is killed.
+Nothing that a program has started is left when it ends, when it is ended, or when the run is
+killed.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agenttrain.agents.output import TAIL_BYTES, BoundedLog, copy_output
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
-from agenttrain.utils.files import PACKAGE
-from agenttrain.utils.signals import signal_name
+from agenttrain.utils.child_process import LAST_WORDS_S, AsyncChildProcess, how_ended
 
 PASSED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "TMPDIR", "LANG", "LANGUAGE"),
@@ -26,13 +23,8 @@ PASSED = (
     *("NODE_PATH", "JAVA_HOME", "OMP_NUM_THREADS", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
 """Environment variables that every agent gets; those that begin with LC_ too."""
-LAUNCHER = Path(__file__).with_name("launcher.py")
-KILL_S = 5.0
-"""Longest wait for a keeper to end its processes before it is killed itself."""
 LAST_WORDS = 2000
 """Characters of its output that a failure quotes, the last ones."""
-LAST_WORDS_S = 1.0
-"""Longest wait for the end of the output of a program that has ended."""
 
 
 def environment_of(named: Sequence[str]) -> dict[str, str]:
@@ -44,71 +36,14 @@ def environment_of(named: Sequence[str]) -> dict[str, str]:
     }
 
 
-class AgentProcess:
-    """A running program below its keeper."""
-
-    def __init__(self, process: asyncio.subprocess.Process, lifeline: int) -> None:
-        self.process = process
-        self._lifeline: int | None = lifeline
-
-    @classmethod
-    async def start(
-        cls,
-        command: Sequence[str],
-        env: dict[str, str],
-        *,
-        line_limit: int = 2**16,
-    ) -> AgentProcess:
-        """Start a command; raises AgentFailed.
-
-        A line of its output that is read as a line has at most `line_limit` bytes.
-        """
-        try:
-            watched, lifeline = os.pipe()
-        except OSError as error:
-            raise AgentFailed(f"cannot be started: {error}") from error
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(LAUNCHER), str(PACKAGE.parent)),
-                *(str(os.getpid()), str(watched), *command),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=env,
-                pass_fds=(watched,),
-                start_new_session=True,
-                limit=line_limit,
-            )
-        except BaseException as error:
-            os.close(lifeline)
-            if isinstance(error, OSError | ValueError):
-                raise AgentFailed(f"cannot be started: {error}") from error
-            raise
-        finally:
-            os.close(watched)
-        return cls(process, lifeline)
-
-    async def send(self, line: str) -> None:
-        """Write a line to its standard input; one that does not read it misses nothing."""
-        assert self.process.stdin is not None
-        with suppress(OSError):
-            self.process.stdin.write(line.encode() + b"\n")
-            await self.process.stdin.drain()
-
-    async def end(self) -> None:
-        """End it with all that it started."""
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            async with asyncio.timeout(KILL_S):
-                await self.process.wait()
-        except TimeoutError:
-            with suppress(ProcessLookupError):
-                self.process.kill()
-            await self.process.wait()
+async def start(
+    command: Sequence[str], env: Mapping[str, str], *, line_limit: int = 2**16
+) -> AsyncChildProcess:
+    """Start the program of an agent; raises AgentFailed."""
+    try:
+        return await AsyncChildProcess.start(command, env=env, line_limit=line_limit)
+    except (OSError, ValueError) as error:
+        raise AgentFailed(f"cannot be started: {error}") from error
 
 
 class CommandAgent:
@@ -125,17 +60,16 @@ class CommandAgent:
         """Run the program to its end; return the reward in its last line, if there is one."""
         line = assignment.line()
         env = {**self._env, **assignment.environment()}
-        program = await AgentProcess.start(make_command(self._command), env)
+        program = await start(make_command(self._command), env)
         out, err = (BoundedLog(log.with_suffix(f".{name}")) for name in ("stdout", "stderr"))
         copying = [
-            asyncio.ensure_future(copy_output(program.process.stdout, out)),
-            asyncio.ensure_future(copy_output(program.process.stderr, err)),
+            asyncio.ensure_future(copy_output(program.stdout, out)),
+            asyncio.ensure_future(copy_output(program.stderr, err)),
         ]
         try:
             await program.send(line)
-            assert program.process.stdin is not None
-            program.process.stdin.close()
-            code = await program.process.wait()
+            program.stdin.close()
+            code = await program.wait()
         finally:
             await program.end()
             await asyncio.wait(copying, timeout=LAST_WORDS_S)
@@ -147,7 +81,7 @@ class CommandAgent:
             return float(code == 0)
         if code != 0:
             words = err.last_words(LAST_WORDS) or out.last_words(LAST_WORDS)
-            raise AgentFailed(describe_exit(code) + (f"; it printed: {words}" if words else ""))
+            raise AgentFailed(how_ended(code) + (f"; it printed: {words}" if words else ""))
         if out.cut_line and out.last_line().endswith("}"):
             raise AgentFailed(
                 f"printed a last line of over {TAIL_BYTES >> 10} KiB, which is not read: print the "
@@ -189,8 +123,3 @@ def result_reward(line: str) -> float | None:
     Raises AgentFailed for a reward that is no number, NaN and Infinity among them.
     """
     return agent_reward((parse_result(line) or {}).get("reward"))
-
-
-def describe_exit(code: int) -> str:
-    """Return how a program ended, as the end of a sentence."""
-    return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

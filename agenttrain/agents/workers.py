@@ -16,13 +16,12 @@ from typing import Any
 from agenttrain.agents.output import PAUSE_S, BoundedLog
 from agenttrain.agents.processes import (
     LAST_WORDS,
-    LAST_WORDS_S,
-    AgentProcess,
-    describe_exit,
     make_command,
     parse_result,
+    start,
 )
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
+from agenttrain.utils.child_process import LAST_WORDS_S, how_ended
 
 LINE_LIMIT = 2**24
 """Bytes of a line that a worker prints, at most."""
@@ -41,9 +40,7 @@ class Worker:
         """Rollout in its hands -> its result."""
         self.retired = False
         """It gets no further task: it ended, or did not end one of its rollouts in time."""
-        self._starting = asyncio.ensure_future(
-            AgentProcess.start(command, env, line_limit=LINE_LIMIT)
-        )
+        self._starting = asyncio.ensure_future(start(command, env, line_limit=LINE_LIMIT))
         self._words = b""
         self._reading = asyncio.ensure_future(self._read())
 
@@ -73,15 +70,14 @@ class Worker:
 
     async def _read(self) -> None:
         """Hand results over until the process ends; that fails the rollouts in its hands."""
-        process = (await self._starting).process
-        assert process.stdout is not None
+        process = await self._starting
         errors = asyncio.ensure_future(self._read_errors(process.stderr))
         try:
             while line := await process.stdout.readline():
                 self._take(line)
                 if self.log is not None and self.log.full:
                     await asyncio.sleep(0)
-            how = describe_exit(await process.wait())
+            how = how_ended(await process.wait())
             await asyncio.wait((errors,), timeout=LAST_WORDS_S)
         except AgentFailed as error:
             how = str(error)
@@ -110,8 +106,7 @@ class Worker:
                 return
         self._write(line)
 
-    async def _read_errors(self, stream: asyncio.StreamReader | None) -> None:
-        assert stream is not None
+    async def _read_errors(self, stream: asyncio.StreamReader) -> None:
         while piece := await stream.read(65536):
             self._words = (self._words + piece)[-LAST_WORDS:]
             self._write(piece)

@@ -1,23 +1,22 @@
 """The folder of a run's weight files: a new one at each start, removed when the run ends.
 
-It is usually outside the run's folder, so `<run>/weights.txt` names it: if all processes of a run
-were killed at once, the next start removes the folder that they left. The folder also names its
-run. So a copy of a run's folder never removes the files of a run that still goes on.
+It is a `TemporaryFolder` of the process that makes it. `<run>/weights.txt` has its place, outside
+of the run's folder as a rule: where all processes of a run were killed at once, the next start of
+the run looks there too.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from agenttrain.engines.base import EngineError
+from agenttrain.utils.temporary import TemporaryFolder, remove_abandoned
 
-PREFIX = "agenttrain-weights-"
 NOTE = "weights.txt"
-OWNER = "run.txt"
-"""File in the folder of weights with the path of its run."""
+
+_held: dict[Path, TemporaryFolder] = {}
+"""Run -> the folder that this process has made for it."""
 
 
 def new_weights_folder(run: Path, parent: Path) -> Path:
@@ -25,24 +24,21 @@ def new_weights_folder(run: Path, parent: Path) -> Path:
     remove_weights_folder(run)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent.absolute()))
-        (folder / OWNER).write_text(str(run.resolve()), encoding="utf-8")
+        folder = TemporaryFolder(parent.absolute())
     except OSError as error:
         raise EngineError(
             f"weight_sync.folder: {parent}: {error.strerror}; name a folder that can be written"
         ) from error
     run.mkdir(parents=True, exist_ok=True)
-    (run / NOTE).write_text(str(folder), encoding="utf-8")
-    return folder
+    _held[run.resolve()] = folder
+    (run / NOTE).write_text(str(folder.path), encoding="utf-8")
+    return folder.path
 
 
 def remove_weights_folder(run: Path) -> None:
-    """Remove the weights folder of a run's last start, if it is still there, and the note."""
+    """Remove the folder of a run's last start, unless another process holds it, and its note."""
+    if (folder := _held.pop(run.resolve(), None)) is not None:
+        folder.remove()
     with suppress(OSError):
-        folder = Path((run / NOTE).read_text(encoding="utf-8"))
-        owner = folder / OWNER
-        is_ours = not owner.is_file() or owner.read_text(encoding="utf-8") == str(run.resolve())
-        # The note of a copied run names another run's folder, and an edited one any folder.
-        if folder.name.startswith(PREFIX) and is_ours:
-            shutil.rmtree(folder, ignore_errors=True)
+        remove_abandoned(Path((run / NOTE).read_text(encoding="utf-8")).parent)
         (run / NOTE).unlink()

@@ -1,5 +1,8 @@
 """A run in several processes: one worker per device, on one node or several.
 
+Elastic's agent starts the workers, so that these have no keeper: they call `end_with_parent`. Nor
+could a keeper know which servers outlive a worker (`distributed.restarts`).
+
 The launcher composes and checks the settings, as each worker does again. From then on it only
 watches the workers, passes signals on, and reports which worker stopped first.
 """
@@ -21,7 +24,6 @@ from shlex import quote
 from threading import current_thread, main_thread
 from typing import Any
 
-import psutil
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import (
@@ -48,17 +50,19 @@ from agenttrain.settings.command_line import Command, resuming
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.pinning import pins
 from agenttrain.settings.trust import TRUSTED
-from agenttrain.tools.sandbox import system
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.training.checkpoint_files import newest_first
 from agenttrain.training.heap import MAPPED_FROM_THE_START
 from agenttrain.types import ConfigError
+from agenttrain.utils.child_process import how_ended
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
-from agenttrain.utils.signals import signal_name
+from agenttrain.utils.keeper import adopt_orphans, end_children
 from agenttrain.utils.temporary import TemporaryFolder
 
 ELASTIC = (signal.SIGQUIT,)
 """Signals that elastic's agent handles by itself: it stops."""
+ORPHANS_S = 5.0
+"""Seconds for what dead workers have left behind to end."""
 UNFINISHED = ("running", "interrupted", "failed", None)
 """Statuses that summary.json may hold when a process of the run has died."""
 PEER_GONE = (
@@ -96,8 +100,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                 if spec.end_servers is not None:
                     stack.callback(spec.end_servers, folder.resolve())
             stack.callback(os.environ.pop, SERVERS_OWNER)
-            with suppress(OSError):  # no Linux
-                system.prctl(system.PR_SET_CHILD_SUBREAPER, 1)
+            adopt_orphans()
         for left in range(restarts, -1, -1):
             started = WorkerCommand(
                 arguments=arguments,
@@ -151,14 +154,7 @@ def _end_orphans(folder: Path) -> None:
     journal, and use the GPU, beside the next one. Servers stay."""
     ways = [spec.server_wrappers for spec in specs().values() if spec.server_wrappers is not None]
     kept = {number for wrappers in ways for number in wrappers(folder)}
-    left = [psutil.Process()]
-    for process in left:  # it grows: their children, but not those of wrappers
-        with suppress(psutil.Error):
-            left += [child for child in process.children() if child.pid not in kept]
-    for process in left[1:]:
-        with suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(left[1:], timeout=5)
+    end_children(spared=kept, limit_s=ORPHANS_S)
 
 
 def _run_once(
@@ -260,10 +256,7 @@ def _named(ended: WorkerEnd) -> str:
 
 
 def _how(ended: WorkerEnd, folder: Path | None = None, error: str | None = None) -> str:
-    if ended.code < 0:
-        how = f"was killed by {signal_name(-ended.code)}"
-    else:
-        how = WHY.get(ended.code, f"ended with exit code {ended.code}").format(rank=ended.rank)
+    how = WHY.get(ended.code, how_ended(ended.code)).format(rank=ended.rank)
     how += f": {error}" if error else ""
     if folder is not None and ended.rank != 0:
         how += f" (its log: {folder / 'logs' / f'rank-{ended.rank}.log'})"

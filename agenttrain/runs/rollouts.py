@@ -59,7 +59,10 @@ class RolloutProcess:
         self._connection, end = socket.socketpair()
         command = [sys.executable, "-u", "-m", MODULE, str(end.fileno()), json.dumps(sys.path)]
         with end:
-            self._child = ChildProcess(command, pass_fds=[end.fileno()], print_line=self._print)
+            # Without a keeper: its servers' wrappers outlive it to clean up, or to serve the next.
+            self._child = ChildProcess(
+                command, keeper=False, pass_fds=[end.fileno()], print_line=self._print
+            )
         self._channel: Channel | None = None
         self._waiting: list[Waiting] = []
         self._ready = False

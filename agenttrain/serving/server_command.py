@@ -41,7 +41,7 @@ def run_command(
     child = ChildProcess(command, tail_bytes=TAIL_BYTES)
     try:
         is_ready = is_ending = False
-        while not child.exited() and len(signals) < 2:
+        while child.alive and len(signals) < 2:
             if signals and not is_ending:
                 child.signal(signal.SIGTERM)
                 is_ending = True

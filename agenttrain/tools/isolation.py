@@ -1,8 +1,7 @@
 """Tools with isolation=process: each call runs in a worker process that can be killed.
 
 A worker is started when a call finds none idle, used again, and killed with all that it started
-(`agenttrain.tools.isolation_keeper`) when its call takes too long. Workers end with this process,
-even if that is killed.
+when its call takes too long. Workers end with this process, even if that is killed.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from agenttrain.tools.config import ToolLimits
-from agenttrain.tools.isolation_keeper import ADOPTS
 from agenttrain.tools.isolation_worker import Recipe, WorkerRequest, build
 from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, reply_from_json
 from agenttrain.tools.tool import call_optional
 from agenttrain.types import ToolContext, ToolUnavailable
 from agenttrain.utils.child_process import ChildProcess
+from agenttrain.utils.keeper import ADOPTS
 from agenttrain.utils.threads import DaemonThreads
 
 START_S = 120.0
@@ -57,7 +56,6 @@ class ToolWorker:
         self._lock = threading.Lock()
         self._killed = False
         self.process: ChildProcess | None = None
-        """The worker's keeper, below which is all that the worker started."""
 
     @property
     def alive(self) -> bool:
@@ -67,7 +65,6 @@ class ToolWorker:
     def start(self) -> None:
         """Start the process and build the tool in it; raises ToolUnavailable."""
         ours, theirs = socket.socketpair()
-        read_end, write_end = os.pipe()
         command = [
             sys.executable,
             "-c",
@@ -78,22 +75,18 @@ class ToolWorker:
                 if self._killed:
                     raise ToolUnavailable(f"tool {self.name}: was closed")
                 self.process = ChildProcess(
-                    [*command, str(os.getpid()), str(theirs.fileno()), str(read_end)],
-                    pass_fds=(theirs.fileno(), read_end),
+                    [*command, str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
                 self._socket = ours
-                # Silent and open for as long as the worker is wanted.
-                self._lifeline = os.fdopen(write_end, "wb", buffering=0)
                 self._connection = Connection(os.dup(ours.fileno()))
         except BaseException:
             if self.process is None:
                 ours.close()
-                os.close(write_end)
             raise
         finally:
             theirs.close()
-            os.close(read_end)
         self._connection.send_bytes(json.dumps(sys.path).encode())
         problem = self._exchange(self._recipe, limit_s=START_S).get("problem")
         if problem is not None:
@@ -115,9 +108,7 @@ class ToolWorker:
             process = self.process
         if process is None:
             return
-        with suppress(OSError, ValueError):  # it has ended; it is closed
-            self._lifeline.write(b".")
-        process.signal(signal.SIGCONT)  # a tool may have stopped its parent
+        process.signal(signal.SIGKILL)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer wakes up
 
@@ -127,7 +118,7 @@ class ToolWorker:
             return True
         if not self.process.ended(timeout_s):
             return False
-        self._lifeline.close()
+        self.process.kill()  # closes its files
         self._socket.close()
         return True
 

@@ -20,7 +20,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from agenttrain.tools.isolation_keeper import fork_worker
 from agenttrain.tools.reply import Reply, error_reply, make_reply, reply_to_json
 from agenttrain.tools.tool import UNSEEN, FunctionTool
 from agenttrain.types import ToolContext, ToolUnavailable
@@ -105,9 +104,8 @@ class Server:
 
 
 def main() -> None:
-    """Serve the parent; on the command line: its process, its requests and its lifeline."""
-    parent, requests, lifeline = (int(argument) for argument in sys.argv[1:])
-    fork_worker(parent, lifeline, requests)
+    """Serve the parent, whose requests come over the file on the command line."""
+    requests = int(sys.argv[1])
     os.set_inheritable(requests, False)
     connection = Connection(requests)
     own = os.getpid()

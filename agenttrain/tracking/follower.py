@@ -1,81 +1,142 @@
-"""The process of one tracker: a tracker that raises, hangs or crashes cannot touch the run.
+"""The process of a run's trackers: one that raises, hangs or crashes cannot touch the run.
 
-Started as a script with a JSON file of arguments. The run writes a line into its input at its end,
-which says how it ended; a run that is killed closes the input. A line on the output says why the
-process ends early.
+Started as a script with a JSON file of arguments. Each tracker has a thread, which follows the
+run's files: one that hangs holds no other, and is left behind at the end when its time is over. The
+run writes a line into the input at its end, which says how it ended; a run that is killed closes
+the input. A line on the output, a `TrackerReport`, says how a tracker fares.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
-HEARD_BY_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Ctrl-C, and those of `agenttrain/utils/signals.py`. Schedulers signal all processes of a job."""
-LAST_S = 5.0
-"""Seconds that a process lives beyond the time that the run waits for it at its end."""
-FAILED = 1
-CANNOT = 3
-"""Exit code of a tracker that would fail again: its library is missing or it refuses a setting."""
+LONGEST_PAUSE_S = 60.0
+"""Longest time until a tracker that failed is started again; it begins with one second."""
+LAST_PAUSE_S = 1.0
+"""That time once the run has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerReport:
+    """News of one tracker."""
+
+    tracker: str
+    reason: str = ""
+    """Error of an attempt; empty: the tracker has everything, or is late."""
+    is_off: bool = False
+    """It would fail again: its library is missing or it refuses a setting."""
+    is_late: bool = False
+    """It did not finish in time."""
+
+
+def pause_after(failures: int) -> float:
+    """Return the seconds before another attempt, after so many that brought nothing forward.
+
+    None the first time: what was killed did nothing wrong.
+    """
+    return 0.0 if failures == 1 else min(2.0 ** (failures - 2), LONGEST_PAUSE_S)
+
+
+class RunSignal:
+    """The end of the run, for which the main thread waits."""
+
+    def __init__(self) -> None:
+        self.event = Event()
+        self.message = ""
 
 
 def main() -> None:
     """Follow the run that the arguments name."""
-    for number in HEARD_BY_RUN:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_BY_RUN)
-    report = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(null, stream)
-    code = CANNOT
-    try:
-        arguments = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        # The run may import this package, and the user's, from its working folder.
-        sys.path += [folder for folder in arguments["path"] if folder not in sys.path]
-        from agenttrain.tracking.backends.base import TrackedRun
-        from agenttrain.tracking.following import cursor_lock, follow, run_end
-        from agenttrain.tracking.machine import MachineLoad
-        from agenttrain.utils.locate import locate
 
-        folders = {name: Path(arguments["run"][name]) for name in ("folder", "shared")}
-        run = TrackedRun(**{**arguments["run"], **folders})
-        ended, messages = Event(), list[str]()
+    def report(news: TrackerReport) -> None:
+        output.write(json.dumps(asdict(news)) + "\n")
+        output.flush()
 
-        def wait_for_end() -> None:
-            messages.append(sys.stdin.readline())
-            ended.set()
-            # The run kills this process in time; a run that was killed cannot.
-            time.sleep(arguments["finish_s"] + LAST_S)
-            os.killpg(0, signal.SIGKILL)
-
-        Thread(target=wait_for_end, daemon=True).start()
-        key = f"tracker.{arguments['name']}"
-        tracker = locate(arguments["target"], key=key)(**arguments["settings"])
-        code = FAILED
-        load = MachineLoad(run.pid) if arguments["system"] else None
-        # The process of a killed run may still be at work, and a resume starts this one.
-        with cursor_lock(run.folder, arguments["name"]):
-            follow(
-                run,
-                arguments["name"],
-                tracker,
-                arguments["config"],
-                ended,
-                load,
-                how=lambda: run_end(run.folder, messages[0]),
-            )
-        code = 0
-    except BaseException as error:
-        code = CANNOT if isinstance(error, ImportError) else code
-        print(" ".join(f"{type(error).__name__}: {error}".split()), file=report, flush=True)
+    arguments = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    # The run may import this package, and the user's, from its working folder.
+    sys.path += [folder for folder in arguments["path"] if folder not in sys.path]
+    end = RunSignal()
+    threads = {}
+    for tracker in arguments["trackers"]:
+        common = (arguments["run"], arguments["config"])
+        thread = Thread(target=send_all, args=(tracker, *common, end, report), daemon=True)
+        thread.start()
+        threads[tracker["name"]] = (thread, tracker["finish_s"])
+    end.message = sys.stdin.readline()
+    end.event.set()
+    ended_at = time.monotonic()
+    for name, (thread, finish_s) in threads.items():
+        thread.join(max(ended_at + finish_s - time.monotonic(), 0))
+        if thread.is_alive():
+            report(TrackerReport(tracker=name, is_late=True))
     # Not through the interpreter's end: threads of a library may hang there.
-    os._exit(code)
+    os._exit(0)
+
+
+def send_all(
+    arguments: dict[str, Any],
+    run: dict[str, Any],
+    config: dict[str, Any],
+    end: RunSignal,
+    report: Callable[[TrackerReport], None],
+) -> None:
+    """Have one tracker follow the run to its end; make it again, after a pause, where it fails."""
+    from agenttrain.tracking.backends.base import TrackedRun
+    from agenttrain.tracking.following import Cursor, cursor_lock, cursor_path, follow, run_end
+    from agenttrain.tracking.machine import MachineLoad
+    from agenttrain.utils.locate import locate
+
+    name = arguments["name"]
+    folders = {key: Path(run[key]) for key in ("folder", "shared")}
+    tracked = TrackedRun(**{**run, **folders, "id": arguments["id"]})
+    load = MachineLoad(tracked.pid) if arguments["system"] else None
+    failures = 0
+    while True:
+        cursor = Cursor.read(cursor_path(tracked.folder, name))
+        step = 0 if cursor is None else cursor.step
+        is_made = False
+        try:
+            target = locate(arguments["target"], key=f"tracker.{name}")
+            tracker = target(**arguments["settings"])
+            is_made = True
+            # The process of a killed run may still be at work, and a resume starts this one.
+            with cursor_lock(tracked.folder, name):
+                follow(
+                    tracked,
+                    name,
+                    tracker,
+                    config,
+                    end.event,
+                    load,
+                    how=lambda: run_end(tracked.folder, end.message),
+                )
+        except BaseException as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            is_off = not is_made or isinstance(error, ImportError)
+            report(TrackerReport(tracker=name, reason=reason, is_off=is_off))
+            if is_off:
+                return
+        else:
+            report(TrackerReport(tracker=name))
+            return
+        cursor = Cursor.read(cursor_path(tracked.folder, name))
+        failures = 1 if cursor is not None and cursor.step > step else failures + 1
+        pause_s = pause_after(failures)
+        if not end.event.wait(pause_s):
+            continue
+        time.sleep(min(pause_s, LAST_PAUSE_S))
 
 
 if __name__ == "__main__":

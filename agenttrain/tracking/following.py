@@ -24,7 +24,8 @@ from filelock import FileLock
 from agenttrain.tracking.backends.base import ExperimentTracker, RunEnd, TrackedRun
 from agenttrain.tracking.machine import MachineLoad
 from agenttrain.tracking.rollouts import read_step, step_path
-from agenttrain.tracking.run_folder import NO_LOCKS, read_summary
+from agenttrain.tracking.run_folder import read_summary
+from agenttrain.utils.temporary import NO_LOCKS
 
 POLL_S = 0.5
 """Seconds between two looks at the files."""

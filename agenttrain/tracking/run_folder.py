@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -16,12 +15,9 @@ from filelock import FileLock, Timeout
 from agenttrain.types import AgenttrainError
 from agenttrain.utils.json_lines import finite
 from agenttrain.utils.redaction import hide_in_settings
+from agenttrain.utils.temporary import NO_LOCKS
 
 PACKAGES = ("agenttrain", "torch", "transformers", "accelerate", "hydra-core", "trackio")
-
-
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a file system that cannot lock."""
 
 
 class FolderInUse(AgenttrainError):

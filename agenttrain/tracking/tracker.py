@@ -21,7 +21,7 @@ from agenttrain.tracking import rollouts as rollouts_file
 from agenttrain.tracking.backends.base import RunEnd, TrackedRun
 from agenttrain.tracking.config import TrackerConfig
 from agenttrain.tracking.console import ConsoleProgress
-from agenttrain.tracking.followers import Follower, Followers
+from agenttrain.tracking.followers import Followers
 from agenttrain.tracking.following import cursor_path, evaluations_path
 from agenttrain.tracking.run_folder import (
     FolderGone,
@@ -104,16 +104,11 @@ class Tracker:
             shared=shared or run_folder.parent,
             pid=os.getpid(),
         )
-        settings = hide_in_settings(run_config or {})
-        followers, sections = [], config.sections()
-        longest_s = max((section.finish_s for section in sections), default=0.0)
-        for section in sections:
-            if resume_step is None:  # what an earlier run has left in this folder
+        settings, sections = hide_in_settings(run_config or {}), config.sections()
+        if resume_step is None:  # what an earlier run has left in this folder
+            for section in sections:
                 cursor_path(run_folder, section.name).unlink(missing_ok=True)
-            followers.append(
-                Follower(section, run, settings, self.progress.log, longest_s=longest_s)
-            )
-        self._followers = Followers(followers)
+        self._followers = Followers(sections, run, settings, self.progress.log)
 
     def __enter__(self) -> Tracker:
         self.progress.__enter__()
@@ -237,7 +232,11 @@ class SilentTracker(Tracker):
     def __init__(self) -> None:
         # Without Tracker.__init__, which makes files.
         self.progress = ConsoleProgress(0, live=False, console=Console(quiet=True))
-        self._followers = Followers([])
+
+    @property
+    def views(self) -> list[str]:
+        """None: it has no trackers."""
+        return []
 
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Do nothing."""

@@ -19,8 +19,6 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging
 
-from agenttrain.utils.child_process import end_with_parent
-
 FLOAT32_BYTES = 4
 DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 """Names of pre-tokenizers (`tokenizer.ggml.pre`) that are GPT-2's with each digit for itself.
@@ -72,5 +70,4 @@ def convert(file: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
     convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -8,36 +8,95 @@
 A child that hangs or ends instead raises, e.g. ``ChildGone: ended with exit code 1; it printed:
 ModuleNotFoundError: No module named 'numpy'``.
 
-A child must end with this process, even if that is killed. One that takes requests ends when its
-standard input does; any other calls `end_with_parent`.
+A child ends with this process, even if that is killed, and so does everything that it has started,
+also in groups and sessions of their own: between the two stands a keeper (`keeper.py`). Without
+one are our own processes that end their children themselves and have to outlive this process for a
+moment, to save or to clean up: they call `end_with_parent`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
 from threading import Thread
-from typing import IO, Any
+from typing import IO, Any, Self
 
+from agenttrain.utils.keeper import HEARD, TO_GROUP
 from agenttrain.utils.signals import signal_name
 
+KEEPER = str(Path(__file__).with_name("keeper.py"))
 MAX_TAIL = 2000
 """Bytes of a child's output that are kept: its end."""
 LAST_WORDS_S = 1.0
 """Longest wait for the last words of a child: a process that it left behind may hold the pipe."""
+KILL_S = 5.0
+"""Longest wait for a keeper to end its processes before it is killed itself."""
 WATCH_S = 1.0
 """Seconds between two checks of the parent, where the system has no pidfd."""
 
 
 class ChildGone(Exception):
     """A child ended, or did not answer in time; the message has its end and its last output."""
+
+
+def how_ended(code: int) -> str:
+    """Return how a process ended: ``was ended by SIGKILL`` for -9, ``ended with exit code 1``."""
+    return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+class _Lifeline:
+    """This process's connection to a keeper. Forked processes have it too: it is never awaited."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._ours, self.theirs = ours.detach(), theirs.detach()
+        self._is_open = True
+
+    def command(
+        self, command: Sequence[str], files: Sequence[int], grace_s: float, *, deaf: bool
+    ) -> list[str]:
+        """Return the command that runs another one below a keeper."""
+        of_program = "".join(f"{file}," for file in files)
+        words = [self.theirs, os.getpid(), grace_s, "deaf" if deaf else "", of_program]
+        return [sys.executable, "-I", "-S", KEEPER, *map(str, words), *command]
+
+    def program(self) -> int | None:
+        """Return the program's process number; None if its keeper ended before it was started."""
+        number = b""
+        while not number.endswith(b"\n"):
+            piece = b""
+            with suppress(OSError):
+                piece = os.read(self._ours, 1)
+            if not piece:
+                return None
+            number += piece
+        return int(number)
+
+    def signal(self, number: int) -> None:
+        """Send the program a signal unless it has ended; SIGKILL is for all of its processes."""
+        if self._is_open:
+            with suppress(OSError):
+                os.write(self._ours, bytes([number]))
+
+    def close(self) -> None:
+        """Have the keeper end everything."""
+        self.signal(signal.SIGKILL)  # closing is not enough where a forked process has it too
+        if self._is_open:
+            self._is_open = False
+            os.close(self._ours)
 
 
 class ChildProcess:
@@ -52,39 +111,77 @@ class ChildProcess:
         *,
         requests: bool = False,
         replies: bool = False,
-        own_session: bool = True,
+        keeper: bool = True,
+        grace_s: float = 0.0,
+        deaf: bool = False,
         env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
         pass_fds: Sequence[int] = (),
         tail_bytes: int = MAX_TAIL,
+        output: IO[bytes] | None = None,
+        show: bool = False,
         print_line: Callable[[str], object] | None = None,
     ) -> None:
         """Start the command; raises OSError.
 
         `requests`: `send` writes to its standard input, which is otherwise empty. `replies`:
-        `receive` reads its standard output, which otherwise counts as printed. Without a session of
-        its own it gets the signals of this process's group, and `kill` ends only it. Of its output
-        the last `tail_bytes` are kept, and each line is given to `print_line`, in a thread.
+        `receive` reads its standard output, which otherwise counts as printed. Of what it prints
+        the last `tail_bytes` are kept, and each line is given to `print_line`, in a thread; or all
+        of it goes to the file `output`, which can be read, and no thread is started. `show`: its
+        standard output is this process's, and its standard error, which alone counts as printed,
+        is copied to this process's.
+
+        Its `keeper` ends it with all that it has started, `grace_s` after the end of this process.
+        A `deaf` child ignores the signals that ask this process to stop.
         """
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE if requests else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if replies else subprocess.STDOUT,
-            start_new_session=own_session,
-            env=env,
-            pass_fds=pass_fds,
-        )
-        self.pid = self._process.pid
-        """Its process number, also that of its group if it has a session of its own."""
-        self._own_session = own_session
+        path = (os.environ if env is None else env).get("PATH")
+        if shutil.which(command[0], path=path) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+        lifeline = _Lifeline() if keeper else None
+        arguments = list(command)
+        if lifeline is not None:
+            arguments = lifeline.command(command, pass_fds, grace_s, deaf=deaf)
+            pass_fds = [*pass_fds, lifeline.theirs]
+        to_parent = subprocess.PIPE if output is None else output
+        to_stdout = None if show else to_parent
+        try:
+            with _blocked(HEARD if keeper else ()):
+                self._process = subprocess.Popen(
+                    arguments,
+                    stdin=subprocess.PIPE if requests else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if replies else to_stdout,
+                    stderr=to_parent if replies or show else subprocess.STDOUT,
+                    start_new_session=True,
+                    env=env,
+                    cwd=cwd,
+                    pass_fds=pass_fds,
+                )
+        except BaseException:
+            if lifeline is not None:
+                lifeline.close()
+            raise
+        finally:
+            if lifeline is not None:
+                os.close(lifeline.theirs)
+        self._lifeline = lifeline
         self._replies = replies
         self._tail = b""
         self._tail_bytes = tail_bytes
         self._unread = b""
+        self._output = None if output is None else os.dup(output.fileno())
         self._print_line = print_line
-        printed = self._process.stderr if replies else self._process.stdout
-        self._reader = Thread(target=self._collect, args=(printed,), daemon=True)
-        self._reader.start()
+        self._show = show
+        self._reader: Thread | None = None
+        if output is None:
+            printed = self._process.stderr if replies or show else self._process.stdout
+            self._reader = Thread(target=self._collect, args=(printed,), daemon=True)
+            self._reader.start()
+
+    @cached_property
+    def pid(self) -> int:
+        """Its process number, also that of its group; its keeper's if it was never started."""
+        program = None if self._lifeline is None else self._lifeline.program()
+        return self._process.pid if program is None else program
 
     @property
     def alive(self) -> bool:
@@ -127,45 +224,56 @@ class ChildProcess:
             return False
         return True
 
-    def exited(self) -> bool:
-        """Return True if it has ended, without collecting it: `kill` still ends its group."""
-        if self._process.returncode is not None:
-            return True
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
     def gone(self) -> ChildGone:
         """Return an error with its end and last output, after at most two `LAST_WORDS_S`."""
         self.ended(LAST_WORDS_S)
         code = self.code
-        if code is None:
-            how = "hangs"
-        elif code < 0:
-            how = f"was ended by {signal_name(-code)}"
-        else:
-            how = f"ended with exit code {code}"
         printed = self.printed()
+        how = "hangs" if code is None else how_ended(code)
         return ChildGone(how + (f"; it printed: {printed}" if printed else ""))
 
     def printed(self) -> str:
         """Return the end of its output."""
-        if not self.alive:
+        if self._reader is not None and not self.alive:
             self._reader.join(LAST_WORDS_S)
+        if self._output is not None:
+            start = max(os.fstat(self._output).st_size - self._tail_bytes, 0)
+            self._tail = os.pread(self._output, self._tail_bytes, start)
         return self._tail.decode("utf-8", "replace").strip()
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
-        self._process.send_signal(number)
+    def signal(self, number: signal.Signals, *, to_group: bool = False) -> None:
+        """Send it a signal, or its whole group, unless it has ended; SIGKILL ends all of it.
+
+        SIGKILL does not wait for the end, as `kill` does.
+        """
+        if self._lifeline is not None:
+            self._lifeline.signal(number | TO_GROUP if to_group else number)
+            if number == signal.SIGKILL:
+                self._process.send_signal(signal.SIGCONT)  # a program may have stopped its keeper
+        elif not to_group:
+            self._process.send_signal(number)
+        elif self.alive:
+            os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        """End it, and all processes in its session's group; harmless when it has ended.
+        """End it, and all that it has started; harmless when it has ended.
 
-        After a child ended by itself and was collected (`alive`, `ended`), the group's number may
-        be another's: the group is left alone.
+        Without a keeper only its session's group is ended, and nothing if it ended by itself and
+        was collected (`alive`, `ended`): the group's number may be another's.
         """
-        if self._process.returncode is None:
+        if self._lifeline is not None:
+            self.signal(signal.SIGKILL)
+            if not self.ended(KILL_S):
+                self._process.kill()
+            self._lifeline.close()
+        elif self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
-                (os.killpg if self._own_session else os.kill)(self.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        if self._output is not None:
+            self.printed()
+            os.close(self._output)
+            self._output = None
         for pipe in (self._process.stdin, self._process.stdout if self._replies else None):
             if pipe is not None:
                 with suppress(OSError):  # unsent requests
@@ -176,6 +284,10 @@ class ChildProcess:
         with pipe:
             while piece := os.read(pipe.fileno(), 65536):
                 self._tail = (self._tail + piece)[-self._tail_bytes :]
+                if self._show:
+                    with suppress(OSError, ValueError):
+                        sys.stderr.buffer.write(piece)
+                        sys.stderr.buffer.flush()
                 if self._print_line is not None:
                     *lines, unprinted = (unprinted + piece).split(b"\n")
                     for line in lines:
@@ -184,24 +296,96 @@ class ChildProcess:
             self._print_line(unprinted.decode("utf-8", "replace"))
 
 
+class AsyncChildProcess:
+    """A child process below a keeper whose three streams are asyncio's."""
+
+    def __init__(self, process: asyncio.subprocess.Process, lifeline: _Lifeline) -> None:
+        assert process.stdin and process.stdout and process.stderr
+        self.stdin, self.stdout, self.stderr = process.stdin, process.stdout, process.stderr
+        self._process, self._lifeline = process, lifeline
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], *, env: Mapping[str, str], line_limit: int = 2**16
+    ) -> Self:
+        """Start a command; raises OSError and ValueError. One that is missing ends with code 127.
+
+        A line of its output that is read as a line has at most `line_limit` bytes.
+        """
+        lifeline = _Lifeline()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *lifeline.command(command, (), 0.0, deaf=False),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=env,
+                pass_fds=(lifeline.theirs,),
+                start_new_session=True,
+                limit=line_limit,
+            )
+        except BaseException:
+            lifeline.close()
+            raise
+        finally:
+            os.close(lifeline.theirs)
+        return cls(process, lifeline)
+
+    async def send(self, line: str) -> None:
+        """Write a line to its standard input; a child that does not read it misses nothing."""
+        with suppress(OSError):
+            self.stdin.write(line.encode() + b"\n")
+            await self.stdin.drain()
+
+    async def wait(self) -> int:
+        """Wait for its end; return its exit code, less than 0 for a signal."""
+        return await self._process.wait()
+
+    async def end(self) -> None:
+        """End it with all that it has started."""
+        self._lifeline.close()
+        self.stdin.close()
+        try:
+            async with asyncio.timeout(KILL_S):
+                await self._process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+
+@contextmanager
+def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Block signals in this thread: a process that it starts has none that is not for itself."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def end_with_parent(
-    message: str = "", *, after_s: float = 0.0, at_end: Callable[[], object] = lambda: None
+    message: str = "",
+    *,
+    parent: int | None = None,
+    after_s: float = 0.0,
+    at_end: Callable[[], object] = lambda: None,
 ) -> None:
     """Kill this process's group `after_s` seconds after its parent has ended in any way.
 
-    `at_end` is called just before.
+    `at_end` is called just before. Name the `parent` if it may have ended already.
 
-    Call it first in the child. The kernel's PR_SET_PDEATHSIG would also act at the end of the
-    thread that started the child.
+    Call it first in a child without a keeper. The kernel's PR_SET_PDEATHSIG would also act at the
+    end of the thread that started the child.
     """
-    parent = os.getppid()
+    number = os.getppid() if parent is None else parent
 
     def watch() -> None:
         with suppress(AttributeError, OSError):  # no Linux, or the parent has ended already
             poller = select.poll()
-            poller.register(os.pidfd_open(parent), select.POLLIN)
+            poller.register(os.pidfd_open(number), select.POLLIN)
             poller.poll()
-        while os.getppid() == parent:
+        while os.getppid() == number:
             time.sleep(WATCH_S)
         time.sleep(after_s)
         if message:

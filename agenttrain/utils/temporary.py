@@ -6,6 +6,7 @@ any way. The next process that makes a folder in the same place removes those wi
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -17,6 +18,8 @@ PREFIX = "agenttrain-tmp-"
 UNFINISHED = "agenttrain-new-"
 """Beginning of the name of a folder without its lock."""
 LOCK = ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of a file system that cannot lock."""
 
 
 class TemporaryFolder:
@@ -34,7 +37,11 @@ class TemporaryFolder:
         remove_abandoned(parent)
         made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
         self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks, on which nothing is abandoned
+            if error.errno not in NO_LOCKS:
+                raise
         self.path = made.rename(parent / made.name.replace(UNFINISHED, PREFIX, 1))
 
     def __enter__(self) -> Path:

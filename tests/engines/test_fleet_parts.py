@@ -255,6 +255,4 @@ def test_weight_files_of_a_killed_run_go_at_its_next_start(tmp_path: Path) -> No
     assert third.is_dir() and not fourth.exists()
     OutsideServers(run).end()
     assert not (run / "weights.txt").exists()
-    assert not third.exists() and sorted(path.name for path in (run / "servers").iterdir()) == [
-        second.name
-    ]
+    assert list((run / "servers").iterdir()) == []

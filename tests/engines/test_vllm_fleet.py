@@ -378,7 +378,7 @@ def test_servers_stay_up_while_the_trainer_restarts(
         *("tracker.rollouts=all", "servers.dead_s=60", f"hydra.run.dir={folder}"),
     )
     assert not (tmp_path / "kill").exists()
-    assert "was killed by SIGKILL" in printed and "the run is restarted from" in printed
+    assert "was ended by SIGKILL" in printed and "the run is restarted from" in printed
     assert "1 of 1 servers are running, and are reused" in printed
     assert log_path(folder, 0).read_text().count("server 0: vllm serve ") == 1
     assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4, 5]

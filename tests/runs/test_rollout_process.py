@@ -148,10 +148,10 @@ def test_weights_of_a_start_that_was_killed_go_with_the_next(tmp_path: Path) -> 
         for one in (process, killed):
             one.kill()
         process.wait(90)
-    assert len(list(folder.glob("agenttrain-weights-*"))) == 1
+    assert len(list(folder.glob("agenttrain-tmp-*"))) == 1
     steps = len(metrics(folder))
     assert main([f"resume={folder}", f"steps={steps + 1}", SCRIPTED]) == 0
-    assert not list(folder.glob("agenttrain-weights-*")) and not (folder / "weights.txt").exists()
+    assert not list(folder.glob("agenttrain-tmp-*")) and not (folder / "weights.txt").exists()
 
 
 def test_an_error_of_a_reward_leaves_a_crash_bundle(

@@ -96,8 +96,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         tracker.evaluation("before/sampled", 0, {"reward": 0.25, "reward_low": 0.125})
         do(tracker, range(1, 5))
         wait(4)
-        for follower in tracker._followers._each:
-            os.kill(follower._process.pid, signal.SIGKILL)
+        os.kill(tracker._followers._process.pid, signal.SIGKILL)
         do(tracker, range(5, 11))
     with tracked(folder, out, *ALL, resume_step=8) as tracker:
         do(tracker, range(9, 13))

@@ -30,10 +30,11 @@ from agenttrain.utils.signals import Preempted
 
 
 def tracked(folder: Path, out: io.StringIO, kind: type | None, **settings) -> Tracker:
-    """A run with one tracker of `own_trackers`."""
+    """A run with one tracker of `own_trackers`, `mine`, beside those of `others`."""
     section = {"_target_": f"own_trackers.{kind.__name__}", "system": False} if kind else {}
     arguments = {name: settings.pop(name) for name in ("knows", "finish_s") if name in settings}
     own = {"mine": {**section, **arguments}} if kind else {}
+    own |= settings.pop("others", {})
     return Tracker(
         folder,
         TrackerConfig(console=False, own=own),
@@ -130,7 +131,8 @@ def test_trackers_outlive_the_other_processes_of_a_run(tmp_path):
     other = subprocess.Popen(["sleep", "60"])
     with tracked(tmp_path / "run", io.StringIO(), own_trackers.Recorded) as tracker:
         each = psutil.Process().children(recursive=True)
-        assert tracker_processes(each) == {tracker._followers._each[0]._process.pid}
+        assert tracker._followers._process.pid in tracker_processes(each)
+        assert other.pid not in tracker_processes(each)
         assert other.pid in {process.pid for process in each}
     other.kill()
     other.wait()
@@ -228,6 +230,34 @@ def test_a_tracker_that_hangs_does_not_delay_the_end(tmp_path):
     assert tracker.views == []
 
 
+def test_a_tracker_that_hangs_for_ever_holds_no_other(tmp_path):
+    folder, out = tmp_path / "run", io.StringIO()
+    hangs = {"_target_": "own_trackers.Hangs", "system": False, "file": "h.jsonl", "finish_s": 3.0}
+    with tracked(folder, out, own_trackers.Recorded, others={"late": hangs}) as tracker:
+        for step in range(1, 21):
+            tracker.step(step, {"reward": step / 100}, [])
+            if step == 10:  # it hangs at step 2 since long ago
+                wait_for(lambda: cursor(folder).step == 10)
+        started = time.monotonic()
+    assert time.monotonic() - started < 6
+    assert steps(tmp_path) == list(range(1, 21))
+    assert lines(tmp_path / "recorded.jsonl")[-1] == ["finish", "finished"]
+    (message,) = [line for line in out.getvalue().splitlines() if "tracker" in line]
+    assert message.startswith("tracker.own.late: ") and "within 3 s" in message
+
+
+def test_a_tracker_that_fails_is_tried_again_without_the_others(tmp_path):
+    out = io.StringIO()
+    refused = {"_target_": "own_trackers.Unreachable", "system": False, "file": "u.jsonl"}
+    with tracked(tmp_path / "run", out, own_trackers.Recorded, others={"far": refused}) as tracker:
+        for step in (1, 2):
+            tracker.step(step, {"reward": 0.5}, [])
+        wait_for(lambda: check(tracker) or "no route to host" in out.getvalue())
+        (tmp_path / "network").touch()
+    for file in ("recorded.jsonl", "u.jsonl"):
+        assert [row[0] for row in lines(tmp_path / file)] == ["start", "log", "log", "finish"]
+
+
 def test_a_tracker_that_cannot_be_reached_is_tried_again(tmp_path):
     out = io.StringIO()
     with tracked(tmp_path / "run", out, own_trackers.Unreachable) as tracker:
@@ -272,13 +302,15 @@ def test_signals_to_the_process_group_reach_no_tracker(tmp_path):
     folder, out, others = tmp_path / "run", io.StringIO(), children()
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
     with tracked(folder, out, own_trackers.Recorded) as tracker:
-        (pid,) = children() - others
+        (keeper,) = children() - others
         for number in signals:  # before the process has begun
-            os.kill(pid, number)
+            os.kill(keeper, number)
+        pid = tracker._followers._process.pid
         assert os.getpgid(pid) == pid
         tracker.step(1, {"reward": 0.25}, [])
         wait_for(lambda: cursor(folder).step == 1)
         for number in signals:
+            os.kill(keeper, number)
             os.kill(pid, number)
         tracker.step(2, {"reward": 0.5}, [])
     assert steps(tmp_path) == [1, 2]

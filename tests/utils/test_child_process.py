@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from agenttrain.utils.child_process import ChildGone, ChildProcess
+from agenttrain.utils.child_process import AsyncChildProcess, ChildGone, ChildProcess
 
 ADDER = """
 import json, sys
@@ -24,7 +27,8 @@ input()
 PARENT = """
 import sys
 from agenttrain.utils.child_process import ChildProcess
-child = ChildProcess([sys.executable, "-c", sys.argv[1]], replies=True)
+keeper = len(sys.argv) < 3
+child = ChildProcess([sys.executable, "-c", sys.argv[1]], replies=True, keeper=keeper)
 print(child.pid, child.receive(limit_s=60), flush=True)
 input()
 """
@@ -35,6 +39,13 @@ end_with_parent()
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
 time.sleep(600)
 """
+STRAYING = """
+import subprocess, sys, time
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+print(subprocess.Popen(command, start_new_session=True).pid, flush=True)
+time.sleep(600)
+"""
+"""Its child has a session of its own, and nobody in it watches the parent."""
 
 
 def python(code: str, **options: bool) -> ChildProcess:
@@ -95,10 +106,99 @@ def test_kill_ends_what_the_child_started_too():
     assert is_over(grandchild)
 
 
-def test_a_child_ends_with_a_parent_that_is_killed():
-    command = [sys.executable, "-c", PARENT, FAITHFUL]
+@pytest.mark.parametrize("arguments", [(STRAYING,), (FAITHFUL, "without a keeper")])
+def test_a_child_ends_with_a_parent_that_is_killed(arguments):
+    command = [sys.executable, "-c", PARENT, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         child, grandchild = map(int, parent.stdout.readline().split())
         assert psutil.pid_exists(child) and psutil.pid_exists(grandchild)
         parent.kill()
     assert is_over(child) and is_over(grandchild)
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGKILL, signal.SIGTERM])
+def test_what_left_the_group_ends_with_a_child_however_that_ends(number):
+    child = python(STRAYING, replies=True)
+    grandchild = child.receive(limit_s=60)
+    if number:
+        os.kill(child.pid, number)  # by somebody else
+        assert child.ended(60) and child.code == -number
+        assert is_over(grandchild)
+    child.kill()
+    assert is_over(grandchild) and child.code == -(number or signal.SIGKILL)
+
+
+def test_a_child_whose_keeper_is_killed_ends():
+    child = python("import time; time.sleep(600)")
+    (keeper,) = psutil.Process(child.pid).parents()[:1]
+    assert keeper.ppid() == os.getpid()
+    keeper.kill()
+    assert is_over(child.pid) and child.ended(60)
+    child.kill()
+
+
+SAVES = """
+import signal, sys, time
+def save(number, frame):
+    print(number, flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, save)
+print(0, flush=True)
+time.sleep(600)
+"""
+
+
+def test_signals_reach_the_program_and_not_its_keeper():
+    child = python(SAVES, replies=True)
+    assert child.receive(limit_s=60) == 0
+    os.kill(psutil.Process(child.pid).ppid(), signal.SIGTERM)  # as a scheduler, to all of a job
+    child.signal(signal.SIGUSR1)
+    assert child.receive(limit_s=60) == signal.SIGUSR1
+    assert child.ended(60) and child.code == 75
+    child.kill()
+
+
+def test_a_child_may_outlive_its_parent_for_a_moment(tmp_path):
+    last = "import sys, time; print(0, flush=True); sys.stdin.read(); open(sys.argv[1], 'w')"
+    parent = f"""
+import os, sys
+from agenttrain.utils.child_process import ChildProcess
+command = [sys.executable, "-c", {last!r}, sys.argv[1]]
+child = ChildProcess(command, requests=True, replies=True, grace_s=60.0)
+child.receive(limit_s=60)
+os.kill(os.getpid(), 9)
+"""
+    path = tmp_path / "last words"
+    assert subprocess.run([sys.executable, "-c", parent, str(path)]).returncode == -9
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_command_that_is_missing_is_an_error_at_once():
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        ChildProcess(["no-such-program"])
+
+
+def test_output_in_a_file_is_read_from_it(tmp_path):
+    with (tmp_path / "output").open("ab+") as output:
+        output.write(b"earlier\n")
+        output.flush()
+        command = [sys.executable, "-c", "print('x' * 30); print('last words')"]
+        child = ChildProcess(command, output=output, tail_bytes=12)
+    assert child.ended(60)
+    child.kill()
+    assert child.printed() == "last words"
+
+
+def test_an_asyncio_child_ends_with_what_left_its_group():
+    async def main() -> tuple[int, int]:
+        command = [sys.executable, "-c", STRAYING]
+        child = await AsyncChildProcess.start(command, env=os.environ)
+        grandchild = int(await child.stdout.readline())
+        await child.end()
+        return await child.wait(), grandchild
+
+    code, grandchild = asyncio.run(main())
+    assert code == -signal.SIGKILL and is_over(grandchild)

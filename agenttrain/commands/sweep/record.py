@@ -23,11 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agenttrain.tracking.run_folder import NO_LOCKS, read_summary, write_atomically
+from agenttrain.tracking.run_folder import read_summary, write_atomically
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import override_in_this_layout
 from agenttrain.utils.redaction import hide_secrets, shell_command
 from agenttrain.utils.signing import sign, verifies
+from agenttrain.utils.temporary import NO_LOCKS
 
 RECORD = "sweep.json"
 RUNNING_FILE = ".running"

@@ -14,7 +14,6 @@ from typing import Any
 
 from agenttrain.engines.spec import ServedModel
 from agenttrain.engines.vllm.config import VllmSettings
-from agenttrain.utils.child_process import end_with_parent
 
 GRACE_S = 30
 """Seconds in which answers in flight have to end once the server gets SIGTERM."""
@@ -29,8 +28,7 @@ OF_ALL_SERVERS = {
 
 
 def main() -> None:
-    """Serve until SIGTERM, or until the parent has ended."""
-    end_with_parent()  # vLLM's own processes outlive a server that is killed
+    """Serve until SIGTERM."""
     settings, served = json.loads(sys.argv[1])
     serve(server_flags(VllmSettings(**settings), ServedModel(**served)))
 

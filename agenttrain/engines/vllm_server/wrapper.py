@@ -6,13 +6,11 @@ does a run by `python -m agenttrain.engines.vllm_server.wrapper <run folder> N <
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,9 +35,10 @@ from agenttrain.engines.vllm_server.server_records import (
     record_path,
     text_since,
 )
+from agenttrain.utils.child_process import ChildProcess, how_ended
 from agenttrain.utils.exit_codes import DONE, FAILED
+from agenttrain.utils.keeper import adopt_orphans, end_children
 from agenttrain.utils.processes import process_exists, started_at
-from agenttrain.utils.signals import signal_name
 
 LOOK_S = 0.1
 """Seconds between two looks at the server, at the owner and for signals."""
@@ -57,8 +56,6 @@ PORTS = 3
 """Ports of ours that are tried for a start, should other processes take them first."""
 TAKEN = "address already in use"
 """Part of a server's log, in any case, whose port another process has."""
-SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of prctl."""
 
 
 @dataclass(slots=True)
@@ -95,9 +92,7 @@ class Wrapper:
         # SLURM sends SIGTERM to all steps of a job: the run, which then saves, ends its servers.
         in_job = plan.nodes and "SLURM_JOB_ID" in os.environ
         signal.signal(signal.SIGTERM, self._go_on if in_job else self._stop)
-        with suppress(OSError):  # no Linux
-            # Processes of the server that lose their parent become ours, and are collected.
-            ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()  # this process is the keeper of its server
         earlier = read_record(self.folder, self.number)
         self._record = ServerRecord.of(self.number, os.getpid())
         if earlier is not None:
@@ -157,14 +152,12 @@ class Wrapper:
                 gpus = tuple(visible.split(",")[int(position)] for position in gpus)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         words = [str(self.folder), str(self.number), str(port)]
-        with log_path(self.folder, self.number).open("ab") as log:
-            process = subprocess.Popen(
+        with log_path(self.folder, self.number).open("ab+") as log:
+            process = ChildProcess(
                 [sys.executable, "-m", plan.module, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                keeper=False,
                 env=environment,
+                output=log,
             )
         started = False
         url = f"http://{self.host}:{port}"
@@ -188,7 +181,7 @@ class Wrapper:
             now = time.monotonic()
             deadline, next_scan = now + plan.servers["start_s"], now + SCAN_S
             asked = 0.0
-            while process.poll() is None and not self._is_stopping():
+            while process.alive and not self._is_stopping():
                 if not started:
                     started = self._register(http)
                     if not started and time.monotonic() > deadline:
@@ -254,26 +247,14 @@ class Wrapper:
         )
         return True
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
+    def _end(self, process: ChildProcess) -> None:
         """End all processes of the server, and collect them."""
-        with suppress(ProcessLookupError):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(END_S)
-        code = process.poll()
-        # The group's number stays taken while one of its processes is left.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        process.signal(signal.SIGTERM, to_group=True)
+        process.ended(END_S)
+        process.kill()
+        end_children(process.pid)
         if not self._record.end:
-            how = f"ended with exit code {code}"
-            if code is None or code < 0:
-                how = f"was ended by {signal_name(-(code or -signal.SIGKILL))}"
-            self._record = replace(self._record, end=how)
+            self._record = replace(self._record, end=how_ended(process.code or 0))
 
     def _write(self, **changes: object) -> None:
         self._record = replace(self._record, **changes)  # type: ignore[arg-type]

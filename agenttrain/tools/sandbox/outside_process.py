@@ -9,15 +9,17 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import socket
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agenttrain.tools.sandbox.config import SandboxSettings
 from agenttrain.tools.sandbox.confine import INNER_ID
+from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.temporary import TemporaryFolder
 
 PACKAGE_ROOT = str(Path(__file__).parents[3])
@@ -68,7 +70,7 @@ class Jail:
         # Its first process reads `go` (everything inside runs) and `halt` (stops where it is).
         self.control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._workers: dict[str, SandboxProcess] = {}
         self._folder: TemporaryFolder | None = None
 
@@ -89,11 +91,9 @@ class Jail:
             raise
         if answer != b"ready":
             problem = answer.removeprefix(b"failed ").decode(errors="replace")
-            if not problem and self._process is not None and self._process.stderr is not None:
-                # It ended before it could answer: the last line of its stderr says why.
-                os.set_blocking(self._process.stderr.fileno(), False)
-                words = (self._process.stderr.read() or b"").decode(errors="replace")
-                lines = words.strip().splitlines()
+            if not problem and self._process is not None:
+                # It ended before it could answer: the last line that it printed says why.
+                lines = self._process.printed().splitlines()
                 problem = lines[-1] if lines else "it ended before it was ready"
             self.kill()
             raise SandboxError(problem)
@@ -138,13 +138,13 @@ class Jail:
         process, self._process = self._process, None
         folder, self._folder = self._folder, None
         waited, pause = 0.0, 0.002
-        while process is not None and process.poll() is None:
+        while process is not None and process.alive:
             if waited > END_S:
-                process.kill()
+                process.signal(signal.SIGKILL)
             await asyncio.sleep(pause)
             waited, pause = waited + pause, min(pause * 2, 0.1)
-        if process is not None and process.stderr is not None:
-            process.stderr.close()
+        if process is not None:
+            process.kill()  # closes its files
         if folder is not None:  # also if no process could be started
             folder.remove()
 
@@ -171,17 +171,16 @@ class Jail:
                 "OPENBLAS_NUM_THREADS": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
             }
-            # Not a ChildProcess: its thread for the last words would be one for each rollout.
-            self._process = subprocess.Popen(
-                [*before, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(number,),
-                env=environment,
-                cwd="/",
-                start_new_session=True,
-            )
+            # No pipe: the thread that reads it would be one for each rollout.
+            with tempfile.TemporaryFile() as output:
+                self._process = ChildProcess(
+                    [*before, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],
+                    keeper=self.backend == "none",  # a namespace of processes ends as a whole
+                    pass_fds=(number,),
+                    env=environment,
+                    cwd="/",
+                    output=output,
+                )
 
 
 def inside(

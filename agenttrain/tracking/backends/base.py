@@ -1,8 +1,8 @@
 """The interface of a tracker, and the forms in which it gets a run: its identity and its rollouts.
 
-A tracker lives in a process of its own (`agenttrain/tracking/follower.py`), which reads the run's
-files. It is also made in the run's process, where `describe` alone is called: import the library
-that it stands on in `start`.
+All trackers of a run live in one process (`agenttrain/tracking/follower.py`), each in a thread that
+reads the run's files. A tracker is also made in the run's process, where `describe` alone is
+called: import the library that it stands on in `start`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Description:
 class ExperimentTracker(Protocol):
     """A tracker. Its settings are the arguments of its constructor.
 
-    An exception ends the process, which is started again later and continues after the last step
-    that was acknowledged. ::
+    After an exception it is made anew, somewhat later, and continues after the last step that was
+    acknowledged. ::
 
         class Printed(ExperimentTracker):
             def __init__(self, path: str = "points.txt") -> None:

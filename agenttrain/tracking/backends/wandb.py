@@ -52,6 +52,8 @@ class WandB(ExperimentTracker):
         import wandb
 
         self.wandb = wandb
+        if wandb.run is not None:  # an attempt in this process has failed
+            wandb.teardown(exit_code=1)
         earlier = [WandBFile(path) for path in run.folder.glob(f"wandb/*-{run.id}/*.wandb")]
         self.run = wandb.init(
             project=self.project or run.project,
