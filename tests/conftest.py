@@ -21,4 +21,5 @@ parsed_once.install()
 # A full collection visits half a million objects of torch, transformers and the tests.
 gc.set_threshold(5000, 20, 20)
 
-pytest_plugins = ["stub_hub"]  # for the fixture `hub`; loaded after the variables are set
+# For the fixtures `hub` and `trained_run`; loaded after the variables are set.
+pytest_plugins = ["stub_hub", "shared_run"]
