@@ -4,9 +4,12 @@ The key that signs runs is the tests' own, not the user's. In a shell's backgrou
 ignored, the runs that tests start hear it.
 """
 
+import gc
 import os
 import tempfile
 from pathlib import Path
+
+import parsed_once
 
 from agenttrain.utils.signals import hear_interrupts
 
@@ -14,5 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("AGENTTRAIN_KEY", str(Path(tempfile.mkdtemp(prefix="agenttrain-")) / "key"))
 
 hear_interrupts()
+parsed_once.install()
+# A full collection visits half a million objects of torch, transformers and the tests.
+gc.set_threshold(5000, 20, 20)
 
-pytest_plugins = ["stub_hub"]  # for the fixture `hub`; loaded after the variables are set
+# For the fixtures `hub` and `trained_run`; loaded after the variables are set.
+pytest_plugins = ["stub_hub", "shared_run"]

@@ -20,7 +20,8 @@ from agenttrain.utils.model_path import model_folder
 
 ROOT = Path(__file__).parents[1]
 HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
-WITHOUT_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+HAS_VLLM = find_spec("vllm") is not None
+WITHOUT_VLLM = pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
 
 
 @pytest.fixture(autouse=True)
@@ -33,35 +34,41 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+ANSWERS = """
+import contextlib, io, json, sys
+from agenttrain.cli import main
+for arguments in json.loads(sys.argv[1]):
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = main(arguments)
+    heavy = sorted({"torch", "transformers"} & set(sys.modules))
+    print(json.dumps(["ANSWER", arguments, code, errors.getvalue(), heavy]))
+"""
+
+
+def test_answers_come_without_torch_and_without_a_folder(elsewhere: Path) -> None:
+    """One process answers all: the first that imports torch is named."""
+    commands = [
         *(["--help"], ["--info", "defaults-tree"], ["steps=0"], ["algoritm=rloo"]),
         *(["data.test.split=typo"], ["data=file", "data.train.path=a.csv", "data.test.path=b.csv"]),
         ["-m", "seed=1,2", "steps=0"],
-        pytest.param(["distributed=ddp"], marks=pytest.mark.skipif(HAS_GPU, reason="a GPU")),
-        pytest.param(["engine=vllm"], marks=WITHOUT_VLLM),
-    ],
-    ids=" ".join,
-)
-def test_answers_come_without_torch_and_without_a_folder(
-    arguments: list[str], elsewhere: Path
-) -> None:
-    script = (
-        "import json, sys; from agenttrain.cli import main; code = main(sys.argv[1:]); "
-        "print(json.dumps([code, sorted({'torch', 'transformers'} & set(sys.modules))]))"
-    )
+        *([] if HAS_GPU else [["distributed=ddp"]]),
+        *([] if HAS_VLLM else [["engine=vllm"]]),
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
+        [sys.executable, "-c", ANSWERS, json.dumps(commands)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    code, heavy = json.loads(done.stdout.splitlines()[-1])
-    fails = "=" in arguments[-1]
-    assert (code, heavy) == (2 if fails else 0, [])
-    assert "Traceback" not in done.stderr
-    assert bool(done.stderr) == fails
+    answers = [
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith('["ANSWER"')
+    ]
+    assert [arguments for _, arguments, *_ in answers] == commands, done.stderr
+    for _, arguments, code, errors, heavy in answers:
+        fails = "=" in arguments[-1]
+        assert (code, bool(errors), heavy) == (2 if fails else 0, fails, []), arguments
+        assert "Traceback" not in errors
     assert list(elsewhere.iterdir()) == []
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from agenttrain.cli import main
+
 ROOT = Path(__file__).parents[1]
 SHORT = ("debug=tiny", "steps=1", "tracker=none")
 
@@ -69,12 +71,13 @@ def test_a_run_is_evaluated_and_goes_on(tmp_path: Path) -> None:
 LORA = ("model.lora.rank=4", "optimizer=muon", "algorithm.beta=0.01", "eval.questions=0")
 
 
-def test_adapters_are_trained_and_exported(tmp_path: Path) -> None:
-    done = agenttrain(*SHORT, *LORA, "hydra.run.dir=mine", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    done = agenttrain("export", "mine", "to=served", "dtype=bfloat16", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "step-000001 -> served" in done.stdout
+def test_adapters_are_trained_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*SHORT, *LORA, "hydra.run.dir=mine"]) == 0
+    assert main(["export", "mine", "to=served", "dtype=bfloat16"]) == 0
+    assert "step-000001 -> served" in capsys.readouterr().out
     assert (tmp_path / "served" / "model.safetensors").is_file()
 
 
@@ -95,7 +98,10 @@ def test_adapters_are_resumed_evaluated_and_exported(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_export_that_cannot_be_says_why(tmp_path: Path) -> None:
+def test_an_export_that_cannot_be_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "checkpoint").mkdir()
@@ -110,7 +116,6 @@ def test_an_export_that_cannot_be_says_why(tmp_path: Path) -> None:
         (["run=checkpoint", "to=out", "format=adapter"], "has no adapters, its weights are"),
         (["checkpoint", "to=out", "public=true"], "public=true: goes with to=hub:org/name"),
     ):
-        done = agenttrain("export", *arguments, cwd=tmp_path)
-        assert done.returncode == 2
-        assert problem in done.stderr
+        assert main(["export", *arguments]) == 2
+        assert problem in capsys.readouterr().err
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"

@@ -68,14 +68,6 @@ def test_the_index_of_guides_links_every_guide() -> None:
     assert guides == set(re.findall(r"\]\(([a-z0-9-]+\.md)\)", index))
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`$RUN`: a run of two steps."""
-    folder = tmp_path_factory.mktemp("outputs") / "run"
-    assert cli.main(["debug=tiny", "tracker=none", f"hydra.run.dir={folder}"]) == 0
-    return folder
-
-
 @pytest.fixture
 def stub_hub() -> Iterator[StubHub]:
     with StubHub() as hub:
@@ -85,7 +77,6 @@ def stub_hub() -> Iterator[StubHub]:
 @pytest.fixture
 def place(
     block: Block,
-    run_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -103,7 +94,7 @@ def place(
         use(hub, tmp_path / "hf", monkeypatch)
     run = tmp_path / "run"
     if "RUN" in block.text:
-        shutil.copytree(run_folder, run)
+        shutil.copytree(request.getfixturevalue("trained_run"), run)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("RUN", str(run))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[1] / "agenttrain"
 LAYERS = (
@@ -41,17 +39,23 @@ MODULES = {
 }
 
 
-def imports(source: str) -> Iterator[str]:
+SOURCES = {module: file.read_text() for module, file in MODULES.items()}
+
+
+@cache
+def imports(source: str) -> tuple[str, ...]:
     """Every module that a source names in an import, in functions and TYPE_CHECKING blocks too."""
+    names = list[str]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             assert node.module is not None
             # `from agenttrain.rollout import collect` names a module, `… import run` a function.
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name if name in MODULES else str(node.module) for name in names)
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names += [name if name in MODULES else node.module for name in full]
+    return tuple(names)
 
 
 def folder(module: str) -> str | None:
@@ -86,9 +90,9 @@ def test_every_folder_has_a_layer() -> None:
     assert units <= set(RANK), "a new folder or file: give it a place in LAYERS"
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if unit(module)])
-def test_imports_point_down(module: str) -> None:
-    assert breaks(module, MODULES[module].read_text()) == []
+def test_imports_point_down() -> None:
+    problems = {module: breaks(module, SOURCES[module]) for module in MODULES if unit(module)}
+    assert {module: names for module, names in problems.items() if names} == {}
 
 
 def test_the_check_finds_sideways_upward_and_hidden_imports() -> None:
@@ -105,8 +109,8 @@ def test_the_check_finds_sideways_upward_and_hidden_imports() -> None:
 
 def test_no_module_imports_itself_through_others() -> None:
     graph = {
-        module: {name for name in imports(file.read_text()) if name in MODULES} - {module}
-        for module, file in MODULES.items()
+        module: {name for name in imports(source) if name in MODULES} - {module}
+        for module, source in SOURCES.items()
     }
     while leaves := [module for module, known in graph.items() if not known]:
         for leaf in leaves:
@@ -116,9 +120,7 @@ def test_no_module_imports_itself_through_others() -> None:
     assert graph == {}, f"a cycle is among {sorted(graph)}"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [module for module in MODULES if unit(module) in ("types", "utils", "config", "cli")],
-)
-def test_settings_and_command_line_import_nothing_heavy(module: str) -> None:
-    assert {name.split(".")[0] for name in imports(MODULES[module].read_text())} & HEAVY == set()
+def test_settings_and_command_line_import_nothing_heavy() -> None:
+    light = [m for m in MODULES if unit(m) in ("types", "utils", "config", "cli")]
+    heavy = {m: {name.split(".")[0] for name in imports(SOURCES[m])} & HEAVY for m in light}
+    assert {module: names for module, names in heavy.items() if names} == {}

@@ -49,8 +49,9 @@ from agenttrain.types import Task
 from agenttrain.utils.model_path import model_folder
 
 AGENTS, TURNS = 64, 6
-TESTS = Path(__file__).parents[2] / "tests"
-PROGRAM = f"agent.command=[{sys.executable},{TESTS / 'shop_agents.py'}]"
+ROOT = Path(__file__).parents[2]
+KIT = ROOT / "tests" / "kit"
+PROGRAM = f"agent.command=[{sys.executable},{KIT / 'shop_agents.py'}]"
 SHOP = {
     "loop": [],
     "coroutine": ["agent=endpoint", "agent._target_=shop_agents.in_process"],
@@ -161,7 +162,7 @@ def children_cpu() -> float:
 
 def shop(name: str, steps: int) -> tuple[float, float, int]:
     """Train the shop agent; return seconds of the steps, CPU seconds of it all, and its turns."""
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(KIT), str(ROOT), os.environ.get("PYTHONPATH", "")])
     before = children_cpu()
     with tempfile.TemporaryDirectory() as folder:
         words = [f"steps={steps}", "eval.questions=0", "tracker=none", *SHOP[name]]
@@ -202,8 +203,8 @@ def bench_shop(rounds: int, steps: int) -> dict[str, float]:
             figures.setdefault(f"cpu_ms_per_turn_{name}", []).append(more)
             figures.setdefault("turns", []).append(turns)
         before = children_cpu()
-        program = [sys.executable, str(TESTS / "shop_agents.py")]
-        path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+        program = [sys.executable, str(KIT / "shop_agents.py")]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONPATH": path}
         subprocess.run(program, check=True, input=b"", env=env)
         figures.setdefault("process_start_cpu_s", []).append(children_cpu() - before)
@@ -220,7 +221,7 @@ def bench_examples() -> dict[str, float]:
             continue
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch, name)
-            shutil.copytree(TESTS.parent / "examples" / name, folder)
+            shutil.copytree(ROOT / "examples" / name, folder)
             words = ["--config-dir", "conf", f"experiment={name}", "steps=1", "tasks_per_step=8"]
             words += ["optimizer.warmup_steps=0", "eval.questions=0", "tracker=none"]
             words.append(f"agent.command=[{python},agent.py]")
@@ -229,7 +230,7 @@ def bench_examples() -> dict[str, float]:
                 cwd=folder,
                 check=True,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
             row = json.loads(Path(folder, "run/metrics.jsonl").read_text().splitlines()[0])
         figures[f"merged_share_{name.removeprefix('shop_')}"] = row["agent/merged_share"]

@@ -309,8 +309,9 @@ rollout(unused, "It is 7.<|im_end|>", folder=folder,
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
-    text = RUN.format(tests=str(tests), folder=str(tmp_path))
-    path = os.pathsep.join([str(tests), str(tests / "agents"), *sys.path])
+    kit = tests / "kit"
+    text = RUN.format(tests=str(kit), folder=str(tmp_path))
+    path = os.pathsep.join([str(kit), str(tests / "agents"), *sys.path])
     run = subprocess.Popen([sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": path})
     printed = tmp_path / "rollout.stdout"
     while not (printed.exists() and printed.read_text().endswith("\n")):

@@ -26,5 +26,5 @@ def test_the_corpus_has_every_format_but_one() -> None:
 
 
 def test_the_docs_show_where_vllm_reads_otherwise() -> None:
-    """After a change of the corpus: `PYTHONPATH=tests python -m call_corpus` prints the table."""
+    """If the corpus changes: `PYTHONPATH=tests/kit python -m call_corpus` prints the table."""
     assert differences() in PAGE.read_text(encoding="utf-8")

@@ -131,13 +131,28 @@ def check(chat: Chat, user: str, conversation: Conversation) -> None:
     assert sum(rollout.trajectories[0].loss_mask) == sampled_total
 
 
-@pytest.mark.parametrize(
-    ("family", "source"),
-    [(name, s) for name, f in families().items() if f.tools for s in f.originals or ("gemma3",)],
-)
+WITH_TOOLS = [
+    (name, source)
+    for name, family in families().items()
+    if family.tools
+    for source in family.originals or ("gemma3",)
+]
+
+
+@pytest.mark.parametrize(("family", "source"), WITH_TOOLS)
+@given(user=texts, conversation=conversations())
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_the_ledger_is_the_full_rendering(
+    family: str, source: str, user: str, conversation: Conversation
+) -> None:
+    check(small(family, source), user, conversation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "source"), WITH_TOOLS)
 @given(user=texts, conversation=conversations())
 @settings(max_examples=25, deadline=None, derandomize=True)
-def test_the_ledger_is_the_full_rendering(
+def test_the_ledger_of_more_conversations(
     family: str, source: str, user: str, conversation: Conversation
 ) -> None:
     check(small(family, source), user, conversation)

@@ -24,11 +24,9 @@ LORA = ("model.lora.rank=4", "algorithm.beta=0.01", "eval.questions=0", "steps=1
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(trained_run: Path) -> Path:
     """A run of two steps."""
-    folder = tmp_path_factory.mktemp("export") / "run"
-    assert main(["debug=tiny", "tracker=none", f"hydra.run.dir={folder}"]) == 0
-    return folder
+    return trained_run
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from agenttrain.utils.locate import locate
 from agenttrain.utils.moved import MOVED
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "first_edition_run"
-PLAIN_SERVER = Path(__file__).parents[1] / "mcp_plain_server.py"
+PLAIN_SERVER = Path(__file__).parents[1] / "kit" / "mcp_plain_server.py"
 RUN = "sweep/0"
 CHECK = ["check", f"resume={RUN}", "resume_changed=[tools,reward,data]", "trust=true"]
 """Builds everything but weights from a changed config.yaml."""

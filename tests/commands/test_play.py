@@ -18,11 +18,9 @@ GREEDY = ("eval.temperature=0", "tracker=none")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(trained_run: Path) -> Path:
     """A run of two steps."""
-    folder = tmp_path_factory.mktemp("play") / "run"
-    assert main(["debug=tiny", "tracker=none", f"hydra.run.dir={folder}"]) == 0
-    return folder
+    return trained_run
 
 
 @pytest.fixture

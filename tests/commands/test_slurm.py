@@ -38,7 +38,7 @@ JOB = ("slurm.cpus=4", "slurm.time=00:30:00", "slurm.memory=4G")
 @pytest.fixture
 def work(tmp_path: Path) -> Iterator[Path]:
     """A working folder with the user's module; its jobs are gone afterwards."""
-    shutil.copy(ROOT / "tests" / "holding.py", tmp_path)
+    shutil.copy(ROOT / "tests" / "kit" / "holding.py", tmp_path)
     before = jobs()
     yield tmp_path
     for job in jobs() - before:

@@ -16,7 +16,7 @@ from agenttrain.cli import main
 from agenttrain.utils.model_path import model_folder
 
 ROOT = Path(__file__).parents[2]
-PLAIN = Path(__file__).parents[1] / "mcp_plain_server.py"
+PLAIN = Path(__file__).parents[1] / "kit" / "mcp_plain_server.py"
 
 
 @pytest.fixture(autouse=True)

@@ -466,7 +466,7 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
         [sys.executable, "-c", RUN, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},  # for `fleet_kit`
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "kit")},  # for `fleet_kit`
     )
     assert run.stdout is not None
     run.stdout.readline()  # the line on the start of the servers

@@ -39,7 +39,9 @@ time.sleep(600)
 @contextmanager
 def started(folder: Path, owner: int, restarts: int = 1) -> Iterator[None]:
     """Servers of a process that is killed once they serve."""
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(Path(__file__).parents[1] / "kit"), os.environ.get("PYTHONPATH", "")]
+    )
     first = subprocess.Popen(
         [sys.executable, "-c", FIRST, str(folder), str(restarts)],
         stdout=subprocess.PIPE,

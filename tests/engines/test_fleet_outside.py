@@ -281,7 +281,7 @@ def test_a_router_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     async def main() -> None:
         with outside_stubs(None, None) as servers:
             port = free_port()
-            words = [str(Path(__file__).parents[1] / "router.py"), str(port)]
+            words = [str(Path(__file__).parents[1] / "kit" / "router.py"), str(port)]
             router = subprocess.Popen([sys.executable, *words, *(one.url for one in servers)])
             try:
                 url = f"http://127.0.0.1:{port}"

@@ -15,13 +15,13 @@ from port_taker import TIMES
 
 from agenttrain.engines.vllm_server.guard import TOKEN
 
-TESTS = str(Path(__file__).parents[1])
+KIT = str(Path(__file__).parents[1] / "kit")
 
 
 @pytest.fixture(autouse=True)
 def modules_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers find `port_taker` too."""
-    paths = filter(None, (TESTS, os.environ.get("PYTHONPATH", "")))
+    paths = filter(None, (KIT, os.environ.get("PYTHONPATH", "")))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 

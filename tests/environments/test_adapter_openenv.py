@@ -25,7 +25,7 @@ from agenttrain.types import Rollout, StopReason, ToolError
 PYTHON = os.environ.get("OPENENV_PYTHON", "")
 """A Python that has the package openenv."""
 needs_openenv = pytest.mark.skipif(not PYTHON, reason="scripts/test-ecosystems openenv runs it")
-SERVER = Path(__file__).parents[1] / "openenv_server.py"
+SERVER = Path(__file__).parents[1] / "kit" / "openenv_server.py"
 
 
 def count(by: int) -> str:

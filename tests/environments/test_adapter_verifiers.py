@@ -30,7 +30,7 @@ from agenttrain.types import Rollout, StopReason, ToolError
 PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
 """A Python that has the package verifiers."""
 needs_verifiers = pytest.mark.skipif(not PYTHON, reason="scripts/test-ecosystems verifiers runs it")
-TESTS = Path(__file__).parents[1]
+KIT = Path(__file__).parents[1] / "kit"
 SUMS = "verifiers_tasks"
 SHARED = {"taskset": {"shared_tool": True}}
 OWN = {"taskset": {"task": {"tool": True}}}
@@ -38,7 +38,7 @@ OWN = {"taskset": {"task": {"tool": True}}}
 
 @pytest.fixture(autouse=True)
 def tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", str(KIT))
 
 
 def world(args: dict[str, Any] | None = None, id: str = SUMS) -> tuple[Environments, VerifiersRows]:
@@ -177,7 +177,7 @@ sys.stdin.read()
 @needs_verifiers
 @pytest.mark.parametrize("ended_by", [None, signal.SIGKILL])
 def test_the_process_and_its_tool_servers_end_with_the_run(ended_by: signal.Signals | None) -> None:
-    env = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    env = {**os.environ, "PYTHONPATH": f"{KIT}{os.pathsep}{KIT.parents[1]}"}
     with subprocess.Popen(
         [sys.executable, "-c", RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
     ) as parent:

@@ -34,7 +34,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED
 from agenttrain.utils.temporary import PREFIX
 
-HERE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = ("debug=tiny", "tracker=none", "eval.questions=0")
 TWO = ("distributed=ddp", "distributed.processes=2")
 HANGS = 800
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.timeout(4 * HANGS)
 
 
 def environment(**more: str) -> dict[str, str]:
-    paths = os.pathsep.join([str(HERE.parent), str(HERE)])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "kit")])
     fixed = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return {**os.environ, **fixed, **more}
 

@@ -43,6 +43,7 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_whose_process_is_killed_equals_one_that_was_not(orders: Path) -> None:
     whole, folder = orders / "whole", orders / "run"
     agenttrain(*RUN, f"hydra.run.dir={whole}")
@@ -55,7 +56,6 @@ def test_a_run_whose_process_is_killed_equals_one_that_was_not(orders: Path) -> 
     assert_same(folder, whole)
 
 
-@pytest.mark.slow
 def test_the_last_death_ends_the_run(orders: Path) -> None:
     for name in ("kill-1", "kill-2"):
         (orders / name).touch()

@@ -68,7 +68,7 @@ def test_the_worker_ends_with_its_process():
         "function = MathVerify()\n"
         "print(function(made('7', answer='7'), answer='7'), function._process.pid)\n"
     )
-    path = os.pathsep.join([os.getcwd(), str(Path(__file__).parents[1])])
+    path = os.pathsep.join([os.getcwd(), str(Path(__file__).parents[1] / "kit")])
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": path},

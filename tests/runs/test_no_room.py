@@ -165,10 +165,10 @@ def test_a_folder_that_may_no_longer_be_written_is_told(tmp_path: Path) -> None:
     assert_goes_on(folder)
 
 
-@pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the folder of a run in it, neither of which can be written."""
-    place = tmp_path / "shared"
+    place = tmp_path_factory.mktemp("read_only") / "shared"
     run = place / "run"
     (run / "rollouts").mkdir(parents=True)
     (run / "rollouts" / "step-000001.jsonl").write_text("")

@@ -86,7 +86,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "shop" / "whole"
-    run(folder, *TINY)
+    here(folder, *TINY)
     return folder
 
 
@@ -127,10 +127,10 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(uninterrupted, tmp
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
-def test_resuming_a_finished_run_says_so_and_changes_nothing(uninterrupted):
+def test_resuming_a_finished_run_says_so_and_changes_nothing(uninterrupted, capsys):
     before = (uninterrupted / "metrics.jsonl").read_bytes()
-    printed = agenttrain(f"resume={uninterrupted}")
-    assert "finished" in printed
+    assert main([f"resume={uninterrupted}"]) == 0
+    assert "finished" in capsys.readouterr().out
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 

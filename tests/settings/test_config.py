@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,18 @@ OPTIONS = [
     if f"{group}={option}" not in DEFAULTS
 ]
 
+APART = ("chat_template", "response_schema", "reward", "optimizer", "tracker", "slurm", "user")
+"""Groups that write into sections of their own and need nothing of each other."""
+
+
+def together() -> list[list[str]]:
+    """Every option: the n-th of all groups of APART in one composition, any other alone."""
+    names = [option.partition("=")[0] for option in OPTIONS]
+    groups = [[o for o, name in zip(OPTIONS, names, strict=True) if name == g] for g in APART]
+    rows = zip_longest(*groups)
+    alone = [[o] for o, name in zip(OPTIONS, names, strict=True) if name not in APART]
+    return [[option for option in row if option] for row in rows] + alone
+
 
 def compose(*overrides: str, source: Source | None = None) -> Composed:
     source = source or Source()
@@ -87,11 +100,14 @@ def compose(*overrides: str, source: Source | None = None) -> Composed:
         return compose_run(opened(overrides), source)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_composes_and_validates(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", together(), ids=" ".join)
+def test_every_option_composes_and_validates(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    with_tools = ["stop_tools=[]"] if option.startswith("tools=") else []
-    composed = compose(option, *NEEDS_A_PATH.get(option, []), *with_tools)
+    needed = [override for option in options for override in NEEDS_A_PATH.get(option, [])]
+    with_tools = ["stop_tools=[]"] if options[0].startswith("tools=") else []
+    composed = compose(*options, *needed, *with_tools)
     validate(composed.config)
 
 

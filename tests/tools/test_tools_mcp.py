@@ -27,9 +27,9 @@ from agenttrain.types import Task, ToolCall, ToolContext, ToolError, ToolResult,
 
 pytest.importorskip("mcp", reason="needs the MCP SDK: pip install 'agenttrain[mcp]'")
 
-SERVER = str(Path(__file__).parents[1] / "mcp_server.py")
+SERVER = str(Path(__file__).parents[1] / "kit" / "mcp_server.py")
 COMMAND = [sys.executable, SERVER]
-PLAIN = [sys.executable, str(Path(__file__).parents[1] / "mcp_plain_server.py")]
+PLAIN = [sys.executable, str(Path(__file__).parents[1] / "kit" / "mcp_plain_server.py")]
 CONTEXT = ToolContext(rollout_id="r", task=Task(task_id="t", messages=()), turn=0, call_id="c")
 TARGET = "agenttrain.tools.mcp.server.McpServer"
 

@@ -333,7 +333,9 @@ for step in range(1, {steps} + 1):
 {before}
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1] / "kit"), os.environ.get("PYTHONPATH", "")]
+    )
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

@@ -3,7 +3,7 @@
 A call is accepted where the parsers of inference servers accept it for the same family, so that
 the trained habits work after deployment, and where its meaning is plain. A call whose meaning they
 would guess, or whose arguments they would lose, is malformed, and the model reads the reason. A
-malformed call never affects the calls beside it. `tests/call_corpus.py` shows where vLLM reads
+malformed call never affects the calls beside it. `tests/kit/call_corpus.py` shows where vLLM reads
 otherwise.
 
 ==========================================  ======================================================

@@ -26,14 +26,14 @@ def tell(rank: int, found: dict) -> None:
 
 
 def torchrun(script: str, *arguments: str, processes: int = 2) -> dict[int, dict]:
-    """What the processes of `tests/<script>` tell, by rank; each has one thread."""
+    """What the processes of `tests/kit/<script>` tell, by rank; each has one thread."""
     with tempfile.TemporaryDirectory() as folder:
         _run(script, *arguments, processes=processes, folder=folder)
         return {int(one.stem): json.loads(one.read_text()) for one in Path(folder).iterdir()}
 
 
 def _run(script: str, *arguments: str, processes: int, folder: str) -> None:
-    paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     started = subprocess.Popen(
         [*launch, f"--nproc_per_node={processes}", str(HERE / script), *arguments],
