@@ -388,7 +388,7 @@ def unstructured(form: AnswerForm) -> RequestError:
     return RequestError(
         f"{field}: demands {demanded}, which needs a grammar; leave it out, or set "
         f"{names_with(grammars=True)} and rollout.structured_calls=true, and "
-        "algorithm.correction=token, which weighs what the grammar rules out",
+        "algorithm.correction.level=token, which weighs what the grammar rules out",
         param=param,
         code="unsupported_value",
     )

@@ -21,7 +21,6 @@ from agenttrain.engines.spec import EngineSpec, S
 from agenttrain.types import ConfigError
 from agenttrain.utils import sections
 from agenttrain.utils.locate import locate
-from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import (
     SETTINGS,
@@ -147,10 +146,9 @@ def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
 
     def unknown(key: str, value: Any) -> Iterator[str]:
         if isinstance(value, Mapping):
-            for name, inner in value.items():
-                typed = f"engine.{key}.{name}={shown(inner)}"
-                now = moved_key(typed)
-                yield f"{typed}: {'unknown key' if now is None else f'is {now} now'}"
+            yield from (
+                f"engine.{key}.{n}={shown(inner)}: unknown key" for n, inner in value.items()
+            )
             return
         typed = f"engine.{key}={shown(value)}"
         owners = owners_of(key, {name: spec.settings for name, spec in specs().items()})

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from agenttrain.algorithms.config import AlgorithmConfig, Credit, Rewards
+from agenttrain.algorithms.config import AlgorithmConfig, Rewards
 from agenttrain.engines.config import Sampling
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, Collector
@@ -116,7 +116,7 @@ def informative(
     Functions of weight 0 are only measured; a function that `weights` lacks has weight 1. Example:
     rewards 1, 1, None do not differ; 1, 0, None do; a single reward does not.
     """
-    if config.credit is not Credit.rollout:
+    if config.turn_credit is not None:
         from agenttrain.algorithms.credit import rewards_of_turns, turn_advantages  # imports torch
 
         (by_rollout,) = turn_advantages(

@@ -14,10 +14,8 @@ from math import isqrt
 from pathlib import Path
 
 from agenttrain.algorithms.config import (
-    Correction,
+    CorrectionLevel,
     CorrectionMode,
-    Credit,
-    Reference,
     load_objective,
 )
 from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, has_test_rows
@@ -153,11 +151,12 @@ def _agent(config: RunConfig) -> Iterator[str]:
 
 
 def _reference(config: RunConfig) -> Iterator[str]:
-    if config.algorithm.reference is Reference.synced and config.model.lora.rank:
+    kl = config.algorithm.kl
+    if kl is not None and kl.reference is not None and config.model.lora.rank:
         yield (
-            f"algorithm.reference=synced: the reference of a model with adapters (model.lora.rank="
-            f"{config.model.lora.rank}) is the model as the run began, and two sets of adapters "
-            "cannot be mixed; set algorithm.reference=frozen"
+            f"algorithm.kl.reference.sync_steps={kl.reference.sync_steps}: the reference of a "
+            f"model with adapters (model.lora.rank={config.model.lora.rank}) is the model as the "
+            "run began, and two sets of adapters cannot be mixed; leave it out"
         )
 
 
@@ -257,10 +256,10 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 def _guards(config: RunConfig) -> Iterator[str]:
     limit = config.guards.kl.limit
-    if limit is not None and not config.algorithm.beta:
+    if limit is not None and config.algorithm.kl is None:
         yield (
-            f"guards.kl.limit={limit}: there is no KL with algorithm.beta=0; set beta, or leave "
-            "the guard out"
+            f"guards.kl.limit={limit}: there is no KL; set algorithm.kl.beta=…, or leave the guard "
+            "out"
         )
 
 
@@ -287,7 +286,7 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
 
 def _environments(config: RunConfig) -> Iterator[str]:
     """Check that some reward reads the turns' rewards of adapters that give them to turns."""
-    if config.algorithm.credit is not Credit.rollout:
+    if config.algorithm.turn_credit is not None:
         return  # the credit of a turn is its reward
     sections = config.reward.values()
     targets = [str(one.get("_target_")) for one in sections if isinstance(one, Mapping)]
@@ -404,24 +403,26 @@ def check_structured(verb: str, config: RunConfig) -> None:
     if not config.rollout.structured_calls or verb in UNTRAINED:
         return
     a, problems = config.algorithm, []
-    if a.correction not in (Correction.token, Correction.sequence):
+    correction, kl = a.correction, a.kl_in_loss
+    if correction is None or correction.level is CorrectionLevel.geometric:
+        setting = f"correction.level={correction.level}" if correction else "correction=null"
         problems.append(
-            f"algorithm.correction={a.correction}: with {KEY} completions are sampled from the "
-            "policy renormalised over what the grammar allows, and only the ratio of both makes "
-            "the gradient the policy's; set algorithm.correction=token or sequence, with "
+            f"algorithm.{setting}: with {KEY} completions are sampled from the policy renormalised "
+            "over what the grammar allows, and only the ratio of both makes the gradient the "
+            "policy's; set algorithm.correction.level=token or sequence, with "
             "algorithm.behaviour=recomputed, or leave structured_calls out"
         )
-    elif a.correction_min is not None and a.correction_mode is CorrectionMode.truncate:
+    elif correction.min is not None and correction.mode is CorrectionMode.truncate:
         problems.append(
-            f"algorithm.correction_min={a.correction_min}: with {KEY} it would raise the weight of "
+            f"algorithm.correction.min={correction.min}: with {KEY} it would raise the weight of "
             "tokens that the policy would hardly have written; leave it out, or set "
-            "algorithm.correction_mode=mask"
+            "algorithm.correction.mode=mask"
         )
-    if a.kl_in_loss:
+    if kl is not None:
         problems.append(
-            f"algorithm.beta={a.beta}: with {KEY} tokens are not the policy's own, and nothing "
-            "weighs their KL; set algorithm.kl_in=reward, whose KL is weighed with the reward, or "
-            "algorithm.beta=0"
+            f"algorithm.kl.beta={kl.beta}: with {KEY} tokens are not the policy's own, and nothing "
+            "weighs their KL; set algorithm.kl.place=reward, whose KL is weighed with the reward, "
+            "or leave algorithm.kl out"
         )
     if a.off_policy_threshold is not None:
         problems.append(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from agenttrain.algorithms.config import AlgorithmConfig
-from agenttrain.algorithms.config import Reference as Kind
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.lora import adapter_parameters, changes_nothing, is_adapted
@@ -20,8 +19,8 @@ from agenttrain.training.sharding import Sharding, assign, give_storage, local_p
 from agenttrain.training.wrapping import shard
 
 SYNCED_ADAPTERS = (
-    "algorithm.reference=synced: the reference of a model with adapters is the model as the run "
-    "began, and two sets of adapters cannot be mixed; set algorithm.reference=frozen"
+    "algorithm.kl.reference.sync_steps: the reference of a model with adapters is the model as the "
+    "run began, and two sets of adapters cannot be mixed; leave it out"
 )
 
 
@@ -148,11 +147,11 @@ def make_reference(
     adapters it is a copy, and that of a policy without storage gets its weights by `copy_weights`.
     Raises ValueError for a synced reference of a model with adapters.
     """
-    if config.beta == 0:
+    if config.kl is None:
         return None
-    synced = config.reference is Kind.synced
+    synced = config.kl.reference
     if is_adapted(scorer.model):
-        if synced:
+        if synced is not None:
             raise ValueError(SYNCED_ADAPTERS)
         if changes_nothing(scorer.model):
             return AdaptersOff(scorer)
@@ -164,6 +163,6 @@ def make_reference(
         copied = accelerator.prepare_model(copied, evaluation_mode=True)
     else:
         shard(copied, accelerator, sharding)
-    if synced:
-        return SyncedCopy(copied, every=config.ref_sync_steps, mixup=config.ref_mixup)
+    if synced is not None:
+        return SyncedCopy(copied, every=synced.sync_steps, mixup=synced.mixup)
     return ReferencePolicy(copied)

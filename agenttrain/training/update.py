@@ -56,9 +56,10 @@ def assign_advantages(
     """
 
     def penalty_of(rollout: Rollout) -> float:
-        return config.beta * penalties.get(rollout.rollout_id, 0.0)
+        beta = 0.0 if config.kl is None else config.kl.beta
+        return beta * penalties.get(rollout.rollout_id, 0.0)
 
-    if config.credit is not Credit.rollout:
+    if config.turn_credit is not None:
         by_turn = [
             [rewards_of_turns(one, reward_weights, penalty_of(one)) for one in group]
             for group in groups
@@ -124,7 +125,7 @@ def _assign_by_turn(
     given = [r for group in rewards for one in group for r in one.rewards or ()]
     flags = [flag for row in result.compared[own] for one in row for flag in one]
     metrics = {"credit/turn_reward": mean_parts(torch.tensor(given))}
-    if config.credit is Credit.gigpo:
+    if config.credit.name is Credit.gigpo:
         metrics["credit/step_groups"] = mean_parts(torch.tensor(flags))
     for turn, values in enumerate(by_turn, start=1):
         # Their mean is near 0: the mean square is the variance, also over processes.
@@ -161,11 +162,11 @@ class Minibatch:
 
     def trained(self, config: AlgorithmConfig) -> list[TrainingSequence]:
         """Return the sequences that have a gradient; the others need no forward pass."""
+        everything = config.kl_in_loss is not None or config.has_bonus
         return [
             sequence
             for sequence in self.sequences
-            if sequence.weight > 0
-            and (config.kl_in_loss or config.has_bonus or any(sequence.trajectory.advantages or ()))
+            if sequence.weight > 0 and (everything or any(sequence.trajectory.advantages or ()))
         ]
 
     def record(self, microbatch: Microbatch, inputs: LossInputs, loss: Tensor) -> None:
@@ -262,5 +263,5 @@ def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     With one update per step, its forward pass computes these probabilities anyway.
     """
     recomputed = config.behaviour is Behaviour.recomputed
-    before = config.updates > 1 or config.kl_in_reward or config.has_teacher
+    before = config.updates > 1 or config.kl_in_reward is not None or config.has_teacher
     return config.top_entropy < 1 or (recomputed and before)

@@ -98,4 +98,9 @@ def test_a_job_of_a_sweep_that_never_started_runs_with_the_recorded_settings():
     Path("sweep/sweep.json").write_text(json.dumps(record))
     assert main(["-m", "resume=sweep", "trust=true"]) == 0
     settings = yaml.safe_load(Path("sweep/1/config.yaml").read_text())
-    assert settings["steps"] == 1
+    assert settings["algorithm"]["credit"] == {"name": "turn_baseline", "gamma": 1.0}
+    assert settings["algorithm"]["kl"] == {
+        **{"beta": 0.04, "estimator": "k3", "place": "reward", "bias_correction": False},
+        "reference": {"sync_steps": 512, "mixup": 0.6},
+    }
+    assert settings["algorithm"]["correction"]["level"] == "token"

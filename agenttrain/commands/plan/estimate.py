@@ -280,12 +280,13 @@ def _training(
         yield replace(optimizer, name="offloaded", why=moved, when=EVER, on_host=True)
     else:
         yield MemoryItem(name="optimizer", bytes=numbers, why=moments, on_host=host)
-    if config.algorithm.beta > 0 and not config.model.lora.rank:
-        reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
+    kl = config.algorithm.kl
+    if kl is not None and not config.model.lora.rank:
+        reference = f"algorithm.kl.beta={kl.beta:g}: a copy of the weights{divided}"
         yield MemoryItem(name="reference", bytes=sizes.weights // by, why=reference)
-    elif config.algorithm.beta > 0 and sizes.continues:
+    elif kl is not None and sizes.continues:
         loaded = sum(weight.nbytes for weight in adapter_parameters(sizes.model).values())
-        reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the loaded adapters"
+        reference = f"algorithm.kl.beta={kl.beta:g}: a copy of the loaded adapters"
         yield MemoryItem(name="reference", bytes=loaded, why=reference, on_host=True)
     teacher = config.algorithm.teacher
     if teacher.own_path is not None:
@@ -364,7 +365,7 @@ def _files(
 ) -> Iterator[MemoryItem]:
     """Yield the parts of the host's memory that loading and saving take."""
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
-    copied = sharded and config.algorithm.beta > 0 and not config.model.lora.rank
+    copied = sharded and config.algorithm.kl is not None and not config.model.lora.rank
     by = _parts(config, load)
     if sharded or on_gpu:
         if _read_in_slices(config, sizes.model):
