@@ -20,7 +20,7 @@ from agenttrain.algorithms.objectives import config as objectives
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
 from agenttrain.algorithms.objectives.config import all_objectives, build_objective, objective
 from agenttrain.cli import main
-from agenttrain.settings.checks import check_own_objective
+from agenttrain.settings.checks import check_for_verb
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
@@ -260,7 +260,7 @@ def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         config = RunConfig()
         config.algorithm = AlgorithmConfig(objective={"_target_": f"{module}.objective_"})
         with pytest.raises(ConfigError) as caught:
-            check_own_objective("train", config)
+            check_for_verb("train", config)
         text = str(caught.value).replace(str(tmp_path / f"{module}.py"), "own.py")
         assert text.startswith(f"algorithm.objective._target_={module}.objective_: ")
         return text.partition(": ")[2]
@@ -393,7 +393,7 @@ def levelled(inputs: ObjectiveInputs, settings: Levelled) -> ObjectiveOutput:
 def test_a_fit_objective_is_complete_after_its_check() -> None:
     config = RunConfig()
     config.algorithm = AlgorithmConfig(objective={"_target_": f"{__name__}.band_loss"})
-    check_own_objective("train", config)
+    check_for_verb("train", config)
     assert str(config.algorithm.objective) == f"{__name__}.band_loss(width=0.1, soft=false)"
 
 

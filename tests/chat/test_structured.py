@@ -28,7 +28,7 @@ from agenttrain.environments.environments import Environments
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.runs.setup import check_rows
-from agenttrain.settings.checks import check_structured
+from agenttrain.settings.checks import check_for_verb
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.types import ConfigError, RowTool
 
@@ -228,7 +228,7 @@ def refused(verb: str, *overrides: str) -> list[str]:
     with hydra_session(Source()):
         config = compose_run([*ON, *overrides], Source()).config
     try:
-        check_structured(verb, config)
+        check_for_verb(verb, config)
     except ConfigError as error:
         return str(error).splitlines()
     return []
