@@ -68,7 +68,7 @@ def test_a_run_is_evaluated_and_goes_on(tmp_path: Path) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-LORA = ("model.lora.rank=4", "optimizer=muon", "algorithm.beta=0.01", "eval.questions=0")
+LORA = ("model.lora.rank=4", "optimizer=muon", "algorithm.kl.beta=0.01", "eval.questions=0")
 
 
 def test_adapters_are_trained_and_exported(

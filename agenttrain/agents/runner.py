@@ -398,7 +398,7 @@ def no_grammar_error(form: AnswerForm) -> RequestError:
     return RequestError(
         f"{field}: demands {demand}, which needs a grammar; leave it out, or set "
         f"{names_with(grammars=True)} and rollout.structured_calls=true, and "
-        "algorithm.correction=token, which weighs what the grammar rules out",
+        "algorithm.correction.level=token, which weighs what the grammar rules out",
         param=param,
         code="unsupported_value",
     )

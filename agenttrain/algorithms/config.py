@@ -1,18 +1,19 @@
 """The settings of the learning algorithm: axes that combine freely, presets in `conf/algorithm/`.
 
-A combination without a meaning is an error, and so is a setting that nothing reads, unless it has
-its default: it would seem to act.
+A part of the loss that a run may lack (KL, correction, adaptive bonus) is a section that is None
+without it, and a choice that brings keys (objective, credit) is a group: a key without effect is
+one that the settings do not have. A combination without a meaning is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.algorithms.objectives.config import Objective, ObjectiveChoice, Ratio
@@ -20,7 +21,18 @@ from agenttrain.training.config import Dtype
 from agenttrain.types import ConfigError
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.role_names import role_named
-from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, raise_problems, shown
+from agenttrain.utils.sections import (
+    SETTINGS,
+    Flag,
+    InvalidSettings,
+    Number,
+    OptionalSection,
+    Quoted,
+    Whole,
+    choose,
+    raise_problems,
+    shown,
+)
 
 
 class Rewards(StrEnum):
@@ -68,6 +80,46 @@ class Credit(StrEnum):
     """The rollout's, and that of each turn among those that began in an equal state (GiGPO)."""
 
 
+@dataclass(config=SETTINGS)
+class CreditConfig:
+    """Credit of whole rollouts."""
+
+    name: Data[Credit] = Credit.rollout
+    """Part of a rollout that gets an advantage of its own."""
+
+
+@dataclass(config=SETTINGS)
+class TurnCredit(CreditConfig):
+    """Credit of turns: each has an advantage of its own."""
+
+    name: Data[Credit] = Credit.turn_reward
+    gamma: Number = Field(default=1.0, gt=0, le=1)
+    """Discount of a later turn's reward; the reward of the whole rollout counts as its last
+    turn's."""
+
+
+@dataclass(config=SETTINGS)
+class StepCredit(TurnCredit):
+    """Credit of rollouts, and of turns among those that began in an equal state."""
+
+    name: Data[Credit] = Credit.gigpo
+    step_weight: Number = Field(default=1.0, ge=0)
+    """Weight of a turn's own advantage beside the rollout's."""
+
+
+CREDITS: Mapping[str, type[CreditConfig]] = {
+    "rollout": CreditConfig,
+    "turn_reward": TurnCredit,
+    "turn_baseline": TurnCredit,
+    "gigpo": StepCredit,
+}
+
+
+def credit_settings(section: Any) -> CreditConfig:
+    """Return the section `algorithm.credit` as the settings of the credit that it names."""
+    return choose("algorithm.credit", section, CREDITS)
+
+
 class Aggregation(StrEnum):
     """How token losses become one number per optimizer update."""
 
@@ -89,7 +141,7 @@ class KlEstimator(StrEnum):
     k3 = "k3"
 
 
-class KlIn(StrEnum):
+class KlPlace(StrEnum):
     """Place of the KL penalty."""
 
     loss = "loss"
@@ -98,13 +150,84 @@ class KlIn(StrEnum):
     """KL of the probabilities that `behaviour` chooses: the engine's, or the trainer's own."""
 
 
-class Reference(StrEnum):
-    """Policy that the KL penalty pulls to."""
+@dataclass(config=SETTINGS)
+class SyncedReference:
+    """A reference that follows the trained policy (TR-DPO)."""
 
-    frozen = "frozen"
-    """The policy at the start of the run."""
-    synced = "synced"
-    """That policy, mixed with the trained one every `ref_sync_steps` (TR-DPO)."""
+    sync_steps: Whole = Field(ge=1)
+    """Steps between two mixings of the reference with the policy."""
+    mixup: Number = Field(default=0.6, gt=0, le=1)
+    """The policy's share of the new reference."""
+
+
+@dataclass(config=SETTINGS)
+class KlConfig:
+    """Penalty on the KL to a reference policy."""
+
+    beta: Number = Field(ge=0)
+    """Weight of the penalty; 0: there is none, and no reference model is kept."""
+    estimator: Data[KlEstimator] = KlEstimator.k3
+    """Estimator of the KL from the sampled tokens (http://joschu.net/blog/kl-approx.html)."""
+    place: Data[KlPlace] = KlPlace.loss
+    bias_correction: Flag = False
+    """Multiply the KL in the loss by the token's ratio, which makes its gradient that of the KL."""
+    reference: OptionalSection[SyncedReference] = None
+    """A reference that follows the policy; null: the policy at the start of the run."""
+
+    @model_validator(mode="after")
+    def _check(self) -> KlConfig:
+        raise_problems(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        key, in_loss = "algorithm.kl", self.place is KlPlace.loss
+        if self.bias_correction and not in_loss:
+            yield (
+                f"{key}.bias_correction=true: corrects a KL in the loss; set {key}.place=loss, or "
+                f"{key}.bias_correction=false"
+            )
+        elif self.bias_correction and self.estimator is KlEstimator.k2:
+            yield (
+                f"{key}.estimator=k2: has the KL's gradient without a correction, which would bias "
+                f"it; set {key}.estimator=k3 or k1, or {key}.bias_correction=false"
+            )
+        elif self.estimator is KlEstimator.k1 and in_loss and not self.bias_correction:
+            yield (
+                f"{key}.estimator=k1: has a gradient of zero on average in the loss; set "
+                f"{key}.estimator=k3, {key}.place=reward, or {key}.bias_correction=true"
+            )
+
+
+@dataclass(config=SETTINGS)
+class AdaptiveBonus:
+    """An entropy bonus that adapts to a target."""
+
+    target: Number = Field(ge=0)
+    """Target entropy in nats. The bonus acts while the entropy is at or below it, and adapts after
+    every update: raised while entropy is at or below the target, lowered while it is above."""
+    step: Number = Field(default=0.005, gt=0)
+    """Size of each change of the bonus."""
+    max: Number = Field(default=1.0, ge=0)
+    """The bonus stays between 0 and this."""
+
+
+@dataclass(config=SETTINGS)
+class EntropyConfig:
+    """Bonus for the entropy of the policy."""
+
+    bonus: Number = Field(default=0.0, ge=0)
+    """Weight of the mean token entropy, taken off the loss."""
+    adaptive: OptionalSection[AdaptiveBonus] = None
+    """A bonus that adapts to a target; null: it stays as it is."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EntropyConfig:
+        if self.adaptive is not None and self.bonus > self.adaptive.max:
+            raise InvalidSettings(
+                f"algorithm.entropy.bonus={self.bonus}: starts above "
+                f"algorithm.entropy.adaptive.max={self.adaptive.max}; lower one or raise the other"
+            )
+        return self
 
 
 class Behaviour(StrEnum):
@@ -116,10 +239,9 @@ class Behaviour(StrEnum):
     """The trainer's own, before the step's first update."""
 
 
-class Correction(StrEnum):
+class CorrectionLevel(StrEnum):
     """Level on which the trainer's probabilities are compared with the engine's."""
 
-    none = "none"
     token = "token"
     sequence = "sequence"
     """Their ratio over the whole trajectory."""
@@ -134,6 +256,38 @@ class CorrectionMode(StrEnum):
     """It becomes the bound."""
     mask = "mask"
     """It becomes zero: no gradient."""
+
+
+@dataclass(config=SETTINGS)
+class CorrectionConfig:
+    """Weight of sampled tokens by their ratio trainer / engine; needs behaviour=recomputed."""
+
+    level: Data[CorrectionLevel]
+    mode: Data[CorrectionMode] = CorrectionMode.truncate
+    max: Number | None = Field(default=2.0, gt=0)
+    """Upper bound of the ratio; null: none."""
+    min: Number | None = Field(default=None, gt=0)
+    """Lower bound of the ratio; null: none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CorrectionConfig:
+        raise_problems(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        key, low, high = "algorithm.correction", self.min, self.max
+        if low is None and high is None:
+            yield (
+                f"{key}.max=null: without a bound one token can outweigh the batch; set {key}.max "
+                f"or {key}.min"
+            )
+        elif low is not None and high is not None and low >= high:
+            yield f"{key}.min={low}: must be below {key}.max={high}"
+        remedy = "1, the ratio of tokens that trainer and engine find equally likely"
+        if high is not None and high < 1:
+            yield f"{key}.max={high}: must be at least {remedy}"
+        if low is not None and low > 1:
+            yield f"{key}.min={low}: must be at most {remedy}"
 
 
 class Gate(StrEnum):
@@ -211,38 +365,17 @@ class AlgorithmConfig:
     rewards: Data[Rewards] = Rewards.sum
     advantage: Data[Advantage] = Advantage.group
     scale: Data[Scale] = Scale.group
-    credit: Data[Credit] = Credit.rollout
-    gamma: Number = Field(default=1.0, gt=0, le=1)
-    """With credit per turn: discount of a later turn's reward; the reward of the whole rollout
-    counts as its last turn's."""
-    step_weight: Number = Field(default=1.0, ge=0)
-    """With credit=gigpo: weight of a turn's own advantage beside the rollout's."""
+    credit: Annotated[CreditConfig, PlainValidator(credit_settings)] = field(
+        default_factory=CreditConfig
+    )
+    """Part of a rollout that gets an advantage of its own: algorithm/credit=turn_reward, …"""
     objective: ObjectiveChoice = Field(default_factory=dict, validate_default=True)
     """Loss of a token: algorithm/objective=clip, … with settings of its own, or a function of
     yours: algorithm/objective=own algorithm.objective._target_=my_pkg.my_objective."""
     aggregation: Data[Aggregation] = Aggregation.token_mean
-    beta: Number = Field(default=0.0, ge=0)
-    """Weight of the KL penalty to the reference; 0: no reference model is kept."""
-    kl: Data[KlEstimator] = KlEstimator.k3
-    """Estimator of the KL from the sampled tokens (http://joschu.net/blog/kl-approx.html)."""
-    kl_in: Data[KlIn] = KlIn.loss
-    kl_bias_correction: Data[bool] = False
-    """Multiply the KL in the loss by the token's ratio, which makes its gradient that of the KL."""
-    reference: Data[Reference] = Reference.frozen
-    ref_sync_steps: Whole = Field(default=512, ge=1)
-    """With reference=synced: steps between two mixings."""
-    ref_mixup: Number = Field(default=0.6, gt=0, le=1)
-    """With reference=synced: the policy's share of the new reference."""
-    entropy_bonus: Number = Field(default=0.0, ge=0)
-    """Weight of the mean token entropy, taken off the loss."""
-    entropy_target: Number | None = Field(default=None, ge=0)
-    """Target entropy in nats. If set, the bonus acts while the entropy is at or below it, and
-    adapts after every update: raised while entropy is at or below the target, lowered while it is
-    above."""
-    entropy_bonus_step: Number = Field(default=0.005, gt=0)
-    """With entropy_target: the size of each change of the bonus."""
-    entropy_bonus_max: Number = Field(default=1.0, ge=0)
-    """With entropy_target: the bonus stays between 0 and this."""
+    kl: OptionalSection[KlConfig] = None
+    """Penalty on the KL to a reference policy; null: none."""
+    entropy: EntropyConfig = field(default_factory=EntropyConfig)
     top_entropy: Number = Field(default=1.0, gt=0, le=1)
     """Share of an update's tokens that are trained: those with the highest entropy before the
     step's first update."""
@@ -252,20 +385,21 @@ class AlgorithmConfig:
     """Nats per token. Trajectories of negative advantage get no gradient if their tokens lost more
     log-probability than this since they were sampled, on average."""
     behaviour: Data[Behaviour] = Behaviour.engine
-    correction: Data[Correction] = Correction.none
-    """Weigh sampled tokens by their ratio trainer / engine; needs behaviour=recomputed."""
-    correction_mode: Data[CorrectionMode] = CorrectionMode.truncate
-    correction_max: Number | None = Field(default=2.0, gt=0)
-    """Upper bound of the ratio trainer / engine; null: none."""
-    correction_min: Number | None = Field(default=None, gt=0)
-    """Lower bound of that ratio; null: none."""
+    correction: OptionalSection[CorrectionConfig] = None
+    """Weight of sampled tokens by their ratio trainer / engine; null: none."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     """Learning from a teacher's probabilities, beside the rewards or in their place."""
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:
-        problems = [*_unread(self), *_advantage(self), *_loss(self), *_correction(self)]
-        problems += _teacher(self)
+        if self.kl is not None and self.kl.beta == 0:
+            self.kl = None  # a sweep over beta may begin at 0
+        problems = [*_advantage(self), *_credit(self), *_teacher(self)]
+        if self.correction is not None and self.behaviour is Behaviour.engine:
+            problems.append(
+                f"algorithm.correction.level={self.correction.level}: compares the trainer's "
+                "probabilities with the engine's; set algorithm.behaviour=recomputed"
+            )
         if not self.objective.is_own:  # `load_objective` checks these once they are imported
             problems += _objective(self)
         raise_problems(problems)
@@ -282,14 +416,19 @@ class AlgorithmConfig:
         return self.dynamic_sampling > 0 or self.oversample > 1
 
     @property
-    def kl_in_loss(self) -> bool:
-        """Return True if the loss has a KL term."""
-        return self.beta > 0 and self.kl_in is KlIn.loss
+    def kl_in_loss(self) -> KlConfig | None:
+        """Return the KL penalty if it is a term of the loss."""
+        return self.kl if self.kl is not None and self.kl.place is KlPlace.loss else None
 
     @property
-    def kl_in_reward(self) -> bool:
-        """Return True if rewards are reduced by a KL penalty."""
-        return self.beta > 0 and self.kl_in is KlIn.reward
+    def kl_in_reward(self) -> KlConfig | None:
+        """Return the KL penalty if it is taken off the rewards."""
+        return self.kl if self.kl is not None and self.kl.place is KlPlace.reward else None
+
+    @property
+    def turn_credit(self) -> TurnCredit | None:
+        """Return the credit if each turn has an advantage of its own."""
+        return self.credit if isinstance(self.credit, TurnCredit) else None
 
     @property
     def has_teacher(self) -> bool:
@@ -299,12 +438,12 @@ class AlgorithmConfig:
     @property
     def token_advantages(self) -> bool:
         """Return True if the advantages of a rollout's tokens may differ."""
-        return self.credit is not Credit.rollout or self.has_teacher
+        return self.turn_credit is not None or self.has_teacher
 
     @property
     def has_bonus(self) -> bool:
         """Return True if the loss has an entropy bonus, even one whose weight is 0 at times."""
-        return self.entropy_bonus > 0 or self.entropy_target is not None
+        return self.entropy.bonus > 0 or self.entropy.adaptive is not None
 
 
 def load_objective(algorithm: AlgorithmConfig) -> None:
@@ -316,43 +455,6 @@ def load_objective(algorithm: AlgorithmConfig) -> None:
         algorithm.objective = Objective(algorithm.objective.plain())
         if problems := list(_objective(algorithm)):
             raise ConfigError("\n".join(problems))
-
-
-def _unread(a: AlgorithmConfig) -> Iterator[str]:
-    """Yield a problem for each setting that is set although nothing reads it."""
-    yield from _needs("algorithm.beta above 0", a.beta > 0, a, "kl", "kl_in", "reference")
-    yield from _needs(
-        "algorithm.beta above 0 and algorithm.kl_in=loss", a.kl_in_loss, a, "kl_bias_correction"
-    )
-    yield from _needs(
-        "algorithm.beta above 0 and algorithm.reference=synced",
-        a.beta > 0 and a.reference is Reference.synced,
-        a,
-        *("ref_sync_steps", "ref_mixup"),
-    )
-    yield from _needs(
-        "algorithm.credit=turn_reward, turn_baseline or gigpo",
-        a.credit is not Credit.rollout,
-        a,
-        "gamma",
-    )
-    yield from _needs("algorithm.credit=gigpo", a.credit is Credit.gigpo, a, "step_weight")
-    adaptive = a.entropy_target is not None
-    bonus = ("entropy_bonus_step", "entropy_bonus_max")
-    yield from _needs("algorithm.entropy_target", adaptive, a, *bonus)
-    yield from _needs(
-        "algorithm.correction=token, sequence or geometric",
-        a.correction is not Correction.none,
-        a,
-        *("correction_mode", "correction_max", "correction_min"),
-    )
-    yield from _needs(
-        "algorithm.advantage=group or leave_one_out: compared with the whole batch, or with "
-        "nothing, a group of equal rewards teaches as much as any",
-        a.advantage not in UNGROUPED,
-        a,
-        *("dynamic_sampling", "oversample"),
-    )
 
 
 def _needs(
@@ -397,6 +499,13 @@ def _teacher(a: AlgorithmConfig) -> Iterator[str]:
 
 
 def _advantage(a: AlgorithmConfig) -> Iterator[str]:
+    yield from _needs(
+        "algorithm.advantage=group or leave_one_out: compared with the whole batch, or with "
+        "nothing, a group of equal rewards teaches as much as any",
+        a.advantage not in UNGROUPED,
+        a,
+        *("dynamic_sampling", "oversample"),
+    )
     least = 1 if a.advantage in UNGROUPED else 2
     if a.group_size < least:
         yield (
@@ -431,83 +540,44 @@ def _advantage(a: AlgorithmConfig) -> Iterator[str]:
             )
         if a.kl_in_reward:
             yield (
-                "algorithm.kl_in=reward: with algorithm.rewards=normalize_each there is no one "
-                "reward to take the penalty off; set algorithm.kl_in=loss"
+                "algorithm.kl.place=reward: with algorithm.rewards=normalize_each there is no one "
+                "reward to take the penalty off; set algorithm.kl.place=loss"
             )
-    if a.credit is not Credit.rollout and a.rewards is Rewards.normalize_each:
-        yield (
-            f"algorithm.credit={a.credit}: returns add the rewards of all functions, and "
-            "algorithm.rewards=normalize_each compares each by itself; set algorithm.rewards=sum"
-        )
-    if a.credit is Credit.gigpo and a.advantage in UNGROUPED:
-        yield (
-            f"algorithm.advantage={a.advantage}: algorithm.credit=gigpo compares the turns of a "
-            "group; set algorithm.advantage=group or leave_one_out"
-        )
-    if a.credit is Credit.gigpo and a.scale is Scale.batch:
-        yield (
-            "algorithm.scale=batch: with algorithm.credit=gigpo each state's turns are divided by "
-            "their own deviation or by nothing; set algorithm.scale=group or none"
-        )
-    if a.credit is not Credit.rollout and a.off_policy_threshold is not None:
-        yield (
-            f"algorithm.off_policy_threshold={a.off_policy_threshold}: leaves out rollouts of "
-            f"negative advantage, and with algorithm.credit={a.credit} their turns differ; set it "
-            "to null, or algorithm.credit=rollout"
-        )
     if a.resamples and a.kl_in_reward:
         key = "dynamic_sampling" if a.dynamic_sampling else "oversample"
         yield (
             f"algorithm.{key}={getattr(a, key)}: groups are replaced by their rewards before the "
-            "KL is known, and with algorithm.kl_in=reward a group of equal rewards teaches its KL; "
-            f"set algorithm.kl_in=loss, or algorithm.{key}={0 if a.dynamic_sampling else 1}"
+            "KL is known, and with algorithm.kl.place=reward a group of equal rewards teaches its "
+            f"KL; set algorithm.kl.place=loss, or algorithm.{key}={0 if a.dynamic_sampling else 1}"
         )
 
 
-def _loss(a: AlgorithmConfig) -> Iterator[str]:
-    """Check the terms of the loss beside the objective: KL penalty, entropy."""
-    if a.kl_in_loss and a.kl is KlEstimator.k1 and not a.kl_bias_correction:
-        yield (
-            "algorithm.kl=k1: has a gradient of zero on average in the loss; set algorithm.kl=k3, "
-            "algorithm.kl_in=reward, or algorithm.kl_bias_correction=true"
-        )
-    if a.kl_bias_correction and a.kl is KlEstimator.k2:
-        yield (
-            "algorithm.kl=k2: has the KL's gradient without a correction, which would bias it; set "
-            "algorithm.kl=k3 or k1, or algorithm.kl_bias_correction=false"
-        )
-    if a.entropy_target is not None and a.entropy_bonus > a.entropy_bonus_max:
-        yield (
-            f"algorithm.entropy_bonus={a.entropy_bonus}: starts above "
-            f"algorithm.entropy_bonus_max={a.entropy_bonus_max}; lower one or raise the other"
-        )
-
-
-def _correction(a: AlgorithmConfig) -> Iterator[str]:
-    if a.correction is Correction.none:
+def _credit(a: AlgorithmConfig) -> Iterator[str]:
+    """Check the credit of turns against the axes of the advantage."""
+    credit = a.turn_credit
+    if credit is None:
         return
-    if a.behaviour is Behaviour.engine:
+    if a.rewards is Rewards.normalize_each:
         yield (
-            f"algorithm.correction={a.correction}: compares the trainer's probabilities with the "
-            "engine's; set algorithm.behaviour=recomputed"
+            f"algorithm/credit={credit.name}: returns add the rewards of all functions, and "
+            "algorithm.rewards=normalize_each compares each by itself; set algorithm.rewards=sum"
         )
-    low, high = a.correction_min, a.correction_max
-    if low is None and high is None:
+    if credit.name is Credit.gigpo and a.advantage in UNGROUPED:
         yield (
-            "algorithm.correction_max=null: without a bound one token can outweigh the batch; set "
-            "algorithm.correction_max or algorithm.correction_min"
+            f"algorithm.advantage={a.advantage}: algorithm/credit=gigpo compares the turns of a "
+            "group; set algorithm.advantage=group or leave_one_out"
         )
-    elif low is not None and high is not None and low >= high:
-        yield (f"algorithm.correction_min={low}: must be below algorithm.correction_max={high}")
-    for key, bound, beyond, wanted in (
-        ("max", high, high is not None and high < 1, "at least"),
-        ("min", low, low is not None and low > 1, "at most"),
-    ):
-        if beyond:
-            yield (
-                f"algorithm.correction_{key}={bound}: must be {wanted} 1, the ratio of tokens that "
-                "trainer and engine find equally likely"
-            )
+    if credit.name is Credit.gigpo and a.scale is Scale.batch:
+        yield (
+            "algorithm.scale=batch: with algorithm/credit=gigpo each state's turns are divided by "
+            "their own deviation or by nothing; set algorithm.scale=group or none"
+        )
+    if a.off_policy_threshold is not None:
+        yield (
+            f"algorithm.off_policy_threshold={a.off_policy_threshold}: leaves out rollouts of "
+            f"negative advantage, and with algorithm/credit={credit.name} their turns differ; set "
+            "it to null, or algorithm/credit=rollout"
+        )
 
 
 def _objective(a: AlgorithmConfig) -> Iterator[str]:
@@ -515,15 +585,16 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
     objective, name = a.objective.registered, a.objective.name
     ratio = getattr(a.objective.settings, "ratio", Ratio.token)
     # By value: a settings class of the user's may have a plain text, or another kind of ratio.
+    bias_corrected = a.kl is not None and a.kl.bias_correction
     of_sequences = ratio in (Ratio.sequence_mean, Ratio.sequence_sum)
     yield from _needs(
         "another algorithm.objective, one with a ratio, algorithm.correction, algorithm.teacher or "
-        "algorithm.kl_bias_correction",
+        "algorithm.kl.bias_correction",
         not objective.single_update
-        or a.correction is not Correction.none
-        or a.kl_in_reward
+        or a.correction is not None
+        or a.kl_in_reward is not None
         or a.has_teacher
-        or (a.kl_in_loss and a.kl_bias_correction),
+        or bias_corrected,
         a,
         "behaviour",
     )
@@ -534,23 +605,24 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
             "only the first update of a step would be right; set it to 1, or "
             "algorithm/objective=clip or cispo"
         )
-    if a.kl_bias_correction and of_sequences:
+    if bias_corrected and of_sequences:
         yield (
-            "algorithm.kl_bias_correction=true: the KL is of tokens, and the ratio of "
+            "algorithm.kl.bias_correction=true: the KL is of tokens, and the ratio of "
             f"algorithm.objective.ratio={ratio} is not; set algorithm.objective.ratio=token, or "
             "leave it false"
         )
-    if objective.applies_correction and a.correction is Correction.geometric:
+    geometric = a.correction is not None and a.correction.level is CorrectionLevel.geometric
+    if objective.applies_correction and geometric:
         yield (
-            f"algorithm.correction=geometric: algorithm.objective={name} multiplies a trajectory's "
-            "ratio by its correction, which a mean is none of; set algorithm.correction=token or "
-            "sequence"
+            f"algorithm.correction.level=geometric: algorithm.objective={name} multiplies a "
+            "trajectory's ratio by its correction, which a mean is none of; set "
+            "algorithm.correction.level=token or sequence"
         )
-    if a.credit is not Credit.rollout and objective.whole_sequence:
+    if a.turn_credit is not None and objective.whole_sequence:
         yield (
-            f"algorithm.credit={a.credit}: algorithm.objective={name} has one advantage for all "
-            "tokens of a rollout; set algorithm.credit=rollout, or algorithm/objective=clip, cispo "
-            "or reinforce"
+            f"algorithm/credit={a.credit.name}: algorithm.objective={name} has one advantage "
+            "for all tokens of a rollout; set algorithm/credit=rollout, or algorithm/objective="
+            "clip, cispo or reinforce"
         )
     if a.has_teacher and objective.whole_sequence:
         yield (

@@ -9,12 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agenttrain.algorithms.config import Correction, CorrectionMode
+from agenttrain.algorithms.config import CorrectionLevel, CorrectionMode
 from agenttrain.algorithms.objectives.base import sequence_means, sequence_sums
 
 
 def correction_ratio(
-    trainer_S: Tensor, engine_S: Tensor, sequence_S: Tensor, *, sequences: int, level: Correction
+    trainer_S: Tensor,
+    engine_S: Tensor,
+    sequence_S: Tensor,
+    *,
+    sequences: int,
+    level: CorrectionLevel,
 ) -> Tensor:
     """trainer / engine probability: [S] on token level, [B] of whole sequences above it.
 
@@ -26,9 +31,9 @@ def correction_ratio(
     Example: log ratios [.1, .3] of one sequence give exp([.1, .3]), exp(.4), exp(.2).
     """
     difference_S = (trainer_S - engine_S).detach()
-    if level is Correction.token:
+    if level is CorrectionLevel.token:
         return difference_S.exp()
-    reduce = sequence_sums if level is Correction.sequence else sequence_means
+    reduce = sequence_sums if level is CorrectionLevel.sequence else sequence_means
     return reduce(difference_S, sequence_S, sequences).exp()
 
 

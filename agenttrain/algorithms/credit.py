@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.algorithms.advantages import EPSILON, advantages
-from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Credit, Scale
+from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Credit, Scale, StepCredit
 from agenttrain.types import Rollout
 from agenttrain.utils.turns import turns_in_time
 
@@ -127,7 +127,8 @@ def turn_advantages(
 ) -> TurnAdvantages:
     """Return an advantage for each turn. Baseline and scale are those of rewards (`advantages`).
 
-    R_t is the return: the sum of the rewards from turn t on, discounted by `algorithm.gamma`.
+    R_t is the return: the sum of the rewards from turn t on, discounted by
+    `algorithm.credit.gamma`.
 
     - `turn_reward` compares R_t with the returns of all turns of the group, where each rollout
       weighs 1 (turn-level credit, https://arxiv.org/abs/2505.11821). Departures: (1) that paper
@@ -136,8 +137,8 @@ def turn_advantages(
     - `turn_baseline` compares R_t with the returns of the same turn. A rollout that ended
       before it is compared by its last turn, so that the baseline depends on nothing that this
       rollout did.
-    - `gigpo` adds to the rollout's advantage `algorithm.step_weight` times that of its turn among
-      the turns of the group that began in an equal state (https://arxiv.org/abs/2505.10978).
+    - `gigpo` adds to the rollout's advantage `algorithm.credit.step_weight` times that of its turn
+      among the turns of the group that began in an equal state (https://arxiv.org/abs/2505.10978).
       Departures: (1) deviations have one degree of freedom taken, as everywhere here. (2) A rollout
       that was in a state several times counts once in its mean. (3) A state that only one rollout
       was in gives no advantage, however often it was there.
@@ -147,13 +148,15 @@ def turn_advantages(
     Example: rewards (0, 1) and (0, 0) of two rollouts, with advantage=leave_one_out, scale=none and
     gamma=1: returns (1, 1) and (0, 0), advantages (1, 1) and (-1, -1).
     """
+    credit = config.turn_credit
+    assert credit is not None
     returns_PGK = _pad_turns(
-        [[returns(turns.rewards or (), config.gamma) for turns in row] for row in groups]
+        [[returns(turns.rewards or (), credit.gamma) for turns in row] for row in groups]
     )
     compared_PGK = torch.zeros_like(returns_PGK, dtype=torch.bool)
-    if config.credit is Credit.turn_baseline:
+    if credit.name is Credit.turn_baseline:
         result_PGK = _by_turn(returns_PGK, config)
-    elif config.credit is Credit.turn_reward:
+    elif not isinstance(credit, StepCredit):
         result_PGK = _by_group(returns_PGK, config)
     else:
         # fsum: equal rewards in another order have exactly the same sum.
@@ -164,7 +167,7 @@ def turn_advantages(
         totals_PG = _pad_turns(totals).sum(-1)
         rollout_advantages_PG = advantages(totals_PG, baseline=config.advantage, scale=config.scale)
         state_advantages_PGK, compared_PGK = _by_state(groups, returns_PGK, config)
-        result_PGK = rollout_advantages_PG[:, :, None] + config.step_weight * state_advantages_PGK
+        result_PGK = rollout_advantages_PG[:, :, None] + credit.step_weight * state_advantages_PGK
     by_turn: list[list[list[float] | None]] = []
     compared: list[list[list[bool]]] = []
     for row, values_GK, flags_GK in zip(groups, result_PGK, compared_PGK, strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agenttrain.algorithms.config import AlgorithmConfig, Correction, Credit
+from agenttrain.algorithms.config import AlgorithmConfig, CorrectionLevel, Credit
 from agenttrain.algorithms.correction import bound_ratio, correction_ratio, off_policy_keep
 from agenttrain.algorithms.credit import VARIANCES
 from agenttrain.algorithms.losses import kl_estimate
@@ -60,7 +60,10 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     Raises ValueError when `inputs` lack a tensor that `config` needs.
     """
     correction, metrics = _correction(inputs, config)
-    on_token_level = config.correction is Correction.token
+    correction_settings = config.correction
+    on_token_level = (
+        correction_settings is not None and correction_settings.level is CorrectionLevel.token
+    )
     in_objective = config.objective.registered.applies_correction
     objective_inputs = replace(
         inputs,
@@ -90,13 +93,13 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         )
         loss_S = loss_S * with_gradient_B[inputs.sequence_S]
         metrics["mask/off_policy"] = mean_parts(~with_gradient_B)
-    if config.kl_in_loss:
+    if (kl := config.kl_in_loss) is not None:
         if inputs.ref_logprobs_S is None:
-            raise ValueError(f"algorithm.beta={config.beta}: the loss needs ref_logprobs_S")
-        kl_S = kl_estimate(inputs.logprobs_S, inputs.ref_logprobs_S, config.kl)
-        if config.kl_bias_correction:
+            raise ValueError(f"algorithm.kl.beta={kl.beta}: the loss needs ref_logprobs_S")
+        kl_S = kl_estimate(inputs.logprobs_S, inputs.ref_logprobs_S, kl.estimator)
+        if kl.bias_correction:
             kl_S = kl_S * objective_inputs.ratio(Ratio.token)
-        loss_S = loss_S + config.beta * kl_S
+        loss_S = loss_S + kl.beta * kl_S
         metrics["kl"] = mean_parts(kl_S.detach())
     # Weights are 1 / (tokens of the whole update) and the like: parts of microbatches add up.
     loss = (loss_S * inputs.weights_B[inputs.sequence_S]).sum()
@@ -136,19 +139,19 @@ def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | N
 
     The weight is [S] on token level, [B] above it.
     """
-    if config.correction is Correction.none:
+    correction = config.correction
+    if correction is None:
         return None, {}
     if inputs.engine_S is None:
-        raise ValueError(f"algorithm.correction={config.correction}: the loss needs engine_S")
+        raise ValueError(f"algorithm.correction.level={correction.level}: the loss needs engine_S")
     ratio = correction_ratio(
         inputs.behaviour_S,
         inputs.engine_S,
         inputs.sequence_S,
         sequences=inputs.sequences,
-        level=config.correction,
+        level=correction.level,
     )
-    low, high = config.correction_min, config.correction_max
-    weight = bound_ratio(ratio, config.correction_mode, low=low, high=high)
+    weight = bound_ratio(ratio, correction.mode, low=correction.min, high=correction.max)
     metrics = {
         "sampling/importance_sampling_ratio/mean": mean_parts(weight),
         **extremes("sampling/importance_sampling_ratio", weight),
@@ -187,18 +190,18 @@ def metric_names(config: AlgorithmConfig) -> list[str]:
     ratio = "sampling/importance_sampling_ratio"
     optional: list[tuple[bool, list[str]]] = [
         (
-            config.correction is not Correction.none,
+            config.correction is not None,
             [f"{ratio}/min", f"{ratio}/mean", f"{ratio}/max", "mask/correction"],
         ),
         (config.off_policy_threshold is not None, ["mask/off_policy"]),
         (config.top_entropy < 1, ["mask/top_entropy"]),
         (config.mask_truncated, ["mask/truncated"]),
-        (config.beta > 0, ["kl"]),
+        (config.kl is not None, ["kl"]),
         (config.has_bonus, ["entropy_coef"]),
         (config.has_teacher, ["teacher/kl", "teacher/gated_in", "teacher/too_long"]),
-        (config.credit is Credit.gigpo, ["credit/step_groups"]),
+        (config.credit.name is Credit.gigpo, ["credit/step_groups"]),
         (
-            config.credit is not Credit.rollout,
+            config.turn_credit is not None,
             ["credit/turn_reward", *(f"credit/variance/turn_{n + 1}" for n in range(VARIANCES))],
         ),
     ]

@@ -100,7 +100,7 @@ def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor
 
 @dataclass(slots=True)
 class EntropyBonus:
-    """The weight of the entropy in the loss. Adaptive with `entropy_target`.
+    """The weight of the entropy in the loss. Adaptive with `algorithm.entropy.adaptive`.
 
     Adaptive as in Skywork-OR1, https://arxiv.org/abs/2505.22312: after each update the coefficient
     rises by a step if the entropy is at or below its target, else it falls. It acts only if the
@@ -116,14 +116,13 @@ class EntropyBonus:
 
     def weight(self, config: AlgorithmConfig) -> float:
         """Return the weight of the entropy in the loss of the next update."""
-        target = config.entropy_target
-        above = target is not None and self.last is not None and self.last > target
+        adaptive, last = config.entropy.adaptive, self.last
+        above = adaptive is not None and last is not None and last > adaptive.target
         return 0.0 if above else self.coefficient
 
     def observe(self, entropy: float, config: AlgorithmConfig) -> None:
         """Record the mean entropy of an update, over the tokens that the bonus acts on."""
         self.last = entropy
-        if config.entropy_target is not None:
-            up = entropy <= config.entropy_target
-            step = config.entropy_bonus_step if up else -config.entropy_bonus_step
-            self.coefficient = min(max(self.coefficient + step, 0.0), config.entropy_bonus_max)
+        if (adaptive := config.entropy.adaptive) is not None:
+            step = adaptive.step if entropy <= adaptive.target else -adaptive.step
+            self.coefficient = min(max(self.coefficient + step, 0.0), adaptive.max)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agenttrain.algorithms.config import AlgorithmConfig, Correction
+from agenttrain.algorithms.config import AlgorithmConfig, CorrectionLevel
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import error_with_line
@@ -23,10 +23,9 @@ def try_objective(config: AlgorithmConfig) -> None:
     """
     objective = config.objective
     where = f"algorithm.objective._target_={objective.name}: called with three made-up tokens it"
-    applies_correction = (
-        objective.registered.applies_correction and config.correction is not Correction.none
-    )
-    on_token_level = config.correction is Correction.token
+    correction = config.correction
+    applies_correction = objective.registered.applies_correction and correction is not None
+    on_token_level = correction is not None and correction.level is CorrectionLevel.token
     logprobs_S = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
     inputs = ObjectiveInputs(
         logprobs_S=logprobs_S,

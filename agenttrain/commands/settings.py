@@ -24,7 +24,7 @@ from agenttrain.settings.components import ONE_BESIDE, SETTINGS_BESIDE
 from agenttrain.settings.run_config import CHOICES, RunConfig, choices
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import LARGEST, field_names, plain, shown
+from agenttrain.utils.sections import LARGEST, field_names, plain, sections_below, shown
 
 USAGE = "settings [section] [--json | --schema]"
 TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
@@ -129,13 +129,13 @@ def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
 
     `prefix` is that of the keys: ``algorithm.`` for `AlgorithmConfig`.
     """
-    hints = get_type_hints(cls)
+    hints, below = get_type_hints(cls), sections_below(cls)
     for field in fields(cls):
         key = prefix + field.name
         if key in choices():
             yield from _of_choices(key, _description(cls, field.name))
-        elif is_dataclass(hints[field.name]):
-            yield from all_settings(hints[field.name], f"{key}.")
+        elif field.name in below:
+            yield from all_settings(below[field.name], f"{key}.")
         else:
             yield _setting(cls, field, hints[field.name], key)
             if cls is RunConfig and key in SETTINGS_BESIDE:
@@ -168,10 +168,9 @@ def _of_choices(section: str, description: str) -> Iterator[Setting]:
 
 def _sections(cls: type) -> Iterator[type]:
     """Yield the settings classes of the sections below a class."""
-    for hint in get_type_hints(cls).values():
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield hint
-            yield from _sections(hint)
+    for section in sections_below(cls).values():
+        yield section
+        yield from _sections(section)
 
 
 def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
@@ -180,7 +179,8 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     default = getattr(made, "default", made)  # pydantic leaves its own description of a field
     if info is not None:
         default = info.get_default(call_default_factory=True)
-    text = "" if default == "???" else shown(plain(default))
+    is_required = info is not None and info.is_required()
+    text = "" if is_required or default == "???" else shown(plain(default))
     bounds = [
         f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
         for part in (info.metadata if info is not None else ())
@@ -276,11 +276,12 @@ def json_schema() -> dict[str, Any]:
         options = [references[f"{section}={name}", "validation"] for name in named]
         for name, option in zip(named, options, strict=True):
             definition = definitions[option["$ref"].rpartition("/")[2]]
-            definition["properties"] |= {"name": {"const": name}}
+            same = definition["properties"].get("name", {}).get("enum", [])
+            definition["properties"] |= {"name": {"enum": [*same, name]}}
         # One from outside the package: its keys are its own.
         outside = {"type": "object", "required": ["_target_"]}
         parent["properties"][key]["anyOf"] = [
-            *options,
+            *{option["$ref"]: option for option in options}.values(),
             *([outside] if section not in CHOICES else []),
             INTERPOLATION,
         ]

@@ -21,7 +21,6 @@ from agenttrain.engines.spec import EngineSpec, S
 from agenttrain.types import ConfigError
 from agenttrain.utils import sections
 from agenttrain.utils.locate import locate
-from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import (
     SETTINGS,
@@ -150,10 +149,7 @@ def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
     def unknown(key: str, value: Any) -> Iterator[str]:
         if isinstance(value, Mapping):
             for name, inner in value.items():
-                override = f"engine.{key}.{name}={shown(inner)}"
-                new_key = moved_key(override)
-                problem = "unknown key" if new_key is None else f"is {new_key} now"
-                yield f"{override}: {problem}"
+                yield f"engine.{key}.{name}={shown(inner)}: unknown key"
             return
         override = f"engine.{key}={shown(value)}"
         owners = owners_of(key, {name: spec.settings for name, spec in specs().items()})

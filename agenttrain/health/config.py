@@ -66,7 +66,7 @@ class GuardsConfig:
     the trainer's logprobs, before the step's first update. 1.0 is a probability off by e. With
     `async_training.max_staleness` it is `sampling/logprob_gap_fresh_max`: older tokens differ."""
     kl: Guard = field(default_factory=Guard)
-    """Most that `kl` to the reference may be; needs algorithm.beta."""
+    """Most that `kl` to the reference may be; needs algorithm.kl."""
     entropy: Guard = field(default_factory=Guard)
     """Least that `entropy` of the sampled tokens may be, in nats."""
     no_variance: Streak = field(default_factory=Streak)

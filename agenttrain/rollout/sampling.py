@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from agenttrain.algorithms.config import AlgorithmConfig, Credit, Rewards
+from agenttrain.algorithms.config import AlgorithmConfig, Rewards
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, Collector
 from agenttrain.rollout.config import tasks_of_round
@@ -94,7 +94,7 @@ def is_informative(
     Functions of weight 0 are only measured. A function that `weights` lacks has weight 1. Examples:
     the rewards 1, 1, None do not differ, 1, 0, None do, and a single reward does not.
     """
-    if config.credit is not Credit.rollout:
+    if config.turn_credit is not None:
         from agenttrain.algorithms.credit import rewards_of_turns, turn_advantages  # imports torch
 
         rewards = [rewards_of_turns(rollout, weights or {}) for rollout in group]

@@ -197,7 +197,7 @@ def _model(config: RunConfig, verb: str) -> dict[str, str]:
     reinforcement.
     """
     teacher = config.algorithm.teacher
-    read = bool(config.algorithm.beta or config.model.lora.rank)
+    read = bool(config.algorithm.kl or config.model.lora.rank)
     digests = _weights("model.path", config.model.path, config.model.revision, read)
     if teacher.own_path is not None and verb == "train":
         digests |= _weights("algorithm.teacher.path", teacher.own_path, teacher.revision, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agenttrain.algorithms.config import Behaviour, Correction
+from agenttrain.algorithms.config import Behaviour
 from agenttrain.rollout.config import RolloutPlace
 from agenttrain.settings.engine_checks import run_spec
 from agenttrain.settings.run_config import RunConfig
@@ -39,19 +39,19 @@ def async_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.deterministic=true: with {key} it depends on the clock which rollouts share "
             "a batch; leave it out, or set async_training.max_staleness=0"
         )
-    if algorithm.correction is not Correction.none:
+    if algorithm.correction is not None:
         return
     objective = algorithm.objective
     if not objective.is_own and objective.registered.single_update:
         yield (
             f"algorithm.objective={objective.name}: compares the policy with no other, and with "
-            f"{key} tokens are sampled by an older one; set algorithm.correction=token "
+            f"{key} tokens are sampled by an older one; set algorithm.correction.level=token "
             "algorithm.behaviour=recomputed, or an objective with a ratio: algorithm/objective=clip"
         )
     elif algorithm.behaviour is Behaviour.recomputed:
         yield (
             f"algorithm.behaviour=recomputed: with {key} tokens are sampled by an older policy, "
-            "which the ratio would not see; set algorithm.correction=token, or "
+            "which the ratio would not see; set algorithm.correction.level=token, or "
             "algorithm.behaviour=engine"
         )
 

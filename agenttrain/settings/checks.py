@@ -1,23 +1,21 @@
-"""Checks that span sections of the settings, or read files, before anything heavy is imported.
+"""The checks that span sections of the settings, or read files: one list, `CHECKS`.
 
-A section alone is checked in its `config.py`. Each check yields one line per problem, ``key=value:
-problem; remedy``; all lines are raised at once. Among them: `rollout.structured_calls` (the
-gradient must be that of the policy), and settings that a verb does not read (`agenttrain sft` and
-reinforcement learning differ).
+A bound stands on its field, and a section alone is checked in its `config.py`. Each check here
+declares the sections that it reads, and yields one line per problem, ``key=value: problem;
+remedy``. `validate` and `check_for_verb` walk the list for every command.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
 
 from agenttrain.algorithms.config import (
-    Correction,
+    CorrectionLevel,
     CorrectionMode,
-    Credit,
-    Reference,
     load_objective,
 )
 from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, has_test_rows
@@ -46,6 +44,29 @@ BUNDLED_REWARDS = "agenttrain.rewards.builtin."
 ADAPTERS = "agenttrain.environments.adapters."
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check between sections, with the sections that it reads."""
+
+    problems: Callable[[RunConfig], Iterator[str]]
+    reads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerbCheck:
+    """A check of settings that are fine by themselves, but not for each verb.
+
+    One that `imports` modules of the user's comes after all others have passed.
+    """
+
+    problems: Callable[[RunConfig, str, Sequence[str]], Iterator[str]]
+    """Called with the settings, the verb, and the overrides that were typed."""
+    reads: tuple[str, ...]
+    skips: tuple[str, ...] = ()
+    """Verbs to which the settings do not matter."""
+    imports: bool = False
+
+
 def validate(
     config: RunConfig,
     model_parts: Collection[str] = tuple(PARTS),
@@ -58,7 +79,8 @@ def validate(
     sections `code` name are imported, and their parameters checked: leave out sections of a
     recorded run whose code the user does not trust.
     """
-    problems = [problem for check in CHECKS for problem in check(config)]
+    checks = (check for check in CHECKS if isinstance(check, Check))
+    problems = [problem for check in checks for problem in check.problems(config)]
     try:
         model_folder(config.model.path, model_parts, revision=config.model.revision)
     except ConfigError as error:
@@ -153,11 +175,12 @@ def _agent(config: RunConfig) -> Iterator[str]:
 
 
 def _reference(config: RunConfig) -> Iterator[str]:
-    if config.algorithm.reference is Reference.synced and config.model.lora.rank:
+    kl = config.algorithm.kl
+    if kl is not None and kl.reference is not None and config.model.lora.rank:
         yield (
-            f"algorithm.reference=synced: the reference of a model with adapters (model.lora.rank="
-            f"{config.model.lora.rank}) is the model as the run began, and two sets of adapters "
-            "cannot be mixed; set algorithm.reference=frozen"
+            f"algorithm.kl.reference.sync_steps={kl.reference.sync_steps}: the reference of a "
+            f"model with adapters (model.lora.rank={config.model.lora.rank}) is the model as the "
+            "run began, and two sets of adapters cannot be mixed; leave it out"
         )
 
 
@@ -257,10 +280,10 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 def _guards(config: RunConfig) -> Iterator[str]:
     limit = config.guards.kl.limit
-    if limit is not None and not config.algorithm.beta:
+    if limit is not None and config.algorithm.kl is None:
         yield (
-            f"guards.kl.limit={limit}: there is no KL with algorithm.beta=0; set beta, or leave "
-            "the guard out"
+            f"guards.kl.limit={limit}: there is no KL; set algorithm.kl.beta=…, or leave the guard "
+            "out"
         )
 
 
@@ -287,7 +310,7 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
 
 def _environments(config: RunConfig) -> Iterator[str]:
     """Check that some reward reads the turns' rewards of adapters that give them to turns."""
-    if config.algorithm.credit is not Credit.rollout:
+    if config.algorithm.turn_credit is not None:
         return  # the credit of a turn is its reward
     sections = config.reward.values()
     targets = [str(one.get("_target_")) for one in sections if isinstance(one, Mapping)]
@@ -307,63 +330,68 @@ def _trackers(config: RunConfig) -> Iterator[str]:
     yield from tracker_problems(config.tracker)
 
 
-CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    *(_sizes, _compaction, _agent, _reference, section_problems, _texts_and_files),
-    *(_updates, engine_problems, role_problems, async_problems, _evaluation, _guards),
-    *(shared_problems, _trackers),
-    _environments,
-)
-
-
 def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) -> None:
     """Raise ConfigError for settings that are fine by themselves, but not for this verb.
 
     `overrides`: those that were typed.
     """
-    check_test_rows(verb, config)
-    check_structured(verb, config)
-    check_model_folders(verb, config)
-    check_stop_when(verb, config, overrides)
-    check_own_objective(verb, config)  # last: it imports the user's module, and torch with it
+    checks = [c for c in CHECKS if isinstance(c, VerbCheck) and verb not in c.skips]
+    for imports in (False, True):
+        chosen = (check for check in checks if check.imports is imports)
+        if lines := [line for c in chosen for line in c.problems(config, verb, overrides)]:
+            raise ConfigError("\n".join(lines))
 
 
-def check_test_rows(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError for an evaluation without rows, and for tasks that hold their answers."""
+def _answers(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check that tasks are no demonstrations, and that an evaluation has rows."""
     for split in ("train", "test") if verb in ("train", "eval") else ():
         if getattr(config.data, split).get("_target_") == ROLLOUT_ROWS:
-            raise ConfigError(
+            yield (
                 f"data.{split}._target_={ROLLOUT_ROWS}: rollouts hold the answers and are learned "
                 "by agenttrain sft; name the tasks, as the run that recorded them did"
             )
     if verb == "eval" and not has_test_rows(config.data):
-        raise ConfigError("data.test: names no rows to evaluate on; add data.test.path=<file>")
+        yield "data.test: names no rows to evaluate on; add data.test.path=<file>"
 
 
-def check_model_folders(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError if there is no model where a run's teacher, or a role's, should be."""
+def _teacher_folder(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
     teacher = config.algorithm.teacher
-    if verb not in UNTRAINED and teacher.own_path is not None:
-        model_folder(teacher.own_path, revision=teacher.revision, key="algorithm.teacher.path")
+    if teacher.own_path is not None:
+        yield from _folder_problem(teacher.own_path, teacher.revision, "algorithm.teacher.path")
+
+
+def _role_folders(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
     for name, role in used_roles(config, verb).items():
         assert role.model is not None
-        model_folder(role.model, revision=role.revision, key=f"roles.{name}.model")
+        yield from _folder_problem(role.model, role.revision, f"roles.{name}.model")
 
 
-def check_own_objective(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError for problems of an objective of the user's, which is called once."""
+def _folder_problem(path: str, revision: str | None, key: str) -> Iterator[str]:
+    try:
+        model_folder(path, revision=revision, key=key)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _own_objective(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check an objective of the user's, which is imported and called once."""
     objective = config.algorithm.objective
-    if verb in UNTRAINED or not objective.is_own:
+    if not objective.is_own:
         return
-    load_objective(config.algorithm)
-    for name in objective.registered.metrics:
-        if name == "step" or metric_row(name) is not None:
-            raise ConfigError(
-                f"algorithm.objective._target_={objective.name}: {name} is a metric of every run; "
-                f"call it my/{name}"
-            )
-    from agenttrain.algorithms.trial import try_objective  # imports torch
+    try:
+        load_objective(config.algorithm)
+        for name in objective.registered.metrics:
+            if name == "step" or metric_row(name) is not None:
+                yield (
+                    f"algorithm.objective._target_={objective.name}: {name} is a metric of every "
+                    f"run; call it my/{name}"
+                )
+                return
+        from agenttrain.algorithms.trial import try_objective  # imports torch
 
-    try_objective(config.algorithm)
+        try_objective(config.algorithm)
+    except ConfigError as error:
+        yield str(error)
 
 
 UNTRAINED = ("eval", "sft", "plan", "play", "serve")
@@ -372,14 +400,14 @@ SUPERVISED = ("Training", "Time", "Supervised")
 """Sections of METRICS that supervised learning writes."""
 
 
-def check_stop_when(verb: str, config: RunConfig, overrides: Sequence[str] = ()) -> None:
-    """Raise ConfigError if `stop_when` names a metric that the verb does not write.
+def _stop_when(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check that the verb writes the metric of `stop_when`.
 
     The reward of an experiment that is shared with reinforcement learning has no effect on
     supervised learning, unless `overrides` ask for it.
     """
     name, objective = config.stop_when.metric, config.algorithm.objective
-    if not config.stop_when.enabled or (verb in UNTRAINED and verb != "sft"):
+    if not config.stop_when.enabled:
         return
     typed = any(key_of(override).startswith("stop_when") for override in overrides)
     if verb == "sft" and name == StopWhenConfig.metric and not typed:
@@ -393,49 +421,49 @@ def check_stop_when(verb: str, config: RunConfig, overrides: Sequence[str] = ())
     problem = f"is no metric{did_you_mean(name, [*(row.pattern for row in rows), *own])}"
     if verb == "sft" and metric_row(name) is not None:
         problem = "supervised learning has no such metric; set stop_when.metric=loss, say"
-    raise ConfigError(f"stop_when.metric={name}: {problem}; docs/reference/metrics.md lists them")
+    yield f"stop_when.metric={name}: {problem}; docs/reference/metrics.md lists them"
 
 
 KEY = "rollout.structured_calls=true"
 
 
-def check_structured(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError if training would take a grammar's samples for the policy's own."""
-    if not config.rollout.structured_calls or verb in UNTRAINED:
+def _structured(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check that training does not take a grammar's samples for the policy's own."""
+    if not config.rollout.structured_calls:
         return
-    a, problems = config.algorithm, []
-    if a.correction not in (Correction.token, Correction.sequence):
-        problems.append(
-            f"algorithm.correction={a.correction}: with {KEY} completions are sampled from the "
-            "policy renormalised over what the grammar allows, and only the ratio of both makes "
-            "the gradient the policy's; set algorithm.correction=token or sequence, with "
+    a = config.algorithm
+    correction, kl = a.correction, a.kl_in_loss
+    if correction is None or correction.level is CorrectionLevel.geometric:
+        setting = f"correction.level={correction.level}" if correction else "correction=null"
+        yield (
+            f"algorithm.{setting}: with {KEY} completions are sampled from the policy renormalised "
+            "over what the grammar allows, and only the ratio of both makes the gradient the "
+            "policy's; set algorithm.correction.level=token or sequence, with "
             "algorithm.behaviour=recomputed, or leave structured_calls out"
         )
-    elif a.correction_min is not None and a.correction_mode is CorrectionMode.truncate:
-        problems.append(
-            f"algorithm.correction_min={a.correction_min}: with {KEY} it would raise the weight of "
+    elif correction.min is not None and correction.mode is CorrectionMode.truncate:
+        yield (
+            f"algorithm.correction.min={correction.min}: with {KEY} it would raise the weight of "
             "tokens that the policy would hardly have written; leave it out, or set "
-            "algorithm.correction_mode=mask"
+            "algorithm.correction.mode=mask"
         )
-    if a.kl_in_loss:
-        problems.append(
-            f"algorithm.beta={a.beta}: with {KEY} tokens are not the policy's own, and nothing "
-            "weighs their KL; set algorithm.kl_in=reward, whose KL is weighed with the reward, or "
-            "algorithm.beta=0"
+    if kl is not None:
+        yield (
+            f"algorithm.kl.beta={kl.beta}: with {KEY} tokens are not the policy's own, and nothing "
+            "weighs their KL; set algorithm.kl.place=reward, whose KL is weighed with the reward, "
+            "or leave algorithm.kl out"
         )
     if a.off_policy_threshold is not None:
-        problems.append(
+        yield (
             f"algorithm.off_policy_threshold={a.off_policy_threshold}: with {KEY} it would take "
             "what the grammar rules out for a policy that has moved; leave it out"
         )
     limit = config.guards.logprob_gap.limit
     if limit is not None:
-        problems.append(
+        yield (
             f"guards.logprob_gap.limit={limit}: with {KEY} the gap of a token holds what the "
             "grammar ruled out before it, without a bound; add guards.logprob_gap.limit=null"
         )
-    if problems:
-        raise ConfigError("\n".join(problems))
 
 
 RL_ONLY = (
@@ -490,3 +518,58 @@ def check_init(verb: str, config: RunConfig) -> None:
             "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
             "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"
         )
+
+
+CHECKS: tuple[Check | VerbCheck, ...] = (
+    Check(_sizes, ("tasks_per_step", "algorithm", "rollout", "engine")),
+    Check(_compaction, ("rollout", "engine")),
+    Check(
+        _agent,
+        (
+            *("agent", "rollout", "environment", "distributed", "user", "engine"),
+            *("tasks_per_step", "algorithm", "async_training"),
+        ),
+    ),
+    Check(_reference, ("algorithm", "model")),
+    Check(
+        section_problems,
+        ("algorithm", "tools", "environment", "reward", "user", "tracker", "data", "rollout"),
+    ),
+    Check(_texts_and_files, ("data", "algorithm", "chat_template", "response_schema")),
+    Check(_updates, ("optimizer", "model", "training", "steps")),
+    Check(
+        engine_problems,
+        (
+            *("engine", "rollout", "eval", "async_training", "weight_sync", "servers", "model"),
+            "distributed",
+        ),
+    ),
+    Check(
+        role_problems,
+        (
+            "roles",
+            "reward",
+            "user",
+            "algorithm",
+            "rollout",
+            "distributed",
+            "async_training",
+            "engine",
+        ),
+    ),
+    Check(
+        async_problems, ("async_training", "rollout", "algorithm", "engine", "weight_sync", "model")
+    ),
+    Check(_evaluation, ("eval", "data", "checkpoint")),
+    Check(_guards, ("guards", "algorithm")),
+    Check(shared_problems, ("training", "distributed")),
+    Check(_trackers, ("tracker",)),
+    Check(_environments, ("algorithm", "reward", "environment")),
+    VerbCheck(_answers, ("data",)),
+    VerbCheck(_structured, ("rollout", "algorithm", "guards"), skips=UNTRAINED),
+    VerbCheck(_teacher_folder, ("algorithm",), skips=UNTRAINED),
+    VerbCheck(_role_folders, ("roles", "reward", "user", "algorithm")),
+    VerbCheck(_stop_when, ("stop_when", "algorithm"), skips=("eval", "plan", "play", "serve")),
+    VerbCheck(_own_objective, ("algorithm",), skips=UNTRAINED, imports=True),
+)
+"""Every check between sections, in the order of its messages."""

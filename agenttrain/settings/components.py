@@ -81,10 +81,10 @@ TOTAL_LIMITS = {"max_calls": "max_tool_calls", "max_result_tokens": "max_complet
 
 def section_problems(config: RunConfig) -> Iterator[str]:
     """Yield problems of every component's section except its `_target_`; imports nothing."""
-    if config.algorithm.credit is Credit.gigpo and not config.environment:
+    if config.algorithm.credit.name is Credit.gigpo and not config.environment:
         yield (
-            "algorithm.credit=gigpo: compares turns that began in equal states of an environment, "
-            "and the run has none; add one with a state(), or set algorithm.credit=turn_baseline"
+            "algorithm/credit=gigpo: compares turns that began in equal states of an environment, "
+            "and the run has none; add one with a state(), or set algorithm/credit=turn_baseline"
         )
     for key, section, others in _components(config):
         kind, name = key.partition(".")[0], key.rpartition(".")[2]
@@ -200,11 +200,12 @@ def _environment(
     config: RunConfig, key: str, section: Mapping[str, Any], target: Any
 ) -> Iterator[str]:
     yield from _errors_to_retry(key, beside(EnvironmentSettings, section, key)[0])
-    if config.algorithm.credit is Credit.gigpo and not callable(getattr(target, "state", None)):
+    by_state = config.algorithm.credit.name is Credit.gigpo
+    if by_state and not callable(getattr(target, "state", None)):
         yield (
-            f"{key}._target_={section['_target_']}: has no state(), and algorithm.credit=gigpo "
+            f"{key}._target_={section['_target_']}: has no state(), and algorithm/credit=gigpo "
             "compares turns that began in equal states; add the method, or set "
-            "algorithm.credit=turn_baseline"
+            "algorithm/credit=turn_baseline"
         )
     if not isclass(target):
         yield (

@@ -28,7 +28,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
 from agenttrain.utils.model_path import is_foreign
 from agenttrain.utils.overrides import as_typed
-from agenttrain.utils.sections import plain, validated
+from agenttrain.utils.sections import plain, sections_below, validated
 
 HYDRA_VERSION = "1.3"
 """Hydra behaves as this version, whichever is installed."""
@@ -71,8 +71,8 @@ def schema() -> DictConfig:
     """Return the defaults of every setting, with names and types that OmegaConf checks.
 
     In a section of CHOICES it checks the settings that all choices have, and takes any other key.
-    The chosen engine and objective check all of theirs. Do not change the returned node:
-    OmegaConf.merge and Hydra copy it.
+    The chosen engine and objective check all of theirs, and pydantic those of a section that may be
+    None. Do not change the returned node: OmegaConf.merge and Hydra copy it.
     """
     # An instance: OmegaConf would not see pydantic's defaults in the class.
     config = RunConfig()
@@ -80,9 +80,20 @@ def schema() -> DictConfig:
     node = cast(DictConfig, OmegaConf.structured(config))
     node.engine = {"name": DEFAULT_ENGINE}
     for section, (shared, _) in CHOICES.items():
-        node[section] = OmegaConf.structured(shared())
-        OmegaConf.set_struct(node[section], False)
+        OmegaConf.update(node, section, OmegaConf.structured(shared()), merge=False)
+        OmegaConf.set_struct(OmegaConf.select(node, section), False)
+    _open_optional(node, RunConfig)
     return node
+
+
+def _open_optional(node: DictConfig, cls: type) -> None:
+    """Make a mapping of each section below `cls` that is None, so that keys can be set in it."""
+    for name, section in sections_below(cls).items():
+        if node[name] is None:
+            node[name] = {}
+            OmegaConf.set_struct(node[name], False)
+        else:
+            _open_optional(node[name], section)
 
 
 @cache

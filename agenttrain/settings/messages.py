@@ -36,7 +36,7 @@ from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.overrides import as_typed, key_of
-from agenttrain.utils.sections import field_names, shown
+from agenttrain.utils.sections import field_names, sections_below, shown
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 SEVERAL = ("tools", "reward", "environment", "tracker")
@@ -54,7 +54,7 @@ ELSEWHERE = {
     "algorithm.adv_estimator": "algorithm.advantage",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.objective.high",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.objective.low",
-    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.beta",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl.beta",
     "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
     "actor_rollout_ref.actor.ppo_epochs": "algorithm.num_epochs",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "training.token_budget",
@@ -223,15 +223,15 @@ def check_values(
 
 def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
     """Yield every key of the configuration, e.g. `algorithm` and `algorithm.group_size`."""
-    types = get_type_hints(cls)
+    sections = sections_below(cls)
     for field in fields(cls):
         key = prefix + field.name
         yield key
         if options := choices().get(key):
             names = dict.fromkeys(name for own in options.values() for name in field_names(own))
             yield from (f"{key}.{name}" for name in names)
-        elif is_dataclass(types[field.name]):
-            yield from setting_keys(types[field.name], f"{key}.")
+        elif field.name in sections:
+            yield from setting_keys(sections[field.name], f"{key}.")
 
 
 def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
@@ -311,9 +311,9 @@ def _about_key(
         expected = _expected(setting, None) or f"set another value: {setting}=…"
         expected = expected.removeprefix("is a section; ")
         return f"{where}: cannot be left out, as every run has it; {expected}"
+    if (new := moved_key(where)) is not None:
+        return f"{where}: is {new} now"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        if (new := moved_key(where)) is not None:
-            return f"{where}: is {new} now"
         section = ".".join(key.split(".")[1:2]) if key.startswith("hydra.") else ""
         if section in REPLACED:
             return f"{where}: {REPLACED[section]}"
@@ -336,7 +336,8 @@ def _hint(key: str) -> Any:
     for part in key.split("."):
         if not is_dataclass(cls):
             return None
-        cls = get_type_hints(cls).get(part)
+        section: Any = sections_below(cast(type, cls)).get(part)
+        cls = section or get_type_hints(cls).get(part)
     return cls
 
 
@@ -443,8 +444,12 @@ def _meant(group: str, option: str) -> str:
 
 
 def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
-    if "Unexpected type for root" in str(error):  # +hydra.sweeper.params.seed=…
-        return "hydra.sweeper.params: is for files of the group sweep; type the values: -m seed=1,2"
+    if "Unexpected type for root" in str(error):
+        if any("hydra.sweeper" in text for text in overrides):  # +hydra.sweeper.params.seed=…
+            remedy = "is for files of the group sweep; type the values: -m seed=1,2"
+            return f"hydra.sweeper.params: {remedy}"
+        below = [text for text in overrides if text.count(".") > 1]
+        return f"{' '.join(below)}: is below a section that is null; leave the null out"
     present = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")

@@ -17,7 +17,7 @@ from pydantic import Field, PlainValidator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.agents.config import AgentConfig
-from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.algorithms.config import CREDITS, AlgorithmConfig, CreditConfig
 from agenttrain.algorithms.objectives.config import DEFAULT, all_objectives
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.commands.slurm.config import SlurmConfig
@@ -136,6 +136,7 @@ class RunConfig:
 
 CHOICES: Mapping[str, tuple[type, Mapping[str, type]]] = {
     "optimizer": (OptimizerConfig, OPTIMIZERS),
+    "algorithm.credit": (CreditConfig, CREDITS),
 }
 """Section whose keys depend on its `name` -> the settings of all choices, and of each."""
 

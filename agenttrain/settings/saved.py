@@ -28,15 +28,15 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.messages import check_values, explained
 from agenttrain.settings.pinning import adopt_pins
-from agenttrain.settings.run_config import CHOICES, RunConfig
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import check_trusted, own_sections
 from agenttrain.settings.untrusted import SECTIONS, UntrustedValue, resolvers, untrusted_values
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
-from agenttrain.utils.moved import OBJECTIVES, in_this_layout
+from agenttrain.utils.moved import in_this_layout
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.overrides import as_typed, key_of
-from agenttrain.utils.sections import field_names, shown
+from agenttrain.utils.sections import shown
 
 RESUMABLE = (
     *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
@@ -401,25 +401,10 @@ def _read(
         signed = own_sections(raw)
         raw.pop("provenance", None)
         theirs = [value for value in resolvers(raw) if not _is_within(value.path, signed)]
-        # After `own_sections`: the signature of a run of the first edition covers its own paths.
+        # After `own_sections`: the signature covers the names that the run wrote.
         settings = in_this_layout(raw)
-        algorithm = settings.get("algorithm")
-        if isinstance(algorithm, dict) and "surrogate" in algorithm:
-            surrogate = f"algorithm.surrogate={shown(algorithm['surrogate'])}"
-            hint = did_you_mean(str(algorithm["surrogate"]), OBJECTIVES)
-            raise ValueError(f"{surrogate}: expected one of: {', '.join(OBJECTIVES)}{hint}")
-        # Earlier versions also wrote the defaults of choices that were not made: {"optimizer":
-        # {"name": "sgd", "momentum": 0.95}} has Muon's momentum. These keys are left out.
-        complete = dict(settings)
-        for key, (_, choices) in CHOICES.items():
-            section = settings.get(key)
-            name = section.get("name") if isinstance(section, dict) else None
-            if isinstance(name, str) and name in choices:
-                known = field_names(choices[name])
-                others = {name for cls in choices.values() for name in field_names(cls)} - {*known}
-                complete[key] = {name: v for name, v in section.items() if name not in others}
         with explained([], dict):
-            typed = OmegaConf.merge(schema(), complete)
+            typed = OmegaConf.merge(schema(), settings)
         if trust or not theirs:
             OmegaConf.resolve(typed)
             return cast(DictConfig, typed), signed

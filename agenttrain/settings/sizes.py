@@ -16,7 +16,7 @@ from agenttrain.rewards.config import RewardSettings
 from agenttrain.rollout.config import tasks_of_round
 from agenttrain.settings.components import reward_sections, rewarding, stop_tools, tool_names
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.utils.sections import shown
+from agenttrain.utils.sections import plain, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def describe(config: RunConfig) -> str:
     for field in fields(AlgorithmConfig):
         value = getattr(algorithm, field.name)
         if field.name not in (*AXES, *COUNTED) and value != getattr(default, field.name):
-            axes.append(f"{field.name} {shown(value)}")
+            axes.append(f"{field.name} {shown(plain(value))}")
     environments = []
     for name, section in config.environment.items():
         tools = tool_names(RunConfig(environment={name: section}))

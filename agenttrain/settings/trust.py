@@ -23,7 +23,7 @@ from agenttrain.settings.untrusted import (
 )
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import PACKAGE
-from agenttrain.utils.moved import MOVED
+from agenttrain.utils.moved import RENAMED
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import hide_in_settings
 from agenttrain.utils.signing import sign, verifies
@@ -93,7 +93,7 @@ def _check_ours(argument: str, value: UntrustedValue, what: str) -> None:
     path = value.value
     if not isinstance(path, str) or not re.fullmatch(r"agenttrain(\.[A-Za-z_]\w*)+", path):
         return
-    if path not in MOVED and not _is_ours(path):
+    if path not in RENAMED and not _is_ours(path):
         bundled = [*bundled_targets(), *(v for args in bundled_targets().values() for v in args)]
         raise ConfigError(
             f"{argument}: {value.key}={path}: is no name of this version of agenttrain"

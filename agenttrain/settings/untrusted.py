@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, isclass, signature
 from typing import Any, get_type_hints
@@ -23,7 +23,7 @@ from agenttrain.tracking.config import OwnTrackerSettings
 from agenttrain.utils.data_fields import is_data
 from agenttrain.utils.files import conf_folder
 from agenttrain.utils.locate import locate
-from agenttrain.utils.sections import field_names, plain
+from agenttrain.utils.sections import field_names, plain, sections_below
 
 SECTIONS = field_names(RunConfig)
 """All of a run's sections."""
@@ -69,17 +69,20 @@ def _of_class(
     cls: type, section: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
     hints, defaults = get_type_hints(cls, include_extras=True), _defaults(cls)
+    sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
-        of_place = _reader(".".join(place), hints.get(name))
+        of_place = _reader(".".join(place), sections.get(name))
         if of_place is not None and isinstance(value, Mapping):
             yield from of_place(value, place)
-        elif name not in hints or not (value == defaults[name] or is_data(hints[name], value)):
+        elif name in defaults and value == defaults[name]:
+            continue
+        elif name not in hints or not is_data(hints[name], value):
             yield from _leaves(value, place)
 
 
 def _reader(
-    key: str, hint: Any
+    key: str, cls: type | None
 ) -> Callable[[Mapping[str, Any], tuple[str, ...]], Iterator[UntrustedValue]] | None:
     """Return the function that reads the section at `key`; None for a single value."""
     if key in COMPONENTS:
@@ -88,8 +91,8 @@ def _reader(
         return lambda section, path: _of_components(NAMED_COMPONENTS[key], section, path)
     if key in choices():
         return lambda section, path: _of_choice(choices()[key], section, path)
-    if is_dataclass(hint) and isinstance(hint, type):
-        return lambda section, path: _of_class(hint, section, path)
+    if cls is not None:
+        return lambda section, path: _of_class(cls, section, path)
     return None
 
 
@@ -149,9 +152,16 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[UntrustedValue]:
 
 @cache
 def _defaults(cls: type) -> Mapping[str, Any]:
-    """Return the defaults of a settings class as plain data."""
-    made = cls()
-    return {field.name: plain(getattr(made, field.name)) for field in fields(cls)}
+    """Return the defaults of a settings class as plain data, without keys that have to be set."""
+    infos = getattr(cls, "__pydantic_fields__", {})
+    required = {name for name, info in infos.items() if info.is_required()}
+    made = None if required else cls()
+    return {
+        name: plain(infos[name].get_default(call_default_factory=True) if required else value)
+        for name in field_names(cls)
+        if name not in required
+        for value in (getattr(made, name, None),)
+    }
 
 
 def _parameters(target: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -44,9 +44,10 @@ def assign_advantages(
     """
 
     def penalty_of(rollout: Rollout) -> float:
-        return config.beta * penalties.get(rollout.rollout_id, 0.0)
+        beta = 0.0 if config.kl is None else config.kl.beta
+        return beta * penalties.get(rollout.rollout_id, 0.0)
 
-    if config.credit is not Credit.rollout:
+    if config.turn_credit is not None:
         turn_rewards = [
             [rewards_of_turns(rollout, reward_weights, penalty_of(rollout)) for rollout in group]
             for group in groups
@@ -131,7 +132,7 @@ def _assign_by_turn(
         reward for group in rewards for rollout in group for reward in rollout.rewards or ()
     ]
     metrics = {"credit/turn_reward": mean_parts(torch.tensor(turn_rewards))}
-    if config.credit is Credit.gigpo:
+    if config.credit.name is Credit.gigpo:
         compared = [flag for group in result.compared[local] for turns in group for flag in turns]
         metrics["credit/step_groups"] = mean_parts(torch.tensor(compared))
     for turn, values in enumerate(by_turn, start=1):

@@ -49,11 +49,12 @@ class Minibatch:
 
     def trained(self, config: AlgorithmConfig) -> list[TrainingSequence]:
         """Return the sequences that have a gradient; the others need no forward pass."""
+        every_token_counts = config.kl_in_loss is not None or config.has_bonus
         return [
             sequence
             for sequence in self.sequences
             if sequence.weight > 0
-            and (config.kl_in_loss or config.has_bonus or any(sequence.trajectory.advantages or ()))
+            and (every_token_counts or any(sequence.trajectory.advantages or ()))
         ]
 
     def record(self, microbatch: Microbatch, inputs: LossInputs, loss: Tensor) -> None:
@@ -153,5 +154,5 @@ def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     With one update per step, its forward pass computes these probabilities anyway.
     """
     recomputed = config.behaviour is Behaviour.recomputed
-    before = config.updates > 1 or config.kl_in_reward or config.has_teacher
+    before = config.updates > 1 or config.kl_in_reward is not None or config.has_teacher
     return config.top_entropy < 1 or (recomputed and before)

@@ -143,7 +143,7 @@ class Policy:
         self._steps = steps
         self.reward_weights = dict(reward_weights or {})
         """Weights of the rubric, for algorithms that normalise each reward function."""
-        self._bonus = EntropyBonus(algorithm.entropy_bonus)
+        self._bonus = EntropyBonus(algorithm.entropy.bonus)
         self._scorer = Scorer(
             self.model,
             temperature=temperature,
@@ -243,7 +243,8 @@ class Policy:
         Both are empty unless the KL is subtracted from the reward. `algorithm.behaviour` names the
         probabilities that are compared with the reference's.
         """
-        if not self.algorithm.kl_in_reward:
+        penalty = self.algorithm.kl_in_reward
+        if penalty is None:
             return {}, {}
         penalties: defaultdict[str, float] = defaultdict(float)
         kl = torch.zeros(2, device=self.device)
@@ -251,7 +252,7 @@ class Policy:
             recomputed = self.algorithm.behaviour is Behaviour.recomputed
             policy_S = sequence.old_logprobs_S if recomputed else sequence.behaviour_S
             assert policy_S is not None and sequence.ref_logprobs_S is not None
-            kl_S = kl_estimate(policy_S, sequence.ref_logprobs_S, self.algorithm.kl)
+            kl_S = kl_estimate(policy_S, sequence.ref_logprobs_S, penalty.estimator)
             penalties[sequence.rollout.rollout_id] += kl_S.sum().item()
             kl = kl + mean_parts(kl_S).to(self.device)
         return penalties, {"kl": kl}

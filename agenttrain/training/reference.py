@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from agenttrain.algorithms.config import AlgorithmConfig
-from agenttrain.algorithms.config import Reference as Kind
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.lora import adapter_parameters, changes_nothing, is_adapted
@@ -20,8 +19,8 @@ from agenttrain.training.sharding import Sharding, assign, give_storage, local_p
 from agenttrain.training.wrapping import shard
 
 SYNCED_ADAPTERS = (
-    "algorithm.reference=synced: the reference of a model with adapters is the model as the run "
-    "began, and two sets of adapters cannot be mixed; set algorithm.reference=frozen"
+    "algorithm.kl.reference.sync_steps: the reference of a model with adapters is the model as the "
+    "run began, and two sets of adapters cannot be mixed; leave it out"
 )
 
 
@@ -150,11 +149,11 @@ def make_reference(
     adapters it is a copy of the policy. If the policy has no storage yet, `copy_weights` gives the
     copy its weights. Raises ValueError for a synced reference of a model with adapters.
     """
-    if config.beta == 0:
+    if config.kl is None:
         return None
-    is_synced = config.reference is Kind.synced
+    synced = config.kl.reference
     if is_adapted(scorer.model):
-        if is_synced:
+        if synced is not None:
             raise ValueError(SYNCED_ADAPTERS)
         if changes_nothing(scorer.model):
             return AdaptersOff(scorer)
@@ -166,6 +165,6 @@ def make_reference(
         frozen_scorer = accelerator.prepare_model(frozen_scorer, evaluation_mode=True)
     else:
         shard(frozen_scorer, accelerator, sharding)
-    if is_synced:
-        return SyncedCopy(frozen_scorer, every=config.ref_sync_steps, mixup=config.ref_mixup)
+    if synced is not None:
+        return SyncedCopy(frozen_scorer, every=synced.sync_steps, mixup=synced.mixup)
     return ReferencePolicy(frozen_scorer)

@@ -12,7 +12,7 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
-from agenttrain.utils.moved import MOVED
+from agenttrain.utils.moved import RENAMED
 from agenttrain.utils.names import did_you_mean
 
 INSTALLED = (
@@ -121,8 +121,8 @@ def locate(path: object, *, key: str) -> Any:
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{key}={path}: expected a dotted path such as my_pkg.my_module.my_name")
-    if path in MOVED:
-        raise ValueError(f"{key}={path}: is {MOVED[path]} now")
+    if path in RENAMED:
+        raise ValueError(f"{key}={path}: is {RENAMED[path]} now")
     parts = path.split(".")
     # The longest part of the path that is a module; the others are attributes.
     for used in range(len(parts), 0, -1):

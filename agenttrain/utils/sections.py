@@ -19,16 +19,19 @@ validator that calls `choose`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, TypeVar, cast
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from agenttrain.types import ConfigError
 from agenttrain.utils.data_fields import DATA
+from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
 
 SETTINGS = ConfigDict(extra="forbid", defer_build=True)
@@ -76,23 +79,95 @@ def choice(resolve: Callable[[Mapping[str, Any]], object]) -> Any:
     return Annotated[Any, PlainValidator(resolve)]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class MayBeNone:
+    """Marks the field of a section that is None where none of its keys is set."""
+
+    settings: type
+
+
+def _optional(settings: type[Any]) -> Any:
+    def read(section: object) -> object:
+        if section is None or isinstance(section, settings):
+            return section
+        if not isinstance(section, Mapping):
+            raise PydanticCustomError("section", "is a section")
+        names = field_names(settings)
+        unknown = [
+            InitErrorDetails(
+                type=PydanticCustomError(
+                    "unknown_key",
+                    "unknown key{hint}",  # pydantic fills it in
+                    {"hint": did_you_mean(str(n), names) or f"; its keys are: {', '.join(names)}"},
+                ),
+                loc=(str(n),),
+                input=value,
+            )
+            for n, value in section.items()
+            if n not in names
+        ]
+        if unknown:
+            raise ValidationError.from_exception_data(settings.__name__, unknown)
+        return TypeAdapter(settings).validate_python(dict(section)) if section else None
+
+    validator = PlainValidator(read, json_schema_input_type=settings | None)
+    return Annotated[Any, validator, MayBeNone(settings)]
+
+
+if TYPE_CHECKING:
+    from typing import Optional as OptionalSection
+else:
+
+    class OptionalSection:
+        """``OptionalSection[KlConfig]``: type of a section that is None unless a key of it is set.
+
+        OmegaConf sees a value of any type: the first key that is set below a typed null is an
+        error to it. pydantic checks the names and types of the keys.
+        """
+
+        def __class_getitem__(cls, settings: type) -> Any:
+            return _optional(settings)
+
+
+@cache
+def sections_below(cls: type) -> Mapping[str, type]:
+    """Return the settings class of each section in a settings class, by its key.
+
+    A section that may be None is among them.
+    """
+    sections: dict[str, type] = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        optional = [part.settings for part in get_args(hint) if isinstance(part, MayBeNone)]
+        for part in (hint, *get_args(hint)[:1], *optional):
+            if isinstance(part, type) and is_dataclass(part):
+                sections[name] = part
+    return sections
+
+
 def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
     """Return the section at `key` as the settings that its `name` chooses; raises InvalidSettings.
 
     An object of a settings class is returned unchanged. The message on a key that only another
     choice has names that choice.
     """
+    for settings in choices.values():
+        if isinstance(section, settings):
+            return section
+    group = key.replace(".", "/")
     if not isinstance(section, Mapping):
-        return cast(T, section)
+        raise InvalidSettings(
+            f"{key}={shown(section)}: is a section; choose one with {group}={'|'.join(choices)}, "
+            f"and set its keys with {key}.<key>=…"
+        )
     name = str(section.get("name"))
     if name not in choices:
         hint = did_you_mean(name, choices)
-        raise InvalidSettings(f"{key}={name}: expected one of: {', '.join(choices)}{hint}")
+        raise InvalidSettings(f"{group}={name}: expected one of: {', '.join(choices)}{hint}")
     known = field_names(choices[name])
 
     def unknown(other: str, value: Any) -> Iterator[str]:
-        line = f"{key}.{other}={shown(value)}: unknown key of {key}={name}"
-        if owners := [f"{key}={owner}" for owner in owners_of(other, choices)]:
+        line = f"{key}.{other}={shown(value)}: unknown key of {group}={name}"
+        if owners := [f"{group}={owner}" for owner in owners_of(other, choices)]:
             yield f"{line}; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
         else:
             keys = f"; its keys are: {', '.join(known)}"
@@ -219,6 +294,9 @@ def _problem(detail: Mapping[str, Any], place: str) -> str:
         return f"expected one of: {', '.join(names)}{did_you_mean(str(detail['input']), names)}"
     if kind == "unexpected_keyword_argument":
         return "unknown key"
+    if kind == "section":
+        new = moved_key(f"{place}={shown(detail['input'])}")
+        return f"is {new} now" if new else f"is a section; set its keys with {place}.<key>=…"
     if kind == "string_type" and isinstance(detail["input"], int | float):
         # 12e4 has become 120000.0: only a whole number is still as it was written.
         text = detail["input"] if isinstance(detail["input"], int) else "…"

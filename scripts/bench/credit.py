@@ -40,7 +40,7 @@ import harness
 import torch
 
 from agenttrain.algorithms.advantages import advantages as compare
-from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Credit, Scale
+from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Scale
 from agenttrain.algorithms.credit import TurnRewards, turn_advantages
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.objectives.config import build_objective
@@ -51,9 +51,9 @@ ENOUGH, MOST = 0.9, 20_000
 RATES = (3.0, 10.0, 30.0, 100.0)
 KINDS: dict[str, dict[str, Any]] = {
     "rollout": {},
-    "turn_reward": {"credit": Credit.turn_reward, "gamma": 0.5},
-    "turn_baseline": {"credit": Credit.turn_baseline, "gamma": 0.5},
-    "gigpo": {"credit": Credit.gigpo, "gamma": 0.5},
+    "turn_reward": {"credit": {"name": "turn_reward", "gamma": 0.5}},
+    "turn_baseline": {"credit": {"name": "turn_baseline", "gamma": 0.5}},
+    "gigpo": {"credit": {"name": "gigpo", "gamma": 0.5}},
 }
 
 
@@ -80,7 +80,7 @@ def learn(kind: str, rate: float, seed: int) -> int:
         # [states, sequences] -> [sequences, states]
         actions = torch.multinomial(probabilities, sequences, True, generator=noise).T
         earned = (actions == right).double() / STATES
-        if config.credit is Credit.rollout:
+        if config.turn_credit is None:
             totals = earned.sum(1).reshape(GROUPS, GROUP)
             each = compare(totals, baseline=config.advantage, scale=config.scale)
             advantages = each.flatten()[:, None].expand(-1, STATES)

@@ -28,8 +28,8 @@ from agenttrain.data.bundled import shop
 
 CREDITS = {
     "rollout": (),
-    "turn_reward": ("algorithm.credit=turn_reward", "algorithm.gamma=0.95"),
-    "gigpo": ("algorithm.credit=gigpo", "algorithm.gamma=0.95"),
+    "turn_reward": ("algorithm/credit=turn_reward", "algorithm.credit.gamma=0.95"),
+    "gigpo": ("algorithm/credit=gigpo", "algorithm.credit.gamma=0.95"),
 }
 MOST, WINDOW, ENOUGH = 40, 5, 0.9
 SETTINGS = (

@@ -152,7 +152,7 @@ def start(verb: str, folder: Path, world: Any) -> Any:
     """Return the policy, as a run makes it."""
     from transformers import AutoModelForCausalLM
 
-    from agenttrain.algorithms.config import AlgorithmConfig
+    from agenttrain.algorithms.config import AlgorithmConfig, KlConfig
     from agenttrain.training.config import AdamWSettings, TrainingConfig
     from agenttrain.training.policy import Policy
     from agenttrain.training.sharding import Sharding
@@ -166,7 +166,7 @@ def start(verb: str, folder: Path, world: Any) -> Any:
         weights = SlicedWeights(model, folder, world.rank)
     return Policy(
         model,
-        algorithm=AlgorithmConfig(beta=0.1 if verb == "reference" else 0.0),
+        algorithm=AlgorithmConfig(kl=KlConfig(beta=0.1) if verb == "reference" else None),
         optimizer=AdamWSettings(),
         training=TrainingConfig(),
         temperature=1.0,

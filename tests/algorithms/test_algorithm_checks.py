@@ -18,11 +18,10 @@ from agenttrain.algorithms.config import (
     Advantage,
     AlgorithmConfig,
     Behaviour,
-    Correction,
-    CorrectionMode,
+    CorrectionConfig,
+    KlConfig,
     KlEstimator,
-    KlIn,
-    Reference,
+    KlPlace,
     Rewards,
     Scale,
 )
@@ -32,7 +31,7 @@ from agenttrain.algorithms.objectives.config import KEY, all_objectives, build_o
 from agenttrain.settings.checks import validate
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
-from agenttrain.utils.sections import validated
+from agenttrain.utils.sections import plain, validated
 
 # Two rollouts in which every bound is crossed on both sides.
 BEHAVIOUR = torch.tensor([-1.0, -0.9, -0.5, -0.4, -1.2, -1.0, -0.6], dtype=torch.float64)
@@ -42,14 +41,18 @@ REF = NEW + torch.tensor([0.1, -0.2, 0.3, 0.0, -0.1, 0.2, 0.1], dtype=torch.floa
 ROW = torch.tensor([0, 0, 0, 0, 1, 1, 1])
 
 CHANGED = {
-    "kl": KlEstimator.k2,
-    "kl_bias_correction": True,
-    "correction_mode": CorrectionMode.mask,
-    "correction_max": 1.1,
-    "correction_min": 0.9,
-    "beta": 0.2,
-    "off_policy_threshold": -0.5,
+    "kl": [
+        {"estimator": KlEstimator.k2},
+        {"bias_correction": True},
+        {"beta": 0.2},
+    ],
+    "correction": [
+        {"mode": "mask"},
+        {"max": 1.1},
+        {"min": 0.9},
+    ],
 }
+"""Section -> changes of a key, each of which acts wherever the section is set."""
 OF_OBJECTIVES = {
     "low": 0.05,
     "high": 0.05,
@@ -63,14 +66,14 @@ OF_OBJECTIVES = {
     "ratio": "sequence_mean",
 }
 BASES = [
-    config(objective=build_objective(name), beta=beta, **correction)
+    config(objective=build_objective(name), kl={"beta": beta}, **correction)
     for name, beta, correction in product(
         all_objectives(),
         (0.0, 0.3),
         (
             {},
-            {"behaviour": Behaviour.recomputed, "correction": Correction.token},
-            {"behaviour": Behaviour.recomputed, "correction": Correction.sequence},
+            {"behaviour": Behaviour.recomputed, "correction": {"level": "token"}},
+            {"behaviour": Behaviour.recomputed, "correction": {"level": "sequence"}},
         ),
     )
 ]
@@ -105,18 +108,22 @@ def sections(settings: AlgorithmConfig) -> dict[str, object]:
 
 
 def name(settings: AlgorithmConfig) -> str:
-    return f"{settings.objective.name}-{settings.beta}-{settings.correction}"
+    beta = settings.kl.beta if settings.kl else 0
+    level = settings.correction.level if settings.correction else None
+    return f"{settings.objective.name}-{beta}-{level}"
 
 
 @pytest.mark.parametrize("base", BASES, ids=name)
-def test_what_is_accepted_acts_and_what_is_refused_does_not(base: AlgorithmConfig) -> None:
-    for key, value in CHANGED.items():
-        lines = problems(**{**sections(base), key: value}).splitlines()
-        unread = [line for line in lines if line.startswith(f"algorithm.{key}=")]
-        if unread:
-            assert "has no effect here" in unread[0]
-        else:
-            assert abs(loss(replace(base, **{key: value})) - loss(base)) > 1e-9, key
+def test_every_key_of_a_section_acts(base: AlgorithmConfig) -> None:
+    for key, changes in CHANGED.items():
+        if (section := getattr(base, key)) is None:
+            continue
+        for change in changes:
+            changed = {**plain(section), **change}
+            if problems(**{**sections(base), key: changed}):
+                continue  # bias_correction without a ratio of tokens
+            assert abs(loss(replace(base, **{key: changed})) - loss(base)) > 1e-9, change
+    assert abs(loss(replace(base, off_policy_threshold=-0.5)) - loss(base)) > 1e-9
 
 
 @pytest.mark.parametrize("base", BASES, ids=name)
@@ -136,16 +143,12 @@ def test_every_key_of_an_objective_acts_and_those_of_others_are_refused(
 
 
 def test_every_setting_of_the_loss_is_in_the_matrix() -> None:
-    outside = {
-        *("name", "group_size", "num_epochs", "minibatches", "rewards", "advantage", "scale"),
-        *("credit", "gamma", "step_weight", "teacher"),  # of advantages
-        *("objective", "aggregation", "mask_truncated", "top_entropy", "correction"),
-        # below, one by one
-        *("dynamic_sampling", "oversample", "kl_in", "reference", "ref_sync_steps", "ref_mixup"),
-        *("entropy_bonus", "entropy_target", "entropy_bonus_step", "entropy_bonus_max"),
-        "behaviour",
+    assert {key for change in CHANGED["kl"] for key in change} | {"place", "reference"} == {
+        field.name for field in fields(KlConfig)
     }
-    assert outside | set(CHANGED) == {field.name for field in fields(AlgorithmConfig)}
+    assert {key for change in CHANGED["correction"] for key in change} | {"level"} == {
+        field.name for field in fields(CorrectionConfig)
+    }
     keys = {field.name for one in all_objectives().values() for field in fields(one.settings)}
     assert keys == set(OF_OBJECTIVES)
 
@@ -153,27 +156,49 @@ def test_every_setting_of_the_loss_is_in_the_matrix() -> None:
 GSPO = {"name": "clip", "ratio": "sequence_mean"}
 BATCH = {"advantage": Advantage.batch, "scale": Scale.none}
 EACH = {"rewards": Rewards.normalize_each}
+TOKEN = {"behaviour": Behaviour.recomputed}
 REFUSED = [
-    ({"kl_in": KlIn.reward}, "algorithm.kl_in=reward: has no effect here; it needs algorithm.beta"),
-    ({"reference": Reference.synced}, "algorithm.reference=synced: has no effect"),
-    ({"ref_mixup": 0.5, "beta": 0.1}, "needs algorithm.beta above 0 and algorithm.reference"),
-    ({"ref_sync_steps": 5}, "or algorithm.ref_sync_steps=512, the default"),
-    ({"entropy_bonus_step": 0.1, "entropy_bonus": 0.1}, "it needs algorithm.entropy_target"),
-    ({"entropy_bonus_max": 0.1}, "it needs algorithm.entropy_target"),
+    ({"kl": {"place": KlPlace.reward}}, "algorithm.kl.beta: has no value; set it"),
+    (
+        {"kl": {"beta": 0.1, "reference": {"mixup": 0.5}}},
+        "algorithm.kl.reference.sync_steps: has no",
+    ),
+    (
+        {"kl": {"beta": 0.1, "betta": 0.1}},
+        "algorithm.kl.betta=0.1: unknown key (did you mean 'beta'?)",
+    ),
+    ({"kl": "k1"}, "algorithm.kl=k1: is algorithm.kl.estimator now"),
+    ({"kl": 3}, "algorithm.kl=3: is algorithm.kl.estimator now"),
+    (
+        {"entropy": {"bonus": 0.1, "adaptive": {"step": 0.1}}},
+        "algorithm.entropy.adaptive.target: has",
+    ),
+    (
+        {"entropy": {"adaptive": 0.1}},
+        "is a section; set its keys with algorithm.entropy.adaptive.<key>",
+    ),
+    ({"correction": {"max": 3.0}}, "algorithm.correction.level: has no value; set it"),
+    (
+        {"credit": "gigpo"},
+        "algorithm.credit=gigpo: is a section; choose one with algorithm/credit=",
+    ),
     (
         {"behaviour": Behaviour.recomputed, "objective": {"name": "reinforce"}},
         "algorithm.behaviour=recomputed: has no effect",
     ),
-    ({"kl_bias_correction": True, "beta": 0.1, "kl_in": KlIn.reward}, "algorithm.kl_in=loss"),
+    (
+        {"kl": {"beta": 0.1, "bias_correction": True, "place": KlPlace.reward}},
+        "set algorithm.kl.place=loss",
+    ),
     ({"dynamic_sampling": 2, **BATCH}, "algorithm.dynamic_sampling=2: has no effect"),
     ({"oversample": 1.5, **BATCH}, "or algorithm.oversample=1.0, the default"),
     (
-        {"dynamic_sampling": 2, "beta": 0.1, "kl_in": KlIn.reward},
+        {"dynamic_sampling": 2, "kl": {"beta": 0.1, "place": KlPlace.reward}},
         "algorithm.dynamic_sampling=2: groups are replaced by their rewards before the KL is known",
     ),
     (
-        {"oversample": 1.5, "beta": 0.1, "kl_in": KlIn.reward},
-        "set algorithm.kl_in=loss, or algorithm.oversample=1",
+        {"oversample": 1.5, "kl": {"beta": 0.1, "place": KlPlace.reward}},
+        "set algorithm.kl.place=loss, or algorithm.oversample=1",
     ),
     ({"advantage": Advantage.batch}, "algorithm.scale=group: advantages over the mean"),
     ({"advantage": Advantage.leave_one_out}, "algorithm.scale=none or batch"),
@@ -184,7 +209,10 @@ REFUSED = [
         {**EACH, "scale": Scale.none, "advantage": Advantage.leave_one_out},
         "set algorithm.advantage=group",
     ),
-    ({**EACH, "scale": Scale.batch, "beta": 0.1, "kl_in": KlIn.reward}, "set algorithm.kl_in=loss"),
+    (
+        {**EACH, "scale": Scale.batch, "kl": {"beta": 0.1, "place": KlPlace.reward}},
+        "set algorithm.kl.place=loss",
+    ),
     ({"objective": {"low": 1.0}}, "algorithm.objective.low=1.0: must be below 1"),
     ({"objective": {"low": -0.1}}, "algorithm.objective.low=-0.1: must be 0 or more"),
     ({"objective": {"high": -0.1}}, "algorithm.objective.high=-0.1: must be 0 or more"),
@@ -194,55 +222,54 @@ REFUSED = [
         "algorithm.num_epochs=2: algorithm.objective=reinforce has no ratio",
     ),
     ({"objective": {"name": "reinforce"}, "minibatches": 2}, "only the first update"),
-    ({"beta": 0.1, "kl": KlEstimator.k1}, "algorithm.kl_bias_correction=true"),
-    ({"beta": 0.1, "kl": KlEstimator.k2, "kl_bias_correction": True}, "would bias it"),
+    ({"kl": {"beta": 0.1, "estimator": KlEstimator.k1}}, "algorithm.kl.bias_correction=true"),
+    ({"kl": {"beta": 0.1, "estimator": KlEstimator.k2, "bias_correction": True}}, "would bias it"),
     (
-        {"beta": 0.1, "kl_bias_correction": True, "objective": GSPO},
+        {"kl": {"beta": 0.1, "bias_correction": True}, "objective": GSPO},
         "set algorithm.objective.ratio=token",
     ),
-    ({"entropy_target": 1.0, "entropy_bonus": 2.0}, "starts above algorithm.entropy_bonus_max=1.0"),
-    ({"correction": Correction.token}, "set algorithm.behaviour=recomputed"),
     (
-        {
-            "correction": Correction.token,
-            "behaviour": Behaviour.recomputed,
-            "correction_max": None,
-        },
-        "algorithm.correction_max=null: without a bound",
+        {"entropy": {"bonus": 2.0, "adaptive": {"target": 1.0}}},
+        "starts above algorithm.entropy.adaptive.max=1.0",
+    ),
+    ({"correction": {"level": "token"}}, "set algorithm.behaviour=recomputed"),
+    (
+        {**TOKEN, "correction": {"level": "token", "max": None}},
+        "algorithm.correction.max=null: without a bound",
     ),
     (
-        {
-            "correction": Correction.token,
-            "behaviour": Behaviour.recomputed,
-            "correction_min": 3.0,
-        },
-        "must be below algorithm.correction_max=2.0",
+        {**TOKEN, "correction": {"level": "token", "min": 3.0}},
+        "must be below algorithm.correction.max=2.0",
     ),
     (
-        {
-            "correction": Correction.geometric,
-            "behaviour": Behaviour.recomputed,
-            "objective": {"name": "vespo"},
-        },
-        "set algorithm.correction=token or sequence",
+        {**TOKEN, "correction": {"level": "geometric"}, "objective": {"name": "vespo"}},
+        "set algorithm.correction.level=token or sequence",
     ),
-    *(
-        (
-            {
-                "correction": Correction.token,
-                "behaviour": Behaviour.recomputed,
-                "correction_mode": CorrectionMode.mask,
-                **bound,
-            },
-            expected,
-        )
-        for bound, expected in (
-            (
-                {"correction_max": 0.5},
-                "algorithm.correction_max=0.5: must be at least 1, the ratio",
-            ),
-            ({"correction_min": 1.5}, "algorithm.correction_min=1.5: must be at most 1, the ratio"),
-        )
+    (
+        {**TOKEN, "correction": {"level": "token", "mode": "mask", "max": 0.5}},
+        "algorithm.correction.max=0.5: must be at least 1, the ratio",
+    ),
+    (
+        {**TOKEN, "correction": {"level": "token", "mode": "mask", "min": 1.5}},
+        "algorithm.correction.min=1.5: must be at most 1, the ratio",
+    ),
+    (
+        {**TOKEN, "correction": {"level": "token", "max": 0.0}},
+        "correction.max=0.0: must be more than",
+    ),
+    ({"kl": {"beta": -0.1}}, "algorithm.kl.beta=-0.1: must be 0 or more"),
+    (
+        {"kl": {"beta": 0.1, "reference": {"sync_steps": 1, "mixup": 0.0}}},
+        "algorithm.kl.reference.mixup=0.0: must be more than 0",
+    ),
+    ({"entropy": {"bonus": -0.1}}, "algorithm.entropy.bonus=-0.1: must be 0 or more"),
+    (
+        {"entropy": {"adaptive": {"target": -0.1, "step": 0.0}}},
+        "algorithm.entropy.adaptive.target=-0.1: must be 0 or more",
+    ),
+    (
+        {"entropy": {"adaptive": {"target": 0.1, "step": 0.0}}},
+        "algorithm.entropy.adaptive.step=0.0: must be more than 0",
     ),
     (
         {"top_entropy": 0.5, "objective": GSPO},
@@ -259,14 +286,8 @@ REFUSED = [
             ("minibatches", 0, "at least 1", {}),
             ("oversample", 0.5, "at least 1", {}),
             ("dynamic_sampling", -1, "0 or more", {}),
-            ("beta", -0.1, "0 or more", {}),
-            ("entropy_bonus", -0.1, "0 or more", {}),
-            ("entropy_target", -0.1, "0 or more", {}),
             ("top_entropy", 0.0, "more than 0", {}),
             ("top_entropy", 1.5, "at most 1", {}),
-            ("ref_mixup", 0.0, "more than 0", {"beta": 0.1, "reference": Reference.synced}),
-            ("correction_max", 0.0, "more than 0", {}),
-            ("entropy_bonus_step", 0.0, "more than 0", {}),
         )
     ),
 ]
@@ -278,31 +299,31 @@ def test_refused(settings: dict, expected: str) -> None:
 
 
 def test_a_synced_reference_needs_weights_of_its_own() -> None:
-    settings = config(beta=0.1, reference=Reference.synced)
+    settings = config(kl={"beta": 0.1, "reference": {"sync_steps": 512}})
     run = RunConfig(algorithm=settings)
     run.model.lora.rank = 8
-    with pytest.raises(ConfigError, match=r"set algorithm\.reference=frozen"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.kl\.reference\.sync_steps=512: .* leave it out"
+    ):
         validate(run)
 
 
 ACCEPTED = [
-    {"beta": 0.1, "kl_in": KlIn.reward, "kl": KlEstimator.k1},
-    {"beta": 0.1, "kl": KlEstimator.k1, "kl_bias_correction": True},
-    {"beta": 0.1, "reference": Reference.synced, "ref_sync_steps": 3, "ref_mixup": 1.0},
-    {"entropy_target": 1.0, "entropy_bonus_step": 0.1, "entropy_bonus_max": 0.5},
+    {"kl": {"beta": 0.1, "estimator": KlEstimator.k1, "place": KlPlace.reward}},
+    {"kl": {"beta": 0.1, "estimator": KlEstimator.k1, "bias_correction": True}},
+    {"kl": {"beta": 0.1, "reference": {"sync_steps": 3, "mixup": 1.0}}},
+    {"entropy": {"adaptive": {"target": 1.0, "step": 0.1, "max": 0.5}}},
     {"behaviour": Behaviour.recomputed},
     {
         "behaviour": Behaviour.recomputed,
         "objective": {"name": "reinforce"},
-        "correction": Correction.geometric,
-        "correction_max": None,
-        "correction_min": 0.5,
+        "correction": {"level": "geometric", "max": None, "min": 0.5},
     },
     {"group_size": 1, **BATCH},
     {**EACH, "scale": Scale.batch},
     {"dynamic_sampling": 2, "oversample": 1.5},
     {"top_entropy": 0.5, "objective": {"name": "cispo", "ratio": "sequence_mean"}},
-    {"credit": "turn_reward", "objective": GSPO},
+    {"credit": {"name": "turn_reward"}, "objective": GSPO},
     {"top_entropy": 0.5, "objective": {"name": "vespo"}},
 ]
 

@@ -20,11 +20,11 @@ from agenttrain.algorithms.config import (
     Aggregation,
     AlgorithmConfig,
     Behaviour,
-    Correction,
+    CorrectionConfig,
+    CorrectionLevel,
     CorrectionMode,
-    Credit,
     KlEstimator,
-    KlIn,
+    KlPlace,
 )
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import (
@@ -51,14 +51,12 @@ PRESETS = {
 # with every preset: what can be added to it
 ADDED: dict[str, dict] = {
     "bare": {},
-    "kl": {"beta": 0.3},
+    "kl": {"kl": {"beta": 0.3}},
     "corrected": {
         "behaviour": Behaviour.recomputed,
-        "correction": Correction.token,
-        "correction_max": 1.2,
-        "correction_min": 0.8,
+        "correction": {"level": "token", "max": 1.2, "min": 0.8},
     },
-    "masked": {"off_policy_threshold": 0.1, "entropy_bonus": 0.1},
+    "masked": {"off_policy_threshold": 0.1, "entropy": {"bonus": 0.1}},
 }
 
 numbers = st.floats(-2, 0, allow_nan=False, width=32)
@@ -100,19 +98,22 @@ objectives = st.one_of(
 penalties = st.sampled_from(
     [
         {},
-        {"beta": 0.3},
-        {"beta": 0.3, "kl": KlEstimator.k2},
-        {"beta": 0.3, "kl": KlEstimator.k1, "kl_bias_correction": True},
-        {"beta": 0.3, "kl_bias_correction": True},
+        {"kl": {"beta": 0.3}},
+        {"kl": {"beta": 0.3, "estimator": KlEstimator.k2}},
+        {"kl": {"beta": 0.3, "estimator": KlEstimator.k1, "bias_correction": True}},
+        {"kl": {"beta": 0.3, "bias_correction": True}},
     ]
 )
 corrections = st.fixed_dictionaries(
     {
         "behaviour": st.just(Behaviour.recomputed),
-        "correction": st.sampled_from([level for level in Correction if level != "none"]),
-        "correction_mode": st.sampled_from(CorrectionMode),
-        "correction_max": st.sampled_from([1.0, 1.1, 1.3]),
-        "correction_min": st.sampled_from([None, 0.6, 0.95]),
+        "correction": st.builds(
+            CorrectionConfig,
+            level=st.sampled_from(CorrectionLevel),
+            mode=st.sampled_from(CorrectionMode),
+            max=st.sampled_from([1.0, 1.1, 1.3]),
+            min=st.sampled_from([None, 0.6, 0.95]),
+        ),
     }
 )
 
@@ -123,13 +124,14 @@ def configs_of(draw: st.DrawFn) -> AlgorithmConfig:
     chosen_ = draw(objectives)
     settings_ = {**draw(penalties), **draw(st.one_of(st.just({}), corrections))}
     if getattr(chosen_.settings, "ratio", Ratio.token) is not Ratio.token:
-        assume(not settings_.get("kl_bias_correction"))
-    assume(not (chosen_.name == "vespo" and settings_.get("correction") is Correction.geometric))
+        assume(not settings_.get("kl", {}).get("bias_correction"))
+    level = settings_["correction"].level if "correction" in settings_ else None
+    assume(not (chosen_.name == "vespo" and level is CorrectionLevel.geometric))
     return config(
         objective=chosen_,
         aggregation=draw(st.sampled_from(Aggregation)),
         off_policy_threshold=draw(st.sampled_from([None, -0.1, 0.2])),
-        entropy_bonus=draw(st.sampled_from([0.0, 0.1])),
+        entropy={"bonus": draw(st.sampled_from([0.0, 0.1]))},
         **settings_,
     )
 
@@ -239,7 +241,7 @@ def test_gradient_is_the_difference_quotient(preset: str, added: str) -> None:
 
 
 def test_the_bonus_is_a_gradient_of_the_entropy() -> None:
-    settings_ = config(entropy_bonus=0.1)
+    settings_ = config(entropy={"bonus": 0.1})
     inputs = tensor_inputs([{**row, "at": row["new"]} for row in ROWS], settings_, ROWS)
     loss, _ = policy_loss(inputs, settings_)
     (gradient,) = torch.autograd.grad(loss, inputs.entropy_S)
@@ -250,10 +252,10 @@ def test_the_bonus_is_a_gradient_of_the_entropy() -> None:
 @pytest.mark.parametrize(
     ("settings_", "lacking"),
     [
-        (config(correction=Correction.token, behaviour=Behaviour.recomputed), "engine_S"),
+        (config(correction={"level": "token"}, behaviour=Behaviour.recomputed), "engine_S"),
         (config(off_policy_threshold=0.1), "engine_S"),
-        (config(beta=0.1), "ref_logprobs_S"),
-        (config(entropy_bonus=0.1), "entropy_S"),
+        (config(kl={"beta": 0.1}), "ref_logprobs_S"),
+        (config(entropy={"bonus": 0.1}), "entropy_S"),
     ],
 )
 def test_what_the_loss_lacks_is_named(settings_: AlgorithmConfig, lacking: str) -> None:
@@ -379,7 +381,7 @@ def test_a_gradient_does_not_depend_on_how_a_rollout_is_cut(
     settings_ = config(
         objective=CUT_OBJECTIVES[objective],
         aggregation=Aggregation.sequence_mean,
-        correction=Correction(correction),
+        correction=None if correction == "none" else {"level": correction},
         behaviour=Behaviour.engine if correction == "none" else Behaviour.recomputed,
         off_policy_threshold=0.1,
     )
@@ -399,7 +401,7 @@ def test_a_gradient_does_not_depend_on_how_a_rollout_is_cut(
 @pytest.mark.parametrize("token_advantages", [False, True])
 def test_a_ratio_of_sequences_is_that_of_the_trajectory(token_advantages: bool) -> None:
     clipless = build_objective("clip", ratio="sequence_sum", low=0.9, high=9.0)
-    credit = {"credit": Credit.turn_reward} if token_advantages else {}
+    credit = {"credit": {"name": "turn_reward"}} if token_advantages else {}
     settings_ = config(objective=clipless, aggregation=Aggregation.sequence_mean, **credit)
     inputs = cut_inputs([3, 2], settings_, [0.1, 0.2, 0.1, 0.3, 0.4, 0.0, 0.0, 0.0])
     loss, _ = policy_loss(inputs, settings_)
@@ -439,7 +441,7 @@ def row(**values: object) -> dict:
 
 def test_kl_in_the_reward_is_not_in_the_loss_too() -> None:
     rows = [row(new=[-0.5], old=[-0.5], ref=[-2.0], advantage=1.0)]
-    settings_ = config(beta=0.5, kl=KlEstimator.k1, kl_in=KlIn.reward)
+    settings_ = config(kl={"beta": 0.5, "estimator": KlEstimator.k1, "place": KlPlace.reward})
     loss, metrics = policy_loss(tensor_inputs(rows, settings_, rows), settings_)
     assert loss.item() == -1.0
     assert "kl" not in metrics

@@ -13,8 +13,6 @@ from agenttrain.algorithms.config import (
     Aggregation,
     AlgorithmConfig,
     Behaviour,
-    Correction,
-    CorrectionMode,
 )
 from agenttrain.algorithms.loss import mean_parts
 from agenttrain.algorithms.objectives.config import build_objective
@@ -44,9 +42,7 @@ def batch(mask: torch.Tensor = MASK, old: torch.Tensor = golden.OLD) -> Padded:
 def corrected(level: str, mode: str, high: float, **settings: object) -> AlgorithmConfig:
     return config(
         behaviour=Behaviour.recomputed,
-        correction=Correction(level),
-        correction_mode=CorrectionMode(mode),
-        correction_max=high,
+        correction={"level": level, "mode": mode, "max": high},
         **settings,
     )
 
@@ -73,13 +69,13 @@ CASES: dict[str, tuple[AlgorithmConfig, Update]] = {
         ),
         BNPO,
     ),
-    "dapo_beta.1_bc": (config(beta=0.1, kl_bias_correction=True), DAPO),
-    "dapo_beta.1_nobc": (config(beta=0.1), DAPO),
+    "dapo_beta.1_bc": (config(kl={"beta": 0.1, "bias_correction": True}), DAPO),
+    "dapo_beta.1_nobc": (config(kl={"beta": 0.1}), DAPO),
     "dapo_delta1.3": (config(objective=clip(dual=1.3, high=0.28)), DAPO),
     "dapo_onpolicy(old=None)": (config(), DAPO),
     "dapo_opsm-.2": (config(off_policy_threshold=-0.2), DAPO),
     "dapo_topent.5": (config(top_entropy=0.5), DAPO),
-    "dapo_ent.01": (config(entropy_bonus=0.01), BONUS),
+    "dapo_ent.01": (config(entropy={"bonus": 0.01}), BONUS),
     **{
         f"dapo_is_{level}_{mode}_{high}": (corrected(level, mode, high), DAPO)
         for level in ("token", "sequence")

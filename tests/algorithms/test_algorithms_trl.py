@@ -22,7 +22,7 @@ from agenttrain.algorithms.config import (
     Aggregation,
     AlgorithmConfig,
     Behaviour,
-    Correction,
+    CorrectionLevel,
     CorrectionMode,
 )
 from agenttrain.algorithms.objectives.config import build_objective
@@ -122,7 +122,7 @@ SEQUENCE = Aggregation.sequence_mean
 CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
     "grpo": (config(aggregation=SEQUENCE), {"loss_type": "grpo"}),
     "grpo_kl": (
-        config(aggregation=SEQUENCE, beta=0.3, kl_bias_correction=True),
+        config(aggregation=SEQUENCE, kl={"beta": 0.3, "bias_correction": True}),
         {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": True},
     ),
     "bnpo": (
@@ -130,7 +130,7 @@ CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
         {"loss_type": "bnpo", "epsilon_high": 0.3},
     ),
     "bnpo_dual": (
-        config(objective=clip(dual=1.5), beta=0.1),
+        config(objective=clip(dual=1.5), kl={"beta": 0.1}),
         {"loss_type": "bnpo", "delta": 1.5, "beta": 0.1, "use_bias_correction_kl": False},
     ),
     "dr_grpo": (config(aggregation=Aggregation.fixed_length), {"loss_type": "dr_grpo"}),
@@ -175,7 +175,7 @@ CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
         {"loss_type": "dapo", "off_policy_mask_threshold": 0.05},
     ),
     "top_entropy": (config(top_entropy=0.25), {"loss_type": "dapo", "top_entropy_quantile": 0.25}),
-    "entropy_bonus": (config(entropy_bonus=0.1), {"loss_type": "dapo", "entropy_coef": 0.1}),
+    "entropy_bonus": (config(entropy={"bonus": 0.1}), {"loss_type": "dapo", "entropy_coef": 0.1}),
     "gmpo": (
         config(
             objective=build_objective("geometric_mean", low=0.1, high=0.2), aggregation=SEQUENCE
@@ -194,12 +194,12 @@ def test_loss_gradient_and_metrics_are_those_of_trl(name: str, seed: int, tmp_pa
 
 
 @pytest.mark.parametrize("mode", CorrectionMode)
-@pytest.mark.parametrize("level", [Correction.token, Correction.sequence])
+@pytest.mark.parametrize("level", [CorrectionLevel.token, CorrectionLevel.sequence])
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 def test_engine_correction_is_that_of_trl(level, mode, loss_type, tmp_path) -> None:
     batch = draw(7)
     difference = (batch.old - batch.engine) * batch.mask
-    if level is Correction.sequence:
+    if level is CorrectionLevel.sequence:
         difference = difference.sum(1, keepdim=True)
     ratio = difference.exp()
     low, high = 0.9, 1.1
@@ -210,10 +210,7 @@ def test_engine_correction_is_that_of_trl(level, mode, loss_type, tmp_path) -> N
     settings = config(
         objective=build_objective("vespo" if loss_type == "vespo" else "clip"),
         behaviour=Behaviour.recomputed,
-        correction=level,
-        correction_mode=mode,
-        correction_min=low,
-        correction_max=high,
+        correction={"level": level, "mode": mode, "min": low, "max": high},
     )
     expected = of_trl(tmp_path, batch, ratio, loss_type=loss_type)
     check(settings, batch, expected)
@@ -226,7 +223,7 @@ def check(settings: AlgorithmConfig, batch: Padded, expected: tuple) -> None:
         tokens=tokens * ACCUMULATED,
         rollouts=B * ACCUMULATED,
         fixed_length=LONGEST,
-        bonus=settings.entropy_bonus / (tokens * ACCUMULATED),
+        bonus=settings.entropy.bonus / (tokens * ACCUMULATED),
     )
     loss, gradient, means = loss_and_gradient(batch, settings, update)
     expected_loss, expected_gradient, expected_means = expected

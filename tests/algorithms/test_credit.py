@@ -26,7 +26,8 @@ PER_TURN = [Credit.turn_reward, Credit.turn_baseline, Credit.gigpo]
 
 
 def config(credit: Credit, **settings_: Any) -> AlgorithmConfig:
-    return AlgorithmConfig(name="test", credit=credit, **settings_)
+    keys = {key: settings_.pop(key) for key in ("gamma", "step_weight") if key in settings_}
+    return AlgorithmConfig(name="test", credit={"name": credit, **keys}, **settings_)
 
 
 def given_rewards(*rewards: tuple[float, ...] | None, states: Any = None) -> list[TurnRewards]:
@@ -204,30 +205,34 @@ def test_a_group_of_equal_rewards_can_have_advantages() -> None:
 @pytest.mark.parametrize(
     "settings_, problem",
     [
-        ({"gamma": 0.9}, "algorithm.gamma=0.9: has no effect here; it needs algorithm.credit="),
         (
-            {"credit": "turn_reward", "step_weight": 2.0},
-            "algorithm.step_weight=2.0: has no effect here; it needs algorithm.credit=gigpo",
+            {"credit": {"name": "rollout", "gamma": 0.9}},
+            "algorithm.credit.gamma=0.9: unknown key of algorithm/credit=rollout; ",
         ),
         (
-            {"credit": "turn_reward", "rewards": "normalize_each", "scale": "none"},
-            "algorithm.credit=turn_reward: returns add the rewards of all functions",
+            {"credit": {"name": "turn_reward", "step_weight": 2.0}},
+            "algorithm.credit.step_weight=2.0: unknown key of algorithm/credit=turn_reward; "
+            "algorithm/credit=gigpo has it",
         ),
         (
-            {"credit": "gigpo", "advantage": "batch", "scale": "batch"},
-            "algorithm.advantage=batch: algorithm.credit=gigpo compares the turns of a group",
+            {"credit": {"name": "turn_reward"}, "rewards": "normalize_each", "scale": "none"},
+            "algorithm/credit=turn_reward: returns add the rewards of all functions",
         ),
         (
-            {"credit": "gigpo", "scale": "batch"},
-            "algorithm.scale=batch: with algorithm.credit=gigpo each state's turns",
+            {"credit": {"name": "gigpo"}, "advantage": "batch", "scale": "batch"},
+            "algorithm.advantage=batch: algorithm/credit=gigpo compares the turns of a group",
         ),
         (
-            {"credit": "turn_baseline", "off_policy_threshold": 0.1},
+            {"credit": {"name": "gigpo"}, "scale": "batch"},
+            "algorithm.scale=batch: with algorithm/credit=gigpo each state's turns",
+        ),
+        (
+            {"credit": {"name": "turn_baseline"}, "off_policy_threshold": 0.1},
             "algorithm.off_policy_threshold=0.1: leaves out rollouts of negative advantage",
         ),
         (
-            {"credit": "turn_reward", "objective": {"name": "vespo"}},
-            "algorithm.credit=turn_reward: algorithm.objective=vespo has one advantage for all",
+            {"credit": {"name": "turn_reward"}, "objective": {"name": "vespo"}},
+            "algorithm/credit=turn_reward: algorithm.objective=vespo has one advantage for all",
         ),
     ],
 )

@@ -20,13 +20,11 @@ from agenttrain.algorithms.objectives import config as objectives
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
 from agenttrain.algorithms.objectives.config import all_objectives, build_objective, objective
 from agenttrain.cli import main
-from agenttrain.settings.checks import check_own_objective
+from agenttrain.settings.checks import check_for_verb
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder
-from agenttrain.utils.moved import in_this_layout, moved_key, override_in_this_layout
-from agenttrain.utils.sections import validated
 
 OWN = """
 import torch  # a user's module may: nothing imports it before it is asked for
@@ -262,7 +260,7 @@ def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         config = RunConfig()
         config.algorithm = AlgorithmConfig(objective={"_target_": f"{module}.objective_"})
         with pytest.raises(ConfigError) as caught:
-            check_own_objective("train", config)
+            check_for_verb("train", config)
         text = str(caught.value).replace(str(tmp_path / f"{module}.py"), "own.py")
         assert text.startswith(f"algorithm.objective._target_={module}.objective_: ")
         return text.partition(": ")[2]
@@ -374,8 +372,7 @@ def test_an_objective_is_called_before_anything_starts(
 def test_a_setting_of_that_name_counts_if_it_is_a_level(ratio: object) -> None:
     config = AlgorithmConfig(
         objective={"_target_": f"{__name__}.levelled", "ratio": ratio},
-        beta=0.1,
-        kl_bias_correction=True,
+        kl={"beta": 0.1, "bias_correction": True},
     )
     if ratio == "sequence_mean":
         with pytest.raises(ConfigError, match=r"algorithm\.objective\.ratio=sequence_mean is not;"):
@@ -396,7 +393,7 @@ def levelled(inputs: ObjectiveInputs, settings: Levelled) -> ObjectiveOutput:
 def test_a_fit_objective_is_complete_after_its_check() -> None:
     config = RunConfig()
     config.algorithm = AlgorithmConfig(objective={"_target_": f"{__name__}.band_loss"})
-    check_own_objective("train", config)
+    check_for_verb("train", config)
     assert str(config.algorithm.objective) == f"{__name__}.band_loss(width=0.1, soft=false)"
 
 
@@ -433,7 +430,7 @@ def test_an_objective_over_a_preset_has_no_key_of_the_presets_own(preset: str) -
         for option, section in OPTIONS.items():
             words = [f"algorithm={preset}", f"algorithm/objective={option}"]
             if preset == "gigpo" and build_objective(**section).registered.whole_sequence:
-                words += ["algorithm.credit=rollout", "algorithm.gamma=1"]
+                words += ["algorithm/credit=rollout"]
             if section["name"] == "reinforce":
                 words.append("algorithm.behaviour=engine")
             composed = compose_run(words, Source())
@@ -480,48 +477,12 @@ def test_the_ratio_of_a_level_by_its_name() -> None:
         inputs.ratio("mean")
 
 
-OLD = {
-    "clip": {"low": 0.1, "high": 0.3, "dual": 2.0, "ratio": "sequence_mean"},
-    "cispo": {"high": 0.3, "ratio": "sequence_mean"},
-    "sapo": {"tau_pos": 1.5, "tau_neg": 1.05, "ratio": "sequence_mean"},
-    "vespo": {"k_pos": 2.5, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
-    "geometric_mean": {"low": 0.1, "high": 0.3},
-    "reinforce": {},
-}
-
-
-@pytest.mark.parametrize("surrogate", OLD)
-def test_the_flat_keys_of_earlier_runs_become_the_objectives(surrogate: str) -> None:
-    flat = {
-        **{"name": "grpo", "surrogate": surrogate, "ratio": "sequence_mean", "clip_low": 0.1},
-        **{"clip_high": 0.3, "clip_dual": 2.0, "tau_pos": 1.5, "tau_neg": 1.05},
-        **{"vespo_k_pos": 2.5, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0},
-        "vespo_lambda_neg": 2.0,
-    }
-    settings = in_this_layout({"algorithm": flat})["algorithm"]
-    assert settings == {"name": "grpo", "objective": {"name": surrogate, **OLD[surrogate]}}
-    assert validated(AlgorithmConfig, settings).objective.plain() == settings["objective"]
-
-
-def test_old_keys_have_their_new_names() -> None:
-    assert moved_key("algorithm.vespo_lambda_neg=2") == "algorithm.objective.lambda_neg"
-    assert moved_key("algorithm.surrogate=cispo") == "algorithm/objective=cispo"
-    assert moved_key("algorithm.clip_high (in algorithm/mine.yaml)") == "algorithm.objective.high"
-    assert moved_key("rollout.ratio") is None
-    recorded = ["algorithm.surrogate=cispo", "algorithm.clip_high=4", "seed=1"]
-    assert [override_in_this_layout(text) for text in recorded] == [
-        "algorithm/objective=cispo",
-        "algorithm.objective.high=4",
-        "seed=1",
-    ]
-
-
 def test_an_old_key_in_a_file_of_the_users_is_answered(tmp_path: Path) -> None:
     (tmp_path / "algorithm").mkdir()
-    (tmp_path / "algorithm" / "mine.yaml").write_text("name: mine\nclip_high: 0.3\n")
+    (tmp_path / "algorithm" / "mine.yaml").write_text("name: mine\nbeta: 0.3\n")
     source = Source(extra=str(tmp_path))
     with pytest.raises(ConfigError) as caught, hydra_session(source):
         compose_run(["algorithm=mine"], source)
     assert str(caught.value) == (
-        "algorithm.clip_high (in algorithm/mine.yaml): is algorithm.objective.high now"
+        "algorithm.beta (in algorithm/mine.yaml): is algorithm.kl.beta now"
     )

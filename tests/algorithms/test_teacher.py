@@ -116,9 +116,9 @@ def test_what_has_no_meaning_with_a_teacher_is_refused(settings: dict, text: str
     "settings",
     [
         {"objective": {"name": "reinforce"}, "behaviour": "recomputed"},
-        {"objective": {"name": "cispo"}, "credit": "turn_baseline"},
-        {"top_entropy": 0.5, "entropy_bonus": 0.01},
-        {"beta": 0.1, "kl_in": "reward", "kl": "k1", "num_epochs": 2},
+        {"objective": {"name": "cispo"}, "credit": {"name": "turn_baseline"}},
+        {"top_entropy": 0.5, "entropy": {"bonus": 0.01}},
+        {"kl": {"beta": 0.1, "place": "reward", "estimator": "k1"}, "num_epochs": 2},
         {"advantage": "none", "scale": "none", "group_size": 1},
         {"rewards": "normalize_each", "scale": "batch", "mask_truncated": True},
     ],

@@ -28,7 +28,7 @@ from agenttrain.environments.environments import Environments
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext, RolloutRequest
 from agenttrain.runs.row_checks import check_rows
-from agenttrain.settings.checks import check_structured
+from agenttrain.settings.checks import check_for_verb
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.types import ConfigError, RowTool
 
@@ -62,7 +62,7 @@ HAVE_ONE = {
     "smollm2": TIGHT,
 }
 ON = ("rollout.structured_calls=true", "engine=vllm")
-RIGHT = ("algorithm.correction=token", "algorithm.behaviour=recomputed")
+RIGHT = ("algorithm.correction.level=token", "algorithm.behaviour=recomputed")
 UNWATCHED = "guards.logprob_gap.limit=null"
 
 
@@ -228,7 +228,7 @@ def refused(verb: str, *overrides: str) -> list[str]:
     with hydra_session(Source()):
         config = compose_run([*ON, *overrides], Source()).config
     try:
-        check_structured(verb, config)
+        check_for_verb(verb, config)
     except ConfigError as error:
         return str(error).splitlines()
     return []
@@ -237,18 +237,18 @@ def refused(verb: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([UNWATCHED], "algorithm.correction=none: with rollout.structured_calls=true completions"),
+        ([UNWATCHED], "algorithm.correction=null: with rollout.structured_calls=true completions"),
         (
-            [UNWATCHED, "algorithm.correction=geometric", RIGHT[1]],
-            "algorithm.correction=geometric: with rollout.structured_calls=true",
+            [UNWATCHED, "algorithm.correction.level=geometric", RIGHT[1]],
+            "algorithm.correction.level=geometric: with rollout.structured_calls=true",
         ),
         (
-            [UNWATCHED, *RIGHT, "algorithm.correction_min=0.5"],
-            "algorithm.correction_min=0.5: with rollout.structured_calls=true it would raise",
+            [UNWATCHED, *RIGHT, "algorithm.correction.min=0.5"],
+            "algorithm.correction.min=0.5: with rollout.structured_calls=true it would raise",
         ),
         (
-            [UNWATCHED, *RIGHT, "algorithm.beta=0.1"],
-            "algorithm.beta=0.1: with rollout.structured_calls=true tokens are not the policy's",
+            [UNWATCHED, *RIGHT, "algorithm.kl.beta=0.1"],
+            "algorithm.kl.beta=0.1: with rollout.structured_calls=true tokens are not the policy's",
         ),
         (
             [UNWATCHED, *RIGHT, "algorithm.off_policy_threshold=0.1"],
@@ -265,17 +265,20 @@ def test_training_weighs_what_the_grammar_changed(overrides: list[str], expected
 
 def test_what_training_takes() -> None:
     assert refused("train", *RIGHT, UNWATCHED) == []
-    sequence = ("algorithm.correction=sequence", RIGHT[1])
+    sequence = ("algorithm.correction.level=sequence", RIGHT[1])
     assert refused("train", *sequence, UNWATCHED) == []
-    in_reward = ("algorithm.beta=0.1", "algorithm.kl_in=reward")
+    in_reward = ("algorithm.kl.beta=0.1", "algorithm.kl.place=reward")
     assert refused("train", *RIGHT, UNWATCHED, *in_reward) == []
-    masked = ("algorithm.correction_min=0.5", "algorithm.correction_mode=mask")
+    masked = ("algorithm.correction.min=0.5", "algorithm.correction.mode=mask")
     assert refused("train", *RIGHT, UNWATCHED, *masked) == []
 
 
 def test_the_command_names_both_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", *ON]) == 2
     told = capsys.readouterr().err
-    assert "algorithm.correction=none: with rollout.structured_calls=true" in told
-    assert "set algorithm.correction=token or sequence, with algorithm.behaviour=recomputed" in told
+    assert "algorithm.correction=null: with rollout.structured_calls=true" in told
+    assert (
+        "set algorithm.correction.level=token or sequence, with algorithm.behaviour=recomputed"
+        in told
+    )
     assert "add guards.logprob_gap.limit=null" in told

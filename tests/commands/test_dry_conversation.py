@@ -111,7 +111,7 @@ def test_calls_and_json_that_an_agent_demands_are_given(
     assert "tool_choice: demands a call, which needs a grammar" in capsys.readouterr().err
     structured = (
         *("engine=vllm", "rollout.structured_calls=true", "guards.logprob_gap.limit=null"),
-        *("algorithm.correction=token", "algorithm.behaviour=recomputed"),
+        *("algorithm.correction.level=token", "algorithm.behaviour=recomputed"),
     )
     check(tmp_path, *structured, system="'Be brief.'", end=DEMANDS)  # 2 where vLLM is not installed
     assert "3 turns of a scripted model, completed: 0 restarts\n" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from agenttrain.commands.model_card import model_card, published_settings
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.utils.model_path import MODELS
 
-LORA = ("model.lora.rank=4", "algorithm.beta=0.01", "eval.questions=0", "steps=1")
+LORA = ("model.lora.rank=4", "algorithm.kl.beta=0.01", "eval.questions=0", "steps=1")
 
 
 @pytest.fixture(scope="module")

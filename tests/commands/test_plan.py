@@ -65,7 +65,7 @@ def parts(found: dict) -> dict[str, int]:
 
 def test_the_parts_of_a_bfloat16_run(capsys, folder):
     settings = ("model.dtype=bfloat16", "engine.max_rows=4", "engine.max_context=3072")
-    code, found = plan(capsys, folder, *settings, "algorithm.beta=0.1")
+    code, found = plan(capsys, folder, *settings, "algorithm.kl.beta=0.1")
     assert (code, found["fits"], found["gpu_bytes"]) == (0, None, None)
     assert WEIGHTS == 596_049_920
     got = parts(found)
@@ -376,7 +376,7 @@ def test_adapters_that_training_continues_are_planned_on_their_base(capsys, shor
     described = {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "target_modules": ["q_proj"]}
     described["base_model_name_or_path"] = str(short)
     (folder / "adapter_config.json").write_text(json.dumps(described))
-    lora = ("model.lora.rank=8", "model.dtype=bfloat16", "algorithm.beta=0.1")
+    lora = ("model.lora.rank=8", "model.dtype=bfloat16", "algorithm.kl.beta=0.1")
     _, found = plan(capsys, folder, "--gpu-memory-gb", "24", *lora)
     (reference,) = [part for part in found["parts"] if part["name"] == "reference"]
     # two layers of (1024 + 2048) x rank 8, 2 bytes each

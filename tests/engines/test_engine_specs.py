@@ -13,12 +13,10 @@ import pytest
 import agenttrain
 from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
 from agenttrain.engines.registry import names_with, specs
-from agenttrain.utils.moved import in_this_layout, override_in_this_layout
 
 PACKAGE = Path(agenttrain.__file__).parent
 ALLOWED = {
     ("engines/config.py", "transformers"): "the default engine",
-    ("utils/moved.py", "vllm"): "runs of the first layout had a section of that name",
     ("settings/messages.py", "vllm"): "answers to TRL's `use_vllm` and verl's `rollout.name`",
     ("settings/messages.py", "transformers"): "the same",
     ("tracking/run_folder.py", "transformers"): "the package, whose version is recorded",
@@ -91,26 +89,3 @@ def test_settings_have_the_folders_name_and_a_default_for_each_key(name: str) ->
     assert settings.name == name
     assert isinstance(settings, EngineSettings)
     assert {f.name for f in fields(EngineSettings)} <= {f.name for f in fields(settings)}
-
-
-def test_saved_settings_of_the_first_layout_get_the_keys_of_their_own_engine() -> None:
-    common = {"dtype": "auto", "max_context": None, "max_rows": 64, "rejoin_steps": 2}
-    vllm = {"memory_share": 0.4, "sleep": True}
-    saved = {"engine": {"name": "transformers", **common, "vllm": vllm}}
-    assert in_this_layout(saved)["engine"] == {
-        "name": "transformers",
-        "max_context": None,
-        "max_rows": 64,
-        "rejoin_steps": 2,
-    }
-    saved["engine"]["name"] = "vllm"
-    assert in_this_layout(saved)["engine"] == {
-        "name": "vllm",
-        "dtype": "auto",
-        "max_context": None,
-        "max_rows": 64,
-        "memory_share": 0.4,
-        "sleep": True,
-    }
-    assert override_in_this_layout("engine.vllm.sleep=true") == "engine.sleep=true"
-    assert override_in_this_layout("engine.max_rows=4") == "engine.max_rows=4"

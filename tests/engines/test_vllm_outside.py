@@ -132,7 +132,7 @@ def test_a_run_with_adapters_and_grammars(
         *("engine=vllm_server", f"servers.admin_urls=[{','.join(others)}]", "servers.count=2"),
         *(f"engine.max_context={CONTEXT}", *LORA, "rollout.structured_calls=true"),
         *("steps=2", "optimizer.lr=1e-3", "optimizer.warmup_steps=0", "tracker=none"),
-        *("algorithm.correction=token", "algorithm.behaviour=recomputed"),
+        *("algorithm.correction.level=token", "algorithm.behaviour=recomputed"),
         *("guards.logprob_gap.limit=null", "eval.questions=2"),
         *("tasks_per_step=4", "algorithm.group_size=4"),
         *("servers.dead_s=60", f"hydra.run.dir={folder}"),

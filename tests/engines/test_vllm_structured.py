@@ -376,7 +376,7 @@ def test_training_with_structured_calls(tmp_path: Path) -> None:
                 "optimizer.warmup_steps=0",
             ),
             *("rollout.structured_calls=true", "guards.logprob_gap.limit=null"),
-            *("algorithm.correction=token", "algorithm.behaviour=recomputed"),
+            *("algorithm.correction.level=token", "algorithm.behaviour=recomputed"),
             f"hydra.run.dir={tmp_path}",
         ],
         capture_output=True,

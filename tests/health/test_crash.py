@@ -202,7 +202,7 @@ async def plant(folder: Path, where: str) -> str:
     """The error of a run of which something is spoilt after its first step."""
     with hydra_session(Source()):
         # With a bonus there is an update also where all rewards are equal.
-        settings = [*SETTINGS, "tracker.console=false", "algorithm.entropy_bonus=0.001"]
+        settings = [*SETTINGS, "tracker.console=false", "algorithm.entropy.bonus=0.001"]
         composed = compose_run(open_keys(settings), Source())
     run = Run(verb="train", config=composed.config, plain=composed.plain, folder=folder)
     folder.mkdir()

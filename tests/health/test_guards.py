@@ -177,7 +177,7 @@ def test_failures_of_a_tool_can_stop_a_run_also_after_a_resume():
 
 
 REFUSED = {
-    "guards.kl.limit=0.1": "there is no KL with algorithm.beta=0",
+    "guards.kl.limit=0.1": "there is no KL with algorithm.kl.beta=0",
     "guards.kl.action=stop": "needs a limit; set guards.kl.limit=",
     "guards.entropy.limit=0": "guards.entropy.limit=0.0: must be more than 0",
     "guards.no_variance.limit=0": "guards.no_variance.limit=0: must be at least 1",
@@ -204,7 +204,7 @@ def test_a_run_that_a_guard_stops_goes_on(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     settings = ["debug=tiny", "eval.questions=0", "tracker=none", f"hydra.run.dir={run}"]
     settings += ["reward=[]", "reward.r._target_=equal_rewards.one"]
-    settings += ["algorithm.entropy_bonus=0.001", "guards.entropy.limit=50"]
+    settings += ["algorithm.entropy.bonus=0.001", "guards.entropy.limit=50"]
     assert main([*settings, "guards.entropy.action=stop"]) == 1
     assert "GuardTripped: step 1: entropy is " in capsys.readouterr().err
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]

@@ -73,7 +73,7 @@ def surrogate(row: dict, index: int, config: AlgorithmConfig) -> float:
 def vespo(row: dict, config: AlgorithmConfig) -> float:
     log_w = sum(x - y for x, y in zip(row["at"], row["old"], strict=True))
     weights, settings = corrections(row, config), config.objective.settings
-    of_tokens = config.correction.value == "token"
+    of_tokens = config.correction is not None and config.correction.level == "token"
     log_w += sum(math.log(max(w, 1e-8)) for w in (weights if of_tokens else weights[:1]))
     log_w = max(log_w, math.log(1e-8))
     k, scale = (
@@ -86,17 +86,16 @@ def vespo(row: dict, config: AlgorithmConfig) -> float:
 
 def corrections(row: dict, config: AlgorithmConfig) -> list[float]:
     deltas = [a - b for a, b in zip(row["old"], row["engine"], strict=True)]
-    level = config.correction.value
-    if level == "none":
+    if (correction := config.correction) is None:
         return [1.0] * len(deltas)
     values = {
         "token": [math.exp(d) for d in deltas],
         "sequence": [math.exp(sum(deltas))] * len(deltas),
         "geometric": [math.exp(sum(deltas) / len(deltas))] * len(deltas),
-    }[level]
-    low = 0.0 if config.correction_min is None else config.correction_min
-    high = math.inf if config.correction_max is None else config.correction_max
-    if config.correction_mode.value == "truncate":
+    }[correction.level.value]
+    low = 0.0 if correction.min is None else correction.min
+    high = math.inf if correction.max is None else correction.max
+    if correction.mode == "truncate":
         return [min(max(v, low), high) for v in values]
     return [v if low <= v <= high else 0.0 for v in values]
 
@@ -109,9 +108,9 @@ def keeps(row: dict, config: AlgorithmConfig) -> bool:
 
 
 def penalty(row: dict, index: int, config: AlgorithmConfig) -> float:
-    if not config.kl_in_loss:
+    if (settings := config.kl_in_loss) is None:
         return 0.0
     d = row["new"][index] - row["ref"][index]
-    kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[config.kl.value]
-    r = ratios(row, "new", "token")[index] if config.kl_bias_correction else 1.0
-    return config.beta * kl * r
+    kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[settings.estimator.value]
+    r = ratios(row, "new", "token")[index] if settings.bias_correction else 1.0
+    return settings.beta * kl * r

@@ -26,7 +26,7 @@ from agenttrain.training.world import World
 from agenttrain.utils.exit_codes import DONE
 
 CASES = {
-    "adamw": Case(algorithm={"beta": 0.1}),
+    "adamw": Case(algorithm={"kl": {"beta": 0.1}}),
     "masters": Case(dtype=torch.bfloat16),
     "muon": Case(optimizer={"name": "muon"}),
     "adapters": Case(lora=True),
@@ -86,7 +86,7 @@ def hsdp(world: World) -> dict[str, Any]:
     """Metrics and weights of three updates, with the weights within all and within two ranks."""
     found = {}
     for within in (None, 2):
-        trained = make(Case(within=within, algorithm={"beta": 0.1}), "fsdp2", world)
+        trained = make(Case(within=within, algorithm={"kl": {"beta": 0.1}}), "fsdp2", world)
         metrics = [learn(trained, step, world) for step in range(3)]
         weights = {name: full_tensor(p.detach()) for name, p in trained.model.named_parameters()}
         sums = {name: weight.double().abs().sum().item() for name, weight in weights.items()}

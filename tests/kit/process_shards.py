@@ -64,7 +64,7 @@ def start(case: Start, folder: Path, world: World) -> Policy:
     sharding = Sharding(cpu_offload=case.offload, within=case.within)
     return policy(
         model,
-        algorithm={"beta": 0.1},
+        algorithm={"kl": {"beta": 0.1}},
         processes={"world": world, "sharding": sharding, "weights": weights, "sampled": True},
     )
 

@@ -28,7 +28,7 @@ from agenttrain.training.world import World
 from agenttrain.utils.exit_codes import DONE
 
 CASES = {
-    "adamw": Case(algorithm={"beta": 0.1}),
+    "adamw": Case(algorithm={"kl": {"beta": 0.1}}),
     "masters": Case(dtype=torch.bfloat16),
     "adapters": Case(lora=True),
 }

@@ -21,13 +21,9 @@ from agenttrain.algorithms.config import (
     Advantage,
     Aggregation,
     Behaviour,
-    Correction,
-    CorrectionMode,
-    Credit,
     Gate,
     KlEstimator,
-    KlIn,
-    Reference,
+    KlPlace,
     Rewards,
     Scale,
     TeacherConfig,
@@ -73,7 +69,7 @@ class Case:
 
 NONE_LEFT = ((0, 1, 2, 3), ())
 IN_TURN = ((0, 2), (1, 3))
-KL_IN_REWARD = {"beta": 0.1, "kl": KlEstimator.k1, "kl_in": KlIn.reward}
+KL_IN_REWARD = {"kl": {"beta": 0.1, "estimator": KlEstimator.k1, "place": KlPlace.reward}}
 SGD = {"name": "sgd", "lr": 0.05}
 RECORDED = {"optimizer": SGD, "steps": STEPS, "tolerance": 1e-5}
 BF16 = {"dtype": torch.bfloat16, "tolerance": 0.02}
@@ -82,15 +78,17 @@ HOW = {
     "recorded": Case(**RECORDED),
     "recorded, none left": Case(**RECORDED, shares=NONE_LEFT),
     "recorded, kl and minibatches": Case(
-        **RECORDED, algorithm={"beta": 0.1, "minibatches": 2, "num_epochs": 2}, shares=IN_TURN
+        **RECORDED,
+        algorithm={"kl": {"beta": 0.1}, "minibatches": 2, "num_epochs": 2},
+        shares=IN_TURN,
     ),
     "recorded, recomputed layers": Case(
         **RECORDED, training={"token_budget": 100, "gradient_checkpointing": True}
     ),
     "synced reference": Case(
-        algorithm={"beta": 0.1, "reference": Reference.synced, "ref_sync_steps": 1}, steps=3
+        algorithm={"kl": {"beta": 0.1, "reference": {"sync_steps": 1}}}, steps=3
     ),
-    "adapters": Case(lora=True, algorithm={"beta": 0.1}),
+    "adapters": Case(lora=True, algorithm={"kl": {"beta": 0.1}}),
     "offload": Case(offload=True),
     "state elsewhere between updates": Case(
         training={"token_budget": 100, "offload_during_rollouts": True},
@@ -118,9 +116,8 @@ WHAT = {
     "none left, every mask": Case(
         algorithm={
             "top_entropy": 0.5,
-            "entropy_bonus": 0.1,
-            "entropy_target": 1.0,
-            "beta": 0.1,
+            "entropy": {"bonus": 0.1, "adaptive": {"target": 1.0}},
+            "kl": {"beta": 0.1},
             "mask_truncated": True,
             "off_policy_threshold": 0.1,
         },
@@ -130,9 +127,7 @@ WHAT = {
         algorithm={
             "objective": build_objective("vespo"),
             "behaviour": Behaviour.recomputed,
-            "correction": Correction.sequence,
-            "correction_mode": CorrectionMode.mask,
-            "correction_max": 1e9,
+            "correction": {"level": "sequence", "mode": "mask", "max": 1e9},
         },
         shares=NONE_LEFT,
     ),
@@ -143,27 +138,28 @@ WHAT = {
         shares=NONE_LEFT,
     ),
     "every mask": Case(
-        algorithm={"top_entropy": 0.5, "entropy_bonus": 0.1, "mask_truncated": True}
+        algorithm={"top_entropy": 0.5, "entropy": {"bonus": 0.1}, "mask_truncated": True}
     ),
     "over the batch": Case(
         algorithm={"advantage": Advantage.batch, "scale": Scale.batch, **KL_IN_REWARD}
     ),
     "turns over the batch": Case(
-        algorithm={"credit": Credit.turn_reward, "gamma": 0.5, "scale": Scale.batch}
+        algorithm={"credit": {"name": "turn_reward", "gamma": 0.5}, "scale": Scale.batch}
     ),
-    "turns, none left": Case(algorithm={"credit": Credit.turn_baseline}, shares=NONE_LEFT),
+    "turns, none left": Case(algorithm={"credit": {"name": "turn_baseline"}}, shares=NONE_LEFT),
     "turns of branches": Case(
-        algorithm={"credit": Credit.turn_reward, "gamma": 0.5}, branches=True
+        algorithm={"credit": {"name": "turn_reward", "gamma": 0.5}}, branches=True
     ),
     "states of branches": Case(
-        algorithm={"credit": Credit.gigpo, "aggregation": Aggregation.sequence_sum}, branches=True
+        algorithm={"credit": {"name": "gigpo"}, "aggregation": Aggregation.sequence_sum},
+        branches=True,
     ),
     "each reward": Case(algorithm={"rewards": Rewards.normalize_each, "scale": Scale.batch}),
     "sequences": Case(
         algorithm={
             "objective": build_objective("clip", ratio="sequence_sum"),
             "behaviour": Behaviour.recomputed,
-            "correction": Correction.sequence,
+            "correction": {"level": "sequence"},
             "num_epochs": 2,
         }
     ),

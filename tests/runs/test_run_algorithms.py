@@ -51,10 +51,18 @@ def test_a_run_that_draws_again_resumes_where_its_cursor_was(tmp_path: Path) -> 
 
 RUNS = {
     "gspo": ["algorithm.minibatches=2"],
-    "cispo": ["algorithm.behaviour=recomputed", "algorithm.correction=token"],
-    "sapo": ["algorithm.entropy_target=0.5", "algorithm.top_entropy=0.5"],
-    "reinforce_pp": ["algorithm.beta=0.01", "algorithm.kl_in=reward", "algorithm.kl=k1"],
-    "luspo": ["algorithm.beta=0.1", "algorithm.reference=synced", "algorithm.ref_sync_steps=1"],
+    "cispo": ["algorithm.behaviour=recomputed", "algorithm.correction.level=token"],
+    "sapo": ["algorithm.entropy.adaptive.target=0.5", "algorithm.top_entropy=0.5"],
+    "reinforce_pp": [
+        "algorithm.kl.beta=0.01",
+        "algorithm.kl.place=reward",
+        "algorithm.kl.estimator=k1",
+    ],
+    "luspo": [
+        "algorithm.kl.beta=0.1",
+        "algorithm.reference=synced",
+        "algorithm.kl.reference.sync_steps=1",
+    ],
     **{name: [] for name in ("bnpo", "dr_grpo", "gmpo", "vespo")},
 }
 

@@ -24,8 +24,8 @@ TURNS = [
 SUMMARY = ["rollout.compaction=summary", "rollout.compact_at=70", "rollout.summary_tokens=24"]
 DROP = ["rollout.compaction=drop_tool_results", "rollout.compact_at=140", "rollout.keep_turns=0"]
 RUNS = {
-    "turn_reward": [*TURNS, "algorithm.credit=turn_reward", "algorithm.gamma=0.9"],
-    "turn_baseline": [*TURNS, "algorithm.credit=turn_baseline", "algorithm.gamma=0.9"],
+    "turn_reward": [*TURNS, "algorithm/credit=turn_reward", "algorithm.credit.gamma=0.9"],
+    "turn_baseline": [*TURNS, "algorithm/credit=turn_baseline", "algorithm.credit.gamma=0.9"],
     "gigpo": [*TURNS, "algorithm=gigpo"],
     "summary": SUMMARY,
     "drop": [*TURNS, *DROP],

@@ -32,7 +32,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return (
         *("experiment=none", f"model.path={folder / 'model'}", "data=file"),
         *(f"data.path={folder / 'rows.jsonl'}", "eval.questions=0", "tracker=none", "steps=4"),
-        *("algorithm=grpo", "algorithm.beta=0.1", "algorithm.group_size=3", "tasks_per_step=3"),
+        *("algorithm=grpo", "algorithm.kl.beta=0.1", "algorithm.group_size=3", "tasks_per_step=3"),
         *("tools=[]", "engine.max_context=400", "optimizer.lr=0.01", "checkpoint.every=1"),
         *("reward=[]", "+reward.drawn._target_=drawing.drawn", "rollout.max_turn_tokens=12"),
     )

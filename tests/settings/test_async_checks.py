@@ -43,7 +43,7 @@ def test_a_sync_that_waits_for_turns_is_warned_of(overrides: tuple[str, ...], wa
 
 
 def test_a_correction_makes_any_objective_fit() -> None:
-    corrected = ("algorithm.correction=token", "algorithm.behaviour=recomputed")
+    corrected = ("algorithm.correction.level=token", "algorithm.behaviour=recomputed")
     for algorithm in ("rloo", "grpo", "reinforce_pp"):
         composed(f"algorithm={algorithm}", *corrected, "async_training.max_staleness=1")
     composed("algorithm/objective=reinforce", *corrected, "async_training.max_staleness=1")

@@ -46,11 +46,18 @@ NEEDS_A_PATH = {
     "response_schema=file": ["response_schema.path=README.md"],
     "model=folder": ["model.path=agenttrain/data/models/shop"],
     "algorithm/objective=own": ["algorithm.objective._target_=my_pkg.band"],
-    "algorithm=gigpo": ["+environment.doors._target_=worlds.Doors"],
+    **{
+        option: ["+environment.doors._target_=worlds.Doors"]
+        for option in (
+            "algorithm=gigpo",
+            "algorithm/credit=gigpo",
+            "algorithm/credit=gigpo_discounted",
+        )
+    },
     "tools=mcp": ["tools.mcp.url=http://127.0.0.1:9/mcp"],
     "tools=search": ["tools.search.path=bundled:encyclopedia"],
     "data=file": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
-    "data=rollouts": ["data.path=tests/fixtures/first_edition_run/sweep/0/rollouts/*.jsonl"],
+    "data=rollouts": ["data.path=tests/fixtures/recorded_run/run/rollouts/*.jsonl"],
     "data=hub": ["data.path=someone/questions", "data.test_fraction=0.1"],
     "reward=format": ["reward.format.pattern=Answer.*"],
     "reward=jmespath": ["reward.jmespath.expression=turns"],

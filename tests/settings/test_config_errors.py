@@ -39,9 +39,13 @@ UNREADABLE = {
     "zzz=1": "unknown key; the keys are: model, chat_template",
     "algorithm.zzz=1": "unknown key; the keys of algorithm are: name, group_size",
     "+algorithm.zzz=1": "unknown key; the keys of algorithm are: name, group_size",
-    "algorithm.clip_high=0.3": "algorithm.clip_high=0.3: is algorithm.objective.high now",
-    "++algorithm.vespo_k_pos=3": "is algorithm.objective.k_pos now",
-    "algorithm.surrogate=cispo": "is algorithm/objective=cispo now",
+    "algorithm.beta=0.3": "algorithm.beta=0.3: is algorithm.kl.beta now",
+    "++algorithm.entropy_target=3": "is algorithm.entropy.adaptive.target now",
+    "algorithm.credit=gigpo": "is algorithm/credit=gigpo now",
+    "algorithm.correction=token": "is algorithm.correction.level now",
+    "algorithm.kl=k2": "algorithm.kl=k2: is algorithm.kl.estimator now",
+    "algorithm.kl.estimator=k2": "algorithm.kl.beta: has no value; set it: algorithm.kl.beta=",
+    "algorithm.kl.betta=0.1": "algorithm.kl.betta=0.1: unknown key (did you mean 'beta'?)",
     "algorithm/objective=vspo": "no such option (did you mean 'vespo'?); the options are: cispo",
     "algorithm/objective=own": "algorithm.objective._target_: has no value; set it: algorithm.obj",
     "algorithm=rlo": "no such option (did you mean 'rloo'?); the options are: bnpo, cispo",
@@ -125,7 +129,7 @@ UNREADABLE = {
     ),
     "optimizer.lr=${optimizer.lr}": "cannot be resolved: Recursive interpolation detected",
     "seed=???": "seed: has no value; set it: seed=…",
-    "algorithm.beta=${lr}": "'lr' not found",
+    "algorithm.kl.beta=${lr}": "'lr' not found",
     # Missing values.
     "model=folder": "model.path: has no value; set it: model.path=…, or choose model=",
     "data=file": "data.train.path=null: has no value; set data.path=…",
@@ -150,7 +154,7 @@ UNUSABLE = {
     "rollout.max_tool_calls=0": "must be at least 1",
     "rollout.timeout_s=0": "must be more than 0",
     "optimizer.lr=0": "must be more than 0",
-    "algorithm.beta=-0.1": "must be 0 or more",
+    "algorithm.kl.beta=-0.1": "must be 0 or more",
     "algorithm.objective.low=1": "must be below 1",
     "rollout.temperature=0": "must be more than 0",
     "eval.top_p=0": "must be more than 0",
@@ -179,7 +183,7 @@ UNUSABLE = {
     "seed=-1": "must be 0 or more",
     "seed=9223372036854775808": "must be below 9223372036854775808",
     "optimizer.lr=inf": "must be a finite number",
-    "algorithm.beta=inf": "must be a finite number",
+    "algorithm.kl.beta=inf": "must be a finite number",
     "algorithm.objective.high=inf": "must be a finite number",
     "rollout.timeout_s=nan": "must be a finite number",
     "optimizer.warmup_steps=26": "the warm-up would not end in steps=26; lower it",
@@ -196,7 +200,6 @@ UNUSABLE = {
     "distributed.timeout_s=0": "distributed.timeout_s=0.0: must be more than 0",
     "engine.sleep=true": "engine=transformers has no such key; it belongs to engine=vllm",
     "engine.dtype=float16": "engine=transformers has no such key; it belongs to engine=vllm",
-    "engine.vllm.memory_share=0.4": "engine.vllm.memory_share=0.4: is engine.memory_share now",
     "engine.vllm.slep=true": "engine.vllm.slep=true: unknown key",
     "engine.max_rowz=4": "engine.max_rowz=4: unknown key (did you mean 'engine.max_rows'?)",
     "engine.zzz=4": "unknown key; the keys of engine=transformers are: name, max_context, max_rows",
@@ -242,7 +245,7 @@ UNUSABLE = {
     # Combinations without a meaning.
     "eval.tools=[sqll]": "eval.tools=[sqll]: is not a tool of this run (did you mean 'sql'?)",
     "stop_tools=[final_anser]": "is not a tool of this run (did you mean 'final_answer'?)",
-    "algorithm.kl_in=reward": "has no effect here; it needs algorithm.beta above 0",
+    "algorithm.kl.place=reward": "algorithm.kl.beta: has no value; set it",
     "algorithm.objective.tau_pos=2": (
         "algorithm.objective.tau_pos=2: no key of clip; sapo has it: algorithm/objective=sapo; its "
         "keys are: low, high, dual, ratio"
@@ -294,7 +297,7 @@ def test_what_does_not_compose(override: str, expected: str) -> None:
 def sound() -> DictConfig:
     """Settings that can run; composing them once for the whole table saves seconds."""
     with hydra_session(Source()):
-        composed = compose_run(["tasks_per_step=12", "algorithm.beta=0"], Source())
+        composed = compose_run(["tasks_per_step=12", "algorithm.kl.beta=0"], Source())
     validate(composed.config)
     return OmegaConf.create(composed.plain)
 
@@ -551,7 +554,7 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             ("algorithm=rloo", "async_training.max_staleness=1"),
             "algorithm.behaviour=recomputed: with async_training.max_staleness=1 tokens are "
             "sampled by an older policy, which the ratio would not see; set "
-            "algorithm.correction=token, or algorithm.behaviour=engine",
+            "algorithm.correction.level=token, or algorithm.behaviour=engine",
         ),
         (
             ("agent=endpoint", "engine.max_rows=8", "agent.concurrency=4"),
@@ -678,12 +681,12 @@ MAZE = "+environment.maze._target_=worlds.Maze"
         ),
         (
             ["algorithm=gigpo"],
-            "algorithm.credit=gigpo: compares turns that began in equal states of an environment, "
+            "algorithm/credit=gigpo: compares turns that began in equal states of an environment, "
             "and the run has none; add one with a state()",
         ),
         (
             ["algorithm=gigpo", MAZE],
-            "environment.maze._target_=worlds.Maze: has no state(), and algorithm.credit=gigpo",
+            "environment.maze._target_=worlds.Maze: has no state(), and algorithm/credit=gigpo",
         ),
         (
             ["+environment.life._target_=worlds.Life", "+environment.life.sise=2"],

@@ -134,13 +134,6 @@ def test_a_wrong_value_of_the_file_names_the_file(run: Path) -> None:
     ]
 
 
-def test_an_objective_of_the_first_layout_that_never_was(run: Path) -> None:
-    rewrite(run, algorithm={"objective": None, "surrogate": "clp", "clip_high": 0.3})
-    expected = r"algorithm\.surrogate=clp: expected one of: clip, .*\(did you mean 'clip'\?\)"
-    with pytest.raises(ConfigError, match=expected):
-        resume(run)
-
-
 @pytest.mark.parametrize("trust", [True, False])
 def test_a_path_of_ours_that_this_version_lacks(run: Path, trust: bool) -> None:
     path = "agenttrain.tools.sql.Sqq"

@@ -21,8 +21,8 @@ from agenttrain.training.weight_sync import Gap
 
 RUN = (
     *("train", "debug=tiny", "steps=1", "eval.questions=0", "tracker=none", "algorithm=dapo"),
-    *("algorithm.beta=0.01", "algorithm.entropy_bonus=0.01", "algorithm.top_entropy=0.5"),
-    *("algorithm.behaviour=recomputed", "algorithm.correction=token"),
+    *("algorithm.kl.beta=0.01", "algorithm.entropy.bonus=0.01", "algorithm.top_entropy=0.5"),
+    *("algorithm.behaviour=recomputed", "algorithm.correction.level=token"),
     *("algorithm.off_policy_threshold=1", "data.curriculum.enabled=true"),
 )
 AHEAD = (

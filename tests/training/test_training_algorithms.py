@@ -15,11 +15,8 @@ from training_cases import advantage, policy, random_groups, rollout, weights, w
 from agenttrain.algorithms.config import (
     AlgorithmConfig,
     Behaviour,
-    Correction,
-    CorrectionMode,
     KlEstimator,
-    KlIn,
-    Reference,
+    KlPlace,
     Rewards,
     Scale,
 )
@@ -137,16 +134,15 @@ def test_a_rollout_trains_the_same_however_it_is_cut(name: str, budget: int) -> 
 
 
 EXTRAS = {
-    "top_entropy": {"top_entropy": 0.5, "entropy_bonus": 0.1},
+    "top_entropy": {"top_entropy": 0.5, "entropy": {"bonus": 0.1}},
     "correction": {
         **RECOMPUTED,
         "minibatches": 1,
-        "correction": Correction.sequence,
-        "correction_max": 1e9,
+        "correction": {"level": "sequence", "max": 1e9},
         "off_policy_threshold": 0.0,
     },
     "gmpo": {"objective": build_objective("geometric_mean")},
-    "vespo": {"objective": build_objective("vespo"), "beta": 0.1},
+    "vespo": {"objective": build_objective("vespo"), "kl": {"beta": 0.1}},
 }
 
 
@@ -184,9 +180,7 @@ def test_correction_weighs_by_trainer_over_engine() -> None:
     _, metrics = captured(
         {
             **RECOMPUTED,
-            "correction": Correction.token,
-            "correction_mode": CorrectionMode.mask,
-            "correction_max": 1.2,
+            "correction": {"level": "token", "mode": "mask", "max": 1.2},
         },
         [group],
     )
@@ -199,7 +193,7 @@ def test_correction_weighs_by_trainer_over_engine() -> None:
 
 def test_an_entropy_bonus_raises_the_entropy() -> None:
     dead = [[with_tool(sample=i, reward=0.0) for i in range(2)]]
-    trained = policy(algorithm={"entropy_bonus": 1.0}, lr=1e-2)
+    trained = policy(algorithm={"entropy": {"bonus": 1.0}}, lr=1e-2)
     with torch.no_grad():  # away from the uniform distribution
         trained.model.get_output_embeddings().weight.mul_(20)
     found = [train_policy(trained, dead)["entropy"] for _ in range(4)]
@@ -213,11 +207,12 @@ def test_an_entropy_bonus_raises_the_entropy() -> None:
 
 
 def test_an_adaptive_bonus_follows_its_target() -> None:
-    algorithm = {"entropy_bonus": 0.05, "entropy_target": 1e9, "entropy_bonus_step": 0.02}
+    algorithm = {"entropy": {"bonus": 0.05, "adaptive": {"target": 1e9, "step": 0.02}}}
     below = policy(algorithm=algorithm, lr=0.0)
     coefficients = [train_policy(below, random_groups(0))["entropy_coef"] for _ in range(2)]
     assert coefficients == pytest.approx([0.07, 0.09])
-    above = policy(algorithm={**algorithm, "entropy_target": 0.0}, lr=0.0)
+    adaptive = {"target": 0.0, "step": 0.02}
+    above = policy(algorithm={"entropy": {"bonus": 0.05, "adaptive": adaptive}}, lr=0.0)
     first, second, third, fourth = (train_policy(above, random_groups(0)) for _ in range(4))
     coefficients = [m["entropy_coef"] for m in (first, second, third, fourth)]
     assert coefficients == pytest.approx([0.03, 0.01, 0.0, 0.0])
@@ -226,7 +221,7 @@ def test_an_adaptive_bonus_follows_its_target() -> None:
 
 
 def test_the_bonus_of_the_docstring() -> None:
-    config = AlgorithmConfig(name="test", entropy_target=1.0, entropy_bonus_step=0.01)
+    config = AlgorithmConfig(name="test", entropy={"adaptive": {"target": 1.0, "step": 0.01}})
     bonus = EntropyBonus(0.02)
     assert bonus.weight(config) == 0.02
     bonus.observe(0.8, config)
@@ -286,7 +281,7 @@ def test_masked_truncated_rollouts_are_counted() -> None:
     assert metrics["mask/truncated"] == 0.5
 
 
-SYNCED = {"beta": 0.1, "reference": Reference.synced, "ref_sync_steps": 2, "ref_mixup": 0.5}
+SYNCED = {"kl": {"beta": 0.1, "reference": {"sync_steps": 2, "mixup": 0.5}}}
 
 
 def test_a_synced_reference_is_mixed_every_n_steps() -> None:
@@ -306,7 +301,7 @@ def test_a_synced_reference_is_mixed_every_n_steps() -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [SYNCED, {"entropy_target": 1e9, "entropy_bonus": 0.1}],
+    [SYNCED, {"entropy": {"bonus": 0.1, "adaptive": {"target": 1e9}}}],
     ids=["synced reference", "adaptive bonus"],
 )
 def test_a_resumed_policy_goes_on_to_the_same_bits(algorithm: dict, tmp_path: Path) -> None:
@@ -327,7 +322,10 @@ def test_a_resumed_policy_goes_on_to_the_same_bits(algorithm: dict, tmp_path: Pa
 
 def test_kl_in_the_reward_uses_the_recomputed_probabilities() -> None:
     """The engine says -5.5 for every token; the policy is its own reference, so the KL is 0."""
-    algorithm = {**RECOMPUTED, "beta": 0.1, "kl": KlEstimator.k1, "kl_in": KlIn.reward}
+    algorithm = {
+        **RECOMPUTED,
+        "kl": {"beta": 0.1, "estimator": KlEstimator.k1, "place": KlPlace.reward},
+    }
     assert train_policy(policy(algorithm=algorithm), random_groups(0))["kl"] == pytest.approx(
         0, abs=1e-6
     )
@@ -336,7 +334,7 @@ def test_kl_in_the_reward_uses_the_recomputed_probabilities() -> None:
 @pytest.mark.parametrize("other", [{}, {"top_entropy": 0.5}], ids=["alone", "top_entropy"])
 def test_a_kl_in_the_reward_is_of_the_probabilities_that_behaviour_names(other: dict) -> None:
     """The engine is .3 nats below the policy at each token; the policy is its own reference."""
-    settings = {"beta": 0.1, "kl": KlEstimator.k1, "kl_in": KlIn.reward, **other}
+    settings = {"kl": {"beta": 0.1, "estimator": KlEstimator.k1, "place": KlPlace.reward}, **other}
     for behaviour, kl in ((Behaviour.engine, -0.3), (Behaviour.recomputed, 0.0)):
         trained = policy(algorithm={**settings, "behaviour": behaviour, "scale": Scale.none})
         (group,) = on_policy(trained, [alike("a")])
@@ -377,9 +375,13 @@ def test_reward_functions_are_normalised_each() -> None:
             "top_entropy": 0.5,
             "mask_truncated": True,
         },
-        {"objective": build_objective("vespo"), "entropy_bonus": 0.1, "off_policy_threshold": 0.1},
-        {**RECOMPUTED, "correction": Correction.geometric},
-        {"objective": build_objective("geometric_mean"), "beta": 0.1},
+        {
+            "objective": build_objective("vespo"),
+            "entropy": {"bonus": 0.1},
+            "off_policy_threshold": 0.1,
+        },
+        {**RECOMPUTED, "correction": {"level": "geometric"}},
+        {"objective": build_objective("geometric_mean"), "kl": {"beta": 0.1}},
         {"objective": build_objective("sapo")},
     ],
 )
@@ -414,14 +416,16 @@ def test_the_metrics_of_credit_per_turn_by_hand() -> None:
         one.reward = sum(scores)
         one.trajectories[0].states = ["start", f"{one.sample}"]
     per_turn = {"advantage": "leave_one_out", "scale": "none"}
-    found = train_policy(policy(algorithm={"credit": "turn_baseline", **per_turn}), [group])
+    found = train_policy(
+        policy(algorithm={"credit": {"name": "turn_baseline"}, **per_turn}), [group]
+    )
     assert found["credit/turn_reward"] == 0.25
     variances = [found[f"credit/variance/turn_{turn}"] for turn in range(1, 9)]
     assert variances[:2] == [1.0, 0.0]
     assert all(math.isnan(variance) for variance in variances[2:])
     assert "credit/step_groups" not in found
     # Both began in one state, and their second turns in two.
-    found = train_policy(policy(algorithm={"credit": "gigpo", **per_turn}), [group])
+    found = train_policy(policy(algorithm={"credit": {"name": "gigpo"}, **per_turn}), [group])
     assert found["credit/step_groups"] == 0.5
     # The rollout's +-1, and as much again among the first turns.
     variances = [found[f"credit/variance/turn_{turn}"] for turn in (1, 2)]

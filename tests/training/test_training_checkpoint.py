@@ -23,7 +23,7 @@ from agenttrain.training import checkpoint as module
 from agenttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from agenttrain.training.checkpoint_files import CheckpointError, NotRead, latest, seal, verify
 
-ALGORITHM = {"beta": 0.05, "num_epochs": 2}
+ALGORITHM = {"kl": {"beta": 0.05}, "num_epochs": 2}
 
 
 def checkpoints(folder: Path, keep: int = 2) -> Checkpoints:

@@ -229,7 +229,7 @@ def test_a_sharded_model_is_first_computed_sharded_and_gathered_in_its_format(
     monkeypatch.setattr(wrapping, "register_fsdp_forward_method", registered)
     trained = policy(
         model,
-        algorithm={"beta": 0.1},
+        algorithm={"kl": {"beta": 0.1}},
         training={"mixed_precision": mixed_precision},
         processes={"sharding": Sharding()},
     )

@@ -63,7 +63,7 @@ def test_only_the_adapters_are_trained(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_the_model_without_adapters(tmp_path: Path) -> None:
-    algorithm = {"beta": 0.1}
+    algorithm = {"kl": {"beta": 0.1}}
     trained = policy(adapted(base(tmp_path / "m")), algorithm=algorithm, lr=1e-2)
     full = policy(tiny.model(), algorithm=algorithm, lr=1e-9)
     first = train_policy(trained, random_groups(0))
@@ -80,7 +80,7 @@ def continued(folder: Path, **settings: object):
     """A policy with the adapters of a folder, and the logprobs of a text under these."""
     model = adapted(folder)
     loaded = policy_logprobs(model, TEXT)
-    return policy(model, algorithm={"beta": 0.1}, lr=1e-2, **settings), loaded
+    return policy(model, algorithm={"kl": {"beta": 0.1}}, lr=1e-2, **settings), loaded
 
 
 def reference_logprobs(trained: Policy) -> list[float]:

@@ -16,8 +16,7 @@ from agenttrain.algorithms.config import (
     Aggregation,
     Behaviour,
     KlEstimator,
-    KlIn,
-    Reference,
+    KlPlace,
     Scale,
 )
 from agenttrain.algorithms.credit import set_advantages
@@ -134,7 +133,7 @@ def test_microbatches_do_not_change_the_update(aggregation: Aggregation, ratio: 
     algorithm = {
         "aggregation": aggregation,
         "objective": build_objective("clip", ratio=ratio),
-        "beta": 0.1,
+        "kl": {"beta": 0.1},
     }
     groups = random_groups(1, groups=3)
     gradients, losses = [], []
@@ -269,7 +268,9 @@ def test_a_step_without_variance_changes_nothing() -> None:
     assert train_policy(trained, []).keys() == metrics.keys()
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"beta": 0.1}, {"beta": 0.1, "kl_in": KlIn.reward}])
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"kl": {"beta": 0.1}}, {"kl": {"beta": 0.1, "place": KlPlace.reward}}]
+)
 def test_a_step_without_a_reward_has_the_columns_of_any_other(algorithm: dict) -> None:
     trained = policy(algorithm=algorithm)
     nothing = train_policy(trained, [[with_tool(sample=i, reward=None) for i in range(2)]])
@@ -323,7 +324,7 @@ def test_later_epochs_are_off_policy_and_clipped() -> None:
 
 
 def test_kl_in_the_loss_pulls_to_the_frozen_reference() -> None:
-    algorithm = {"beta": 0.5, "kl": KlEstimator.k3}
+    algorithm = {"kl": {"beta": 0.5, "estimator": KlEstimator.k3}}
     trained = policy(algorithm=algorithm, lr=1e-2)
     groups = random_groups(0)
     first = train_policy(trained, on_policy(trained, groups))
@@ -336,7 +337,7 @@ def test_kl_in_the_loss_pulls_to_the_frozen_reference() -> None:
 
 
 def test_kl_in_the_reward_is_taken_off_before_the_baseline() -> None:
-    algorithm = {"beta": 0.1, "kl": KlEstimator.k1, "kl_in": KlIn.reward, **RLOO}
+    algorithm = {"kl": {"beta": 0.1, "estimator": KlEstimator.k1, "place": KlPlace.reward}, **RLOO}
     trained = policy(algorithm=algorithm, lr=1e-2)
     group = pair(20, 21)
     for one in group:
@@ -383,7 +384,7 @@ def test_a_broken_gradient_is_named() -> None:
 
 
 def test_a_broken_reference_is_named() -> None:
-    trained = policy(algorithm={"beta": 0.1, "reference": Reference.synced})
+    trained = policy(algorithm={"kl": {"beta": 0.1, "reference": {"sync_steps": 512}}})
     state = trained.state_dict()
     next(iter(state["reference"].values())).fill_(math.nan)
     trained.load_state_dict(state)

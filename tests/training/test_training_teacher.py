@@ -202,7 +202,7 @@ def test_only_failed_rollouts_learn_from_the_teacher() -> None:
 
 
 def test_with_credit_per_turn_each_turn_has_its_own_beside() -> None:
-    group, _ = learned(TeacherConfig(path="t"), credit="turn_reward")
+    group, _ = learned(TeacherConfig(path="t"), credit={"name": "turn_reward"})
     assert advantages(group) == [[-1.0, 0.0], [0.5, -1.5]]
 
 

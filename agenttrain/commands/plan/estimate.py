@@ -311,11 +311,12 @@ def _frozen_models(
     config: RunConfig, sizes: Sizes, shards: int, divided: str
 ) -> Iterator[MemoryItem]:
     """Yield the reference and the teacher; `divided` names the number of shards."""
-    if config.algorithm.beta > 0 and not config.model.lora.rank:
-        why = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
+    kl = config.algorithm.kl
+    if kl is not None and not config.model.lora.rank:
+        why = f"algorithm.kl.beta={kl.beta:g}: a copy of the weights{divided}"
         yield MemoryItem(name="reference", bytes=sizes.weights // shards, why=why)
-    elif config.algorithm.beta > 0 and sizes.continues:
-        why = f"algorithm.beta={config.algorithm.beta:g}: a copy of the loaded adapters"
+    elif kl is not None and sizes.continues:
+        why = f"algorithm.kl.beta={kl.beta:g}: a copy of the loaded adapters"
         size = sum(weight.nbytes for weight in adapter_parameters(sizes.model).values())
         yield MemoryItem(name="reference", bytes=size, why=why, on_host=True)
     teacher = config.algorithm.teacher
@@ -426,7 +427,7 @@ def _loading(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
         size, why = sizes.largest_weight, "each process reads its rows, weight by weight"
     else:
         sharded = config.distributed.name is DistributedName.fsdp2
-        copies = sharded and config.algorithm.beta > 0 and not config.model.lora.rank
+        copies = sharded and config.algorithm.kl is not None and not config.model.lora.rank
         size = sizes.weights * (2 if copies else 1)
         why = "each process loads the whole model" + ", and copies it as reference" * copies
     if config.algorithm.teacher.own_path is None:

@@ -33,7 +33,7 @@ from agenttrain.settings.pinning import pins
 from agenttrain.settings.saved import RESUMABLE, resumed
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
-from agenttrain.utils.moved import override_in_this_layout
+from agenttrain.utils.moved import overrides_in_this_layout
 from agenttrain.utils.overrides import key_of
 from agenttrain.utils.redaction import shell_command
 from agenttrain.utils.sections import validated
@@ -132,7 +132,7 @@ def _resume_held(
                 f"{text}: cannot be combined with resume={folder}; what may change is: "
                 f"{', '.join([*RESUMABLE, *CHANGEABLE])}"
             )
-    shared = [override_in_this_layout(text) for text in _of_job(record.shared)]
+    shared = overrides_in_this_layout(_of_job(record.shared))
     raw = compose_raw([*shared, *of_sweep], command.source)
     section = cast(dict[str, Any], OmegaConf.to_container(raw.sweep, enum_to_str=True))
     settings = validated(SweepConfig, section, "sweep")
@@ -147,7 +147,7 @@ def _resume_held(
             check_for_verb(record.verb, config)
             configs.append(config)
         elif one.unfinished:
-            recorded = map(override_in_this_layout, one.job.overrides)
+            recorded = overrides_in_this_layout(one.job.overrides)
             configs.append(compose([*recorded, *changes], command).config)
     if record.search is not None and record.lacks_trials:
         axes = {axis.get_key_element(): axis for axis in parse(record.search.space)}

@@ -101,8 +101,8 @@ def objective_problems(verb: str, config: Any) -> Iterator[str]:
         elif name not in (known := evaluated(verb, config)):
             yield f"{key}: expected one of: {', '.join(known)}{did_you_mean(name, known)}"
         return
-    if name == "kl" and config.algorithm.beta == 0:
-        yield f"{key}: there is no KL with algorithm.beta=0; set beta, or take another objective"
+    if name == "kl" and config.algorithm.kl is None:
+        yield f"{key}: there is no KL; set algorithm.kl.beta=…, or take another objective"
     section, slash, _ = name.partition("/")
     if slash and section in OPEN_SECTIONS[verb]:
         return

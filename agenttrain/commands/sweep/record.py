@@ -25,7 +25,7 @@ from typing import Any
 
 from agenttrain.tracking.run_folder import read_summary, write_atomically
 from agenttrain.types import ConfigError
-from agenttrain.utils.moved import override_in_this_layout
+from agenttrain.utils.moved import overrides_in_this_layout
 from agenttrain.utils.redaction import hide_secrets, shell_command
 from agenttrain.utils.signing import sign, verifies
 from agenttrain.utils.temporary import NO_LOCKS
@@ -102,7 +102,7 @@ class SweepRecord:
     def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
         """Return the arguments of `agenttrain` that start a job without a run."""
         folder = f"hydra.run.dir={quote_path(sweep / job.folder)}"
-        overrides = map(override_in_this_layout, job.overrides)
+        overrides = overrides_in_this_layout(job.overrides)
         return [self.verb, *self.options, *overrides, *extra, folder]
 
 
