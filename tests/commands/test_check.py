@@ -53,7 +53,11 @@ def test_prompts_that_render_are_counted(tmp_path: Path, capsys: pytest.CaptureF
     ("template", "row", "message"),
     [
         (REFUSES + tiny.TEMPLATE, {"messages": SYSTEM}, "refuses system messages (no), and this"),
-        (LEAVES_OUT, {"messages": SYSTEM}, "leaves out the text of this message of the role system"),
+        (
+            LEAVES_OUT,
+            {"messages": SYSTEM},
+            "leaves out the text of this message of the role system",
+        ),
         (
             "{%- if messages[0].role != 'user' %}{{ raise_exception('user first') }}{%- endif %}"
             + tiny.TEMPLATE,
