@@ -26,7 +26,7 @@ VERB = Verb(
     help="stored rollouts by another reward, beside the old one",
     page="operate/replay.md",
     examples={
-        "rescore outputs/shop/<run> reward=[numeric_close]": "would it have been as good?",
+        "rescore outputs/shop/<run> reward=[numeric_close]": "as good by another one?",
         "rescore outputs/shop/<run> --step 10 reward=[contains] --to scores.jsonl": "one step",
     },
     add_arguments=add_arguments,
