@@ -14,7 +14,7 @@ from agenttrain.commands.verb import Verb
 from agenttrain.commands.verbs import RUNNING, load_verb, split_verb, typed_verb
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
-from agenttrain.utils.garbage import exit_without_collection
+from agenttrain.utils.garbage import exit_without_collection, no_collections
 from agenttrain.utils.output import lost_output, protect
 from agenttrain.utils.redaction import hide_secrets
 
@@ -98,6 +98,9 @@ def run(arguments: Sequence[str]) -> int:
     Each worker of a run calls it with the launcher's command line.
     """
     verb, args, settings = parse(arguments)
+    if verb.settings is not None:
+        with no_collections():  # the modules' objects live until the end
+            import agenttrain.commands.running  # noqa: F401
     return verb.run(args, settings)
 
 

@@ -28,7 +28,8 @@ from agenttrain import cli
 from agenttrain.algorithms.objectives import config as objectives
 from agenttrain.commands.running import compose_all
 from agenttrain.commands.sweep.expand import expand
-from agenttrain.commands.verbs import VERBS, split_verb
+from agenttrain.commands.verb import VERBS
+from agenttrain.commands.verbs import split_verb
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import compose_run, hydra_session
 from agenttrain.utils.model_path import model_folder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textwrap import fill
 
-from agenttrain.commands.verb import Verb, VerbParser, option_rows
-from agenttrain.commands.verbs import DEFAULT, VERBS, load_verb
+from agenttrain.commands.verb import VERBS, Verb, VerbParser, option_rows
+from agenttrain.commands.verbs import DEFAULT, load_verb
 from agenttrain.settings.resumable import RESUMABLE
 from agenttrain.utils.files import conf_folder, list_groups
 

@@ -63,6 +63,7 @@ from agenttrain.settings.saved import (
 )
 from agenttrain.training.config import Schedule
 from agenttrain.types import ConfigError
+from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.model_path import PARTS, SIZES
 from agenttrain.utils.overrides import as_typed
 from agenttrain.utils.redaction import hide_secrets
@@ -172,6 +173,7 @@ def compose_single(verb: str, args: Namespace, overrides: Sequence[str]) -> Comp
     return composed
 
 
+@no_collections()
 def compose_all(command: Command) -> list[Composed]:
     """Return the checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
     overrides, source = command.overrides, command.source

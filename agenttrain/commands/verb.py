@@ -33,6 +33,12 @@ from typing import Any, NoReturn
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 
+VERBS = (
+    *("train", "sft", "eval", "submit", "check", "rehearse", "plan", "data", "tools", "templates"),
+    *("settings", "view", "timeline", "replay", "rescore", "compare", "play", "serve"),
+    *("engine-server", "servers", "export", "completion", "init", "doctor"),
+)
+"""Their names, in the order of the help."""
 STDOUT = Path("-")
 """Value of `--json` without a file."""
 SETTINGS = "key=value"
@@ -110,8 +116,6 @@ class VerbParser(ArgumentParser):
             raise ConfigError(self._unknown(settings[0]))
         parsed = self.parse_intermixed_args(arguments)
         if misplaced := getattr(parsed, "settings", None):
-            from agenttrain.commands.verbs import VERBS
-
             if misplaced[0] in VERBS:
                 raise ConfigError(
                     f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …"

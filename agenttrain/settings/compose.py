@@ -138,9 +138,9 @@ def compose_raw(
             problems.append(str(error))
             # Hydra stops at the first unknown key: the others are found without it.
             unknown = [text for text in left if problems[-1].startswith(f"{text}: unknown key")]
-            if not unknown:
-                break
             left = [text for text in left if text not in unknown]
+            if not unknown or not left:
+                break
     if problems:
         raise ConfigError("\n".join(problems))
     return raw

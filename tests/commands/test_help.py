@@ -13,8 +13,8 @@ from command_kit import parse
 
 from agenttrain import cli
 from agenttrain.commands.running import compose_all
-from agenttrain.commands.verb import option_rows
-from agenttrain.commands.verbs import VERBS, load_verb
+from agenttrain.commands.verb import VERBS, option_rows
+from agenttrain.commands.verbs import load_verb
 from agenttrain.settings.compose import hydra_session
 from agenttrain.utils.model_path import model_folder
 

@@ -12,8 +12,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from agenttrain.commands.verb import new_file, report_file
-from agenttrain.commands.verbs import VERBS, load_verb
+from agenttrain.commands.verb import VERBS, new_file, report_file
+from agenttrain.commands.verbs import load_verb
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
 

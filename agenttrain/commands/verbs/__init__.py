@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
-from agenttrain.commands.verb import Verb
+from agenttrain.commands.verb import VERBS, Verb
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 
-VERBS = (
-    *("train", "sft", "eval", "submit", "check", "rehearse", "plan", "data", "tools", "templates"),
-    *("settings", "view", "timeline", "replay", "rescore", "compare", "play", "serve"),
-    *("engine-server", "servers", "export", "completion", "init", "doctor"),
-)
-"""Their names, in the order of the help."""
 DEFAULT = "train"
 """Verb of a command that names none."""
 RUNNING = ("train", "sft", "eval")
