@@ -11,10 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from command_kit import parse
 from omegaconf import OmegaConf
 
 from agenttrain import cli
-from agenttrain.settings.command_line import split_verb
+from agenttrain.commands.verbs import split_verb
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.utils.model_path import model_folder
 
@@ -93,7 +94,7 @@ def test_check_says_what_is_wrong_with_a_tool(
 def test_help_names_verbs_groups_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert "train      train an agent" in text
+    assert "train          train an agent" in text
     assert "algorithm        bnpo, cispo, dapo, dr_grpo" in text
     assert "these may change:" in text and "steps, eval, checkpoint, tracker, engine" in text
     assert max(len(line) for line in text.splitlines()) <= 100 + len(str(ROOT))
@@ -114,12 +115,9 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("evl steps=3", "(did you mean 'eval'?)"),
         ("seed=1 check", "the verb comes first: agenttrain check"),
         ("seed=1 rloo", "rloo: settings are written key=value"),
-        ("view", "view: give a run folder"),
         ("view nope", "agenttrain: view nope: is no run folder"),
         ("-m trian seed=1,2", "trian: no such verb (did you mean 'train'?)"),
         ("run=a&b", "did you mean agenttrain eval run='a&b'?"),
-        ("view x step=one", "view: give a run folder and perhaps a step"),
-        ("--foo", "unrecognized arguments: --foo; see agenttrain --help"),
         ("--num_generations 8", "settings are written key=value; write algorithm.group_size=…"),
         ("--learning-rate=1e-5", "--learning-rate=1e-5: settings are written key=value; write opt"),
         ("--use_vllm true", "write engine.name=… (engine=vllm)"),
@@ -220,8 +218,8 @@ def test_an_evaluation_keeps_out_of_a_folder_that_holds_a_run(
 
 
 def test_the_verb_may_be_left_out() -> None:
-    assert cli.parse(["steps=3"]).verb == cli.parse([]).verb == "train"
-    assert cli.parse(["eval", "steps=3"]).verb == "eval"
+    assert parse(["steps=3"]).verb == parse([]).verb == "train"
+    assert parse(["eval", "steps=3"]).verb == "eval"
 
 
 @pytest.mark.parametrize(
@@ -285,7 +283,7 @@ def test_another_model_has_not_the_bundled_agents_settings(
 
 
 def test_options_and_overrides_may_be_mixed(elsewhere: Path) -> None:
-    command = cli.parse(["seed=1,2", "-m", "steps=3", "--config-dir", str(elsewhere)])
+    command = parse(["seed=1,2", "-m", "steps=3", "--config-dir", str(elsewhere)])
     assert command.overrides == ["seed=1,2", "steps=3"]
-    assert command.options == ["-m", "--config-dir", str(elsewhere)]
+    assert command.options == ["--config-dir", str(elsewhere)]
     assert (command.sweep, command.source.extra) == (True, str(elsewhere))

@@ -21,15 +21,16 @@ from pathlib import Path
 import pytest
 import yaml
 from code_blocks import PAGES, ROOT, Block, blocks, file_on
+from command_kit import parse
 from stub_hub import StubHub, use
 
 from agenttrain import cli
 from agenttrain.algorithms.objectives import config as objectives
-from agenttrain.commands import data, play, serve, tools
-from agenttrain.commands.plan import command as plan
+from agenttrain.commands.running import compose_all
 from agenttrain.commands.sweep.expand import expand
+from agenttrain.commands.verb import VERBS
+from agenttrain.commands.verbs import split_verb
 from agenttrain.settings.checks import validate
-from agenttrain.settings.command_line import VERBS, parse, split_verb
 from agenttrain.settings.compose import compose_run, hydra_session
 from agenttrain.utils.model_path import model_folder
 
@@ -116,20 +117,6 @@ def words(command: str) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-def settings_of(arguments: list[str]) -> list[str]:
-    """The arguments without the options of a verb that shows or plans."""
-    verb, others = split_verb(arguments)
-    parsers = {
-        **{"data": data.parse, "tools": tools.parse, "plan": plan.parse},
-        **{"play": play.parse, "serve": serve.parse},
-    }
-    if verb in parsers:
-        return [verb, *parsers[verb](others)[1]]
-    if verb == "submit":
-        return [word for word in arguments if word not in ("--dry-run", "--no-check")]
-    return arguments
-
-
 @pytest.mark.parametrize("block", WITH_COMMANDS, ids=str)
 def test_commands(block: Block, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in block.commands():
@@ -157,13 +144,13 @@ def compose(arguments: list[str], block: Block) -> None:
     if "sise" in " ".join(arguments):  # the page shows how a mistake is answered
         assert cli.main(arguments) == 2
         return
-    command = parse(settings_of(arguments))
+    command = parse(arguments)
     with hydra_session(command.source):
         if command.sweep:  # the first combination stands for all
             first = expand(command.overrides, command.source).runs[0]
             validate(compose_run(first, command.source).config)
         else:
-            assert cli.compose_all(command)
+            assert compose_all(command)
 
 
 @pytest.mark.parametrize("block", PROGRAM_BLOCKS, ids=str)

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed
-from agenttrain.settings.machine import float32_on_gpu
+from agenttrain.settings.machine import CHECK, float32_on_gpu
 from agenttrain.settings.sizes import describe
 from agenttrain.types import ConfigError
 from agenttrain.utils.garbage import no_collections
 
 
-def check(command: Command, runs: Sequence[Composed]) -> int:
+def check(verb: str, runs: Sequence[Composed]) -> int:
     """Print the runs, each template's certificate, and a dry conversation of outside agents.
 
-    Return exit code 1 if a certificate did not pass.
+    Of `play` and `serve` only the settings are checked. Return exit code 1 if a certificate did
+    not pass.
     """
+    if verb in ("play", "serve"):
+        print(f"these settings fit agenttrain {verb}")
+        return 0
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
     if any(run.neutral for run in runs):
         print(
@@ -26,7 +29,7 @@ def check(command: Command, runs: Sequence[Composed]) -> int:
             "data, tools and rewards of your own",
             flush=True,
         )
-    passed = certify(runs)
+    passed = certify(runs, "train" if verb == CHECK else verb)
     if passed:
         _converse(runs)
     notes = dict.fromkeys(note for run in runs if (note := float32_on_gpu(run.config)))
@@ -78,7 +81,7 @@ CERTIFIED = (
 
 
 @no_collections()
-def certify(runs: Sequence[Composed]) -> bool:
+def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
     """Print each template's certificate once; return True if all passed.
 
     Checks the parts of every run as the run does before it loads weights. Raises ConfigError.
@@ -102,7 +105,7 @@ def certify(runs: Sequence[Composed]) -> bool:
             first = key not in shown
             if first:
                 verify_model(config)
-                shown[key] = Components(config)
+                shown[key] = Components(config, verb)
                 print("\n" + "\n".join(shown[key].certificate.lines()), flush=True)
             if not shown[key].certificate.passed or run_key in checked:
                 continue

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import ceil
 
 from agenttrain.data.build import column_names
@@ -21,32 +19,12 @@ from agenttrain.utils.seeds import derive_seed
 
 MEASURED = 500
 """Prompts whose tokens are counted, from the first row on."""
-SHOWN = 2
-"""Prompts that are printed by default."""
 PERCENTILES = (50, 90, 99)
 TYPES = {str: "text", bool: "true/false", int: "number", float: "number", dict: "object"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataOptions:
-    """Options of the command beside the overrides."""
-
-    rows: int
-    """Prompts to print."""
-
-
-def parse(arguments: Sequence[str]) -> tuple[DataOptions, list[str]]:
-    """Take ``--rows N`` out of the arguments."""
-    parser = argparse.ArgumentParser(prog="agenttrain data", allow_abbrev=False, add_help=False)
-    parser.add_argument("--rows", nargs="?", default=str(SHOWN))
-    parsed, overrides = parser.parse_known_args(list(arguments))
-    if parsed.rows is None or not parsed.rows.isdecimal():
-        raise ConfigError("--rows: give a number of prompts to print, 0 or more: --rows 5")
-    return DataOptions(rows=int(parsed.rows)), overrides
-
-
-def show(config: RunConfig, options: DataOptions) -> int:
-    """Print the rows; return exit code 1 if the run could not start with them.
+def show(config: RunConfig, prompts: int) -> int:
+    """Print the rows and so many prompts; return exit code 1 if the run could not start with them.
 
     A run does not start with a template that fails its certificate, or if columns of a reward are
     missing. Raises ConfigError.
@@ -68,7 +46,7 @@ def show(config: RunConfig, options: DataOptions) -> int:
                 reward_lines.append(f"reward.{reward}  column {name} {place}")
                 missing = missing or bool(absent)
         print("\n".join(reward_lines))
-        shown = tasks.train.tasks(0, min(options.rows, len(tasks.train)))
+        shown = tasks.train.tasks(0, min(prompts, len(tasks.train)))
         for task in asyncio.run(_with_prompts(shown, components)):
             ids = components.prompt_ids(task)
             later = "".join(f"\n(later) {text}" for text in task.user_turns)

@@ -12,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -26,10 +26,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from rich.console import Console
 from rich.text import Text
 
-from agenttrain.commands.arguments import write_report
+from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.engines.registry import specs
-from agenttrain.settings.verbs import VERBS
-from agenttrain.types import ConfigError
 from agenttrain.utils.redaction import hide_secrets
 
 GIB = 2**30
@@ -81,21 +79,19 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(arguments: Sequence[str]) -> int:
-    """Run `doctor [json=FILE]`; return exit code 1 if the default command cannot run.
+def doctor(file: Path | None) -> int:
+    """Print the report; return exit code 1 if the default command cannot run.
 
-    Raises ConfigError.
+    `file`: value of `--json`. Raises ConfigError.
     """
-    words = list(arguments)
-    if len(words) > 1 or (words and not (words[0].startswith("json=") and words[0][5:])):
-        raise ConfigError(f"{' '.join(words)}: give doctor {VERBS['doctor'].usage}")
-    file = Path(words[0][5:]) if words else None
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise ConfigError(f"json={file}: name a file in an existing folder")
-    console = Console()
+    console = Console(stderr=file == STDOUT)
     with console.status("importing torch …"):
         findings = list(examine())
     width = max(len(finding.part) for finding in findings)
+    broken = [finding.part for finding in findings if finding.state is State.broken]
+    report = {"ok": not broken, "findings": [asdict(finding) for finding in findings]}
+    if not write_report(report, file):
+        return int(bool(broken))
     for finding in findings:
         line = Text.assemble(
             (f"{finding.state:<8}", STYLES[finding.state]), f"{finding.part:<{width}}  "
@@ -104,10 +100,6 @@ def doctor(arguments: Sequence[str]) -> int:
         if finding.remedy:
             remedy = Text(f"{'':8}{'':{width}}  {finding.remedy}", "dim")
             console.print(remedy, soft_wrap=True, highlight=False)
-    broken = [finding.part for finding in findings if finding.state is State.broken]
-    if file is not None:
-        report = {"ok": not broken, "findings": [asdict(finding) for finding in findings]}
-        write_report(file, report)
     ready = f"`agenttrain` cannot run: {', '.join(broken)}" if broken else "`agenttrain` can run."
     console.print(f"\n{ready}", highlight=False)
     return int(bool(broken))

@@ -5,27 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from agenttrain.settings.command_line import first_value
 from agenttrain.settings.saved import checkpoint_of, run_of
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.hub import ID, is_hub_id
-from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.temporary import TemporaryFolder
 
-USAGE = (
-    "export run=<run or checkpoint folder> to=<new folder or hub:org/name> [step=N|best] "
-    "[format=transformers|adapter|merged] [dtype=auto|float32|bfloat16|float16] [public=true]"
-)
-OPTIONS = ("run", "to", "step", "format", "dtype", "public")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-FORMATS = ("transformers", "adapter", "merged")
 LATEST = Path("checkpoints", "latest")
 HUB = "hub:"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -35,48 +26,35 @@ READABLE, ENTERABLE = 0o644, 0o755
 """Modes of files and folders: a server of another user has to read them."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def export_checkpoint(args: Namespace) -> int:
     """Run `export`; return the exit code. Raises ConfigError."""
-    words, options = list(arguments), {}
-    for name in OPTIONS:
-        words, value = first_value(words, name)
-        if value is not None:
-            options[name] = value
-    if "run" in options:
-        words.append(options["run"])
-    if unknown := [word.partition("=")[0] for word in words if "=" in word]:
-        hint = did_you_mean(unknown[0], OPTIONS)
-        raise ConfigError(f"{unknown[0]}=…: not an option of export{hint}; give {USAGE}")
-    if len(words) != 1 or "to" not in options:
-        raise ConfigError(f"give {USAGE}")
-    for name, known in (("dtype", DTYPES), ("format", FORMATS), ("public", ("true", "false"))):
-        if (value := options.get(name, known[0])) not in known:
-            hint = did_you_mean(value, known)
-            raise ConfigError(f"{name}={value}: expected one of {', '.join(known)}{hint}")
-    to, source = options["to"], Path(words[0])
-    if "public" in options and not to.startswith(HUB):
-        raise ConfigError(f"public={options['public']}: goes with to={HUB}org/name; leave it out")
-    checkpoint = _checkpoint(source, options.get("step"))
-    form, dtype = options.get("format", "transformers"), options.get("dtype", "auto")
+    if (args.folder is None) == (args.run is None):
+        raise ConfigError("export: name one run: agenttrain export <run folder> --to <new folder>")
+    if not args.to:
+        raise ConfigError(f"--to: where to? give a new folder, or {HUB}org/name")
+    to, form, dtype = args.to, args.format, args.dtype
+    if args.public and not to.startswith(HUB):
+        raise ConfigError(f"--public {args.public}: goes with --to {HUB}org/name; leave it out")
+    checkpoint = _checkpoint(args.folder or args.run, args.step)
     adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
     if form != "transformers" and not adapted:
         raise ConfigError(
-            f"format={form}: {checkpoint} has no adapters, its weights are complete; leave format "
-            "out"
+            f"--format {form}: {checkpoint} has no adapters, its weights are complete; leave "
+            "--format out"
         )
     if form == "adapter" and dtype != "auto":
-        raise ConfigError(f"dtype={dtype}: adapters are copied as they are; leave it out")
+        raise ConfigError(f"--dtype {dtype}: adapters are copied as they are; leave it out")
     try:
         if to.startswith(HUB):
-            public = options.get("public") == "true"
+            public = args.public == "true"
             url = publish(checkpoint, to.removeprefix(HUB), dtype, form, public=public)
             print(f"{checkpoint} -> {url}")
             return 0
         folder = Path(to)
         if folder.resolve() == Path.cwd():
-            raise ConfigError(f"to={to}: is the folder that you are in; name a new folder")
+            raise ConfigError(f"--to {to}: is the folder that you are in; name a new folder")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"to={folder}: holds something already; name a new folder")
+            raise ConfigError(f"--to {folder}: holds something already; name a new folder")
         export(checkpoint, folder, dtype, form)
     except ConfigError:
         raise
@@ -217,7 +195,7 @@ def publish(checkpoint: Path, repo: str, dtype: str, form: str, *, public: bool)
         return str(url)
     except HFValidationError as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"to={HUB}{repo}: {reason}; write org/name") from error
+        raise ConfigError(f"--to {HUB}{repo}: {reason}; write org/name") from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         remedy = "try again"
@@ -227,8 +205,8 @@ def publish(checkpoint: Path, repo: str, dtype: str, form: str, *, public: bool)
             remedy = f"the token of HF_TOKEN may not write to {repo.partition('/')[0]}"
         elif status == 404:
             remedy = "check the name of the organisation"
-        raise ConfigError(f"to={HUB}{repo}: the hub answered {status}; {remedy}") from error
+        raise ConfigError(f"--to {HUB}{repo}: the hub answered {status}; {remedy}") from error
     except HTTPError as error:
         raise ConfigError(
-            f"to={HUB}{repo}: {api.endpoint} cannot be reached: {error}; try again"
+            f"--to {HUB}{repo}: {api.endpoint} cannot be reached: {error}; try again"
         ) from error

@@ -20,10 +20,9 @@ from rich.text import Text
 
 from agenttrain.engines.base import EngineDead
 from agenttrain.engines.registry import spec_of
-from agenttrain.settings.command_line import first_value
 from agenttrain.settings.engine_checks import typed_engine
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.settings.saved import checkpoint_of, first_model, run_of
+from agenttrain.settings.saved import first_model, run_of
 from agenttrain.tracking.console import one_line, printable
 from agenttrain.tracking.pictures import blocks, decoded, shown_text
 from agenttrain.types import (
@@ -71,24 +70,6 @@ class PlayOptions:
     """`step=0`: the model before training answers too."""
     row: int
     """Row of data.test, or of data.train where there is none."""
-
-
-def parse(arguments: Sequence[str]) -> tuple[PlayOptions, list[str]]:
-    """Take `step=` and `row=` out of the arguments; `run=` then names the step's checkpoint.
-
-    Raises ConfigError.
-    """
-    words, step = first_value(arguments, "step")
-    words, row = first_value(words, "row")
-    if row is not None and not row.isdecimal():
-        raise ConfigError(f"row={row}: give the number of a row, from 0: row=3")
-    folder = next((Path(text[4:]) for text in words if text.startswith("run=")), None)
-    if step is not None and folder is None:
-        raise ConfigError(f"step={step}: is a step of a run; add run=<run folder>")
-    if folder is not None and step not in (None, "0"):
-        words = [text for text in words if not text.startswith("run=")]
-        words.append(f"run={checkpoint_of(folder, str(step))}")
-    return PlayOptions(folder=folder, before=step == "0", row=int(row or 0)), words
 
 
 def check_engine(config: RunConfig, overrides: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ def step_records(folder: Path, step: int, command: str) -> list[dict[str, Any]]:
     written = written_steps(folder, command)
     if step not in written:
         known = f"there are {written[0]} to {written[-1]}"
-        raise ConfigError(f"{command} step={step}: no rollouts of that step; {known}")
+        raise ConfigError(f"{command} --step {step}: no rollouts of that step; {known}")
     pictures = step_path(folder, step).parent
     return [with_pictures(record, pictures) for record in read_step(folder, step)]
 

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from agenttrain.commands.arguments import parse_folder
 from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import take_trust
 from agenttrain.settings.compose import Source, check_writable, hydra_session, open_keys
 from agenttrain.settings.saved import replayed, rescored, viewed
 from agenttrain.tracking.pictures import FOLDER as PICTURES
 from agenttrain.types import AgenttrainError, ConfigError
-from agenttrain.utils.names import did_you_mean
 
-REPLAY = (
-    "replay: give a run folder and what of it, replay <run folder> [step=N] [rollout=ID] "
-    "[tools=recorded|live] [trust=true]; or the folder of a crash, replay "
-    "<run folder>/crash/step-000012"
-)
-VIEW = "view: give a run folder and perhaps a step: view <run folder> [step=N] [to=FILE]"
-RESCORE = (
-    "rescore: give a run folder, rescore <run folder> [step=N] reward=[…] [to=FILE] [trust=true]"
-)
-TOOLS = ("recorded", "live")
 STAGES: dict[str, tuple[str, ...]] = {
     "weights": (),
     "logprobs": (),
@@ -35,25 +24,17 @@ STAGES: dict[str, tuple[str, ...]] = {
 """Stage of a step that may fail -> sections whose code runs when it is repeated."""
 
 
-def replay(arguments: Sequence[str]) -> int:
-    """Run `replay <run or crash folder> …`.
+def replay(args: Namespace) -> int:
+    """Repeat the rollouts of a step, or the step of a crash.
 
-    Returns exit code 0 for identical rollouts or the same culprit, else 1.
+    Returns exit code 0 for identical rollouts or the same culprit, else 1. Raises ConfigError.
     """
-    words, trust = take_trust(arguments)
-    typed = parse_folder(words, ("step", "rollout", "tools"), REPLAY)
-    if typed.overrides:
-        key = typed.overrides[0].partition("=")[0]
-        hint = did_you_mean(key, ("step", "rollout", "tools"))
-        raise ConfigError(f"{typed.overrides[0]}: is not an option of replay{hint}; {REPLAY}")
-    tools = typed.words.get("tools", "recorded")
-    if tools not in TOOLS:
-        hint = did_you_mean(tools, TOOLS)
-        raise ConfigError(f"tools={tools}: expected one of {', '.join(TOOLS)}{hint}")
-    step = typed.step(REPLAY)
-    crash = _crash_stage(typed.folder) if not typed.words else None
+    folder, step, trust = args.folder, args.step, args.trust == "true"
+    live = args.tools == "live"
+    whole_step = step is None and args.rollout is None and not live
+    crash = _crash_stage(folder) if whole_step else None
     # tools.json has the schemas of the run's tools; runs of earlier versions have none.
-    declared = tools == "recorded" and (typed.folder / "tools.json").is_file()
+    declared = not live and (folder / "tools.json").is_file()
     if crash is not None:
         runs = STAGES[crash]
     else:
@@ -61,24 +42,18 @@ def replay(arguments: Sequence[str]) -> int:
             ("data", "rollout") if declared else ("data", "rollout", "tools", "environment", "user")
         )
     with hydra_session(Source()):
-        config = replayed(typed.folder, Source(), trust=trust, runs=runs).config
+        config = replayed(folder, Source(), trust=trust, runs=runs).config
     try:
         if crash is not None:
             from agenttrain.commands.replay_crash import replay_crash  # torch comes with it
 
-            return replay_crash(config, typed.folder)
+            return replay_crash(config, folder)
         from agenttrain.commands.recorded import written_steps
         from agenttrain.commands.replay import replay_rollouts
 
         if step is None:
-            step = written_steps(typed.folder, f"replay {typed.folder}")[-1]
-        return replay_rollouts(
-            config,
-            typed.folder,
-            step=step,
-            rollout_id=typed.words.get("rollout"),
-            live=tools == "live",
-        )
+            step = written_steps(folder, f"replay {folder}")[-1]
+        return replay_rollouts(config, folder, step=step, rollout_id=args.rollout, live=live)
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
 
@@ -100,36 +75,28 @@ def _crash_stage(folder: Path) -> str | None:
     return str(stage)
 
 
-def rescore(arguments: Sequence[str]) -> int:
-    """Run `rescore <run folder> …`: print both means, and write every rollout's with `to=`."""
-    words, trust = take_trust(arguments)
-    typed = parse_folder(words, ("step", "to"), RESCORE)
-    if not any(text.startswith("reward") for text in typed.overrides):
-        raise ConfigError(f"by which reward? {RESCORE}")
-    step, to = typed.step(RESCORE), typed.words.get("to")
-    with hydra_session(Source()):
-        changes = open_keys(typed.overrides)
-        config = rescored(typed.folder, changes, Source(), trust=trust).config
+def rescore(args: Namespace, overrides: Sequence[str]) -> int:
+    """Score stored rollouts anew; print both means, and write every rollout's with `--to`."""
+    settings, trust = take_trust(overrides)
+    if not any(text.startswith("reward") for text in settings):
+        raise ConfigError("reward: by which one? add reward=[…]")
+    source = Source(extra=None if args.config_dir is None else str(args.config_dir))
+    with hydra_session(source):
+        config = rescored(args.folder, open_keys(settings), source, trust=trust).config
     validate(config, code=("reward", "data"))
-    if to is not None:
-        check_new_file(to)
     try:
         from agenttrain.commands.rescore import rescore as rescore_run
 
-        return rescore_run(config, typed.folder, step=step, to=Path(to) if to else None)
+        return rescore_run(config, args.folder, step=args.step, to=args.to)
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
 
 
-def view(arguments: Sequence[str]) -> int:
-    """Run `view <run folder> [step=N] [to=FILE]`: write the page and print its path.
+def view(folder: Path, number: int | None, to: Path | None) -> int:
+    """Write the page of a step and print its path.
 
     The page is written beside the rollouts unless `to` names another file.
     """
-    typed = parse_folder(arguments, ("step", "to"), VIEW)
-    if typed.overrides:
-        raise ConfigError(f"{typed.overrides[0]}: is not an option of view; {VIEW}")
-    folder, number, to = typed.folder, typed.step(VIEW), typed.words.get("to")
     with hydra_session(Source()):
         composed = viewed(folder, Source())
     written = sorted((folder / "rollouts").glob("step-*.jsonl"))
@@ -139,26 +106,14 @@ def view(arguments: Sequence[str]) -> int:
     step = numbers[-1] if number is None else number
     if step not in numbers:
         known = f"there are {numbers[0]} to {numbers[-1]}"
-        raise ConfigError(f"view step={step}: no rollouts of that step; {known}")
+        raise ConfigError(f"view --step {step}: no rollouts of that step; {known}")
     if to is None:
-        remedy = "write the page elsewhere: to=page.html"
+        remedy = "write the page elsewhere: --to page.html"
         check_writable(folder / "rollouts", f"view {folder}", remedy)
-    else:
-        check_new_file(to)
     from agenttrain.runs.report import write_page
 
-    print(page := write_page(composed.config, folder, step, Path(to) if to else None))
+    print(page := write_page(composed.config, folder, step, to))
     pictures = folder / "rollouts" / PICTURES
     if pictures.is_dir() and "data:image/" in page.read_text(encoding="utf-8"):
         print("the page holds the images of its rollouts", file=sys.stderr)
     return 0
-
-
-def check_new_file(to: str) -> None:
-    """Raise ConfigError if the file of `to=` exists or cannot be written."""
-    path = Path(to)
-    if path.exists():
-        raise ConfigError(f"to={to}: is there already; name another file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"to={to}: there is no folder {path.parent}; make it, or name another")
-    check_writable(path.absolute().parent, f"to={to}", "name a file in another folder")

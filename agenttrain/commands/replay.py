@@ -97,7 +97,7 @@ def replay_rollouts(
         known = [record["rollout_id"] for record in records]
         if rollout_id not in known:
             raise ConfigError(
-                f"{command} step={step} rollout={rollout_id}: no such rollout"
+                f"{command} --step {step} --rollout {rollout_id}: no such rollout"
                 f"{did_you_mean(rollout_id, known)}; there are {known[0]} to {known[-1]}"
             )
         records = [record for record in records if record["rollout_id"] == rollout_id]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from socket import gethostname, socket
 from typing import TYPE_CHECKING
 
@@ -13,9 +11,7 @@ from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.engines.spec import ServedModel
 from agenttrain.launch.processes import count_gpus
-from agenttrain.settings.command_line import first_value
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.settings.saved import checkpoint_of, run_of
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.child_process import ChildGone
 from agenttrain.utils.garbage import no_collections
@@ -31,14 +27,13 @@ if TYPE_CHECKING:
     from agenttrain.chat.chat import Chat
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-HOST, PORT = LOOPBACK[0], 8000
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Keys of `eval` for requests that name none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Words of the command beside the overrides."""
+    """Options of the verb."""
 
     host: str
     port: int
@@ -47,29 +42,6 @@ class ServeOptions:
     """Name of the model for clients."""
     hosts: tuple[str, ...] = ()
     """Further names by which the server may be asked; "*" stands for all."""
-
-
-def parse(arguments: Sequence[str]) -> tuple[ServeOptions, list[str]]:
-    """Take ``host=``, ``port=``, ``hosts=``, ``name=`` and ``step=`` out of the arguments.
-
-    `run=` then names the step's checkpoint. Raises ConfigError.
-    """
-    words, host = first_value(arguments, "host")
-    words, port = first_value(words, "port")
-    words, hosts = first_value(words, "hosts")
-    words, name = first_value(words, "name")
-    words, step = first_value(words, "step")
-    if port is not None and (not port.isdecimal() or int(port) > 65535):
-        raise ConfigError(f"port={port}: give a number up to 65535; 0 takes a free one")
-    folder = next((Path(text[4:]) for text in words if text.startswith("run=")), None)
-    if step is not None:
-        if folder is None:
-            raise ConfigError(f"step={step}: is a step of a run; add run=<run folder>")
-        words = [text for text in words if not text.startswith("run=")]
-        words.append(f"run={checkpoint_of(folder, step)}")
-    served = name or ("agent" if folder is None else run_of(folder).resolve().name)
-    names = tuple(name.strip() for name in (hosts or "").strip("[]").split(",") if name.strip())
-    return ServeOptions(host=host or HOST, port=int(port or PORT), name=served, hosts=names), words
 
 
 def serve(config: RunConfig, options: ServeOptions, *, engine_named: bool = False) -> int:
@@ -96,7 +68,7 @@ def serve(config: RunConfig, options: ServeOptions, *, engine_named: bool = Fals
         own_server = not problems
     if own_server and options.hosts:
         raise ConfigError(
-            f"hosts={','.join(options.hosts)}: the own server of engine={config.engine.name} "
+            f"--hosts {','.join(options.hosts)}: the own server of engine={config.engine.name} "
             "answers to every name; leave it out"
         )
     try:
@@ -104,14 +76,14 @@ def serve(config: RunConfig, options: ServeOptions, *, engine_named: bool = Fals
     except OSError as error:
         reason = str(error.strerror or error).partition(" (")[0]
         raise ConfigError(
-            f"host={options.host} port={options.port}: cannot be bound: {reason}; name another "
-            "port, or port=0 for a free one"
+            f"--host {options.host} --port {options.port}: cannot be bound: {reason}; name another "
+            "port, or --port 0 for a free one"
         ) from error
     with listener:
         if options.host not in LOOPBACK:
             print(
-                f"note: host={options.host}: everybody who reaches this address can use the model; "
-                "nothing is authenticated"
+                f"note: --host {options.host}: everybody who reaches this address can use the "
+                "model; nothing is authenticated"
             )
         try:
             (_serve_by_engine if own_server else _serve_here)(config, options, listener)

@@ -2,66 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from agenttrain.commands.arguments import parse_folder
+from agenttrain.commands.verb import write_report
 from agenttrain.engines.registry import names_with, specs
 from agenttrain.types import ConfigError
 
-USAGE = "servers: give the folder of a run with servers: servers <run folder> [--lines N] [--json]"
-LINES = 3
-"""Last lines of each log, unless typed."""
 COLUMNS = ("server", "state", "version", "in flight", "completions", "boot", "address")
 
 
-def servers(arguments: Sequence[str]) -> int:
-    """Run `servers <run folder> [--lines N] [--json]`; raises ConfigError."""
-    as_json, lines, words = _options(arguments)
-    typed = parse_folder(words, (), USAGE)
-    if typed.overrides:
-        raise ConfigError(f"{typed.overrides[0]}: is not an option of servers; {USAGE}")
-    status = next(
-        (
-            one
-            for spec in specs().values()
-            if spec.read_servers is not None
-            and (one := spec.read_servers(typed.folder, lines)) is not None
-        ),
-        None,
-    )
+def servers(folder: Path, lines: int, file: Path | None) -> int:
+    """Print the servers of a run, with so many last lines of each log; raises ConfigError."""
+    found = (spec.read_servers(folder, lines) for spec in specs().values() if spec.read_servers)
+    status = next((record for record in found if record is not None), None)
     if status is None:
         raise ConfigError(
-            f"{typed.folder}: no servers of a run have been here; a run with "
+            f"{folder}: no servers of a run have been here; a run with "
             f"{names_with(fleet=True)} has some"
         )
-    if as_json:
-        print(json.dumps(status, indent=2))
-    else:
-        _print(typed.folder, status)
+    if write_report(status, file):
+        _print(folder, status)
     return 0
-
-
-def _options(arguments: Sequence[str]) -> tuple[bool, int, list[str]]:
-    """Return whether to print JSON, the lines of each log, and the other words."""
-    words = list(arguments)
-    as_json = "--json" in words
-    words = [word for word in words if word != "--json"]
-    lines = LINES
-    if "--lines" in words:
-        place = words.index("--lines")
-        text = "".join(words[place + 1 : place + 2])
-        if not text.isdecimal():
-            raise ConfigError(f"--lines {text}: give a number; {USAGE}")
-        lines = int(text)
-        del words[place : place + 2]
-    return as_json, lines, words
 
 
 def _print(folder: Path, status: dict[str, Any]) -> None:

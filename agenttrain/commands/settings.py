@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from inspect import getsource
 from itertools import groupby, pairwise
+from pathlib import Path
 from textwrap import dedent, fill
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 
+from agenttrain.commands.verb import write_report
 from agenttrain.settings.components import ONE_BESIDE, SETTINGS_BESIDE
 from agenttrain.settings.run_config import CHOICES, RunConfig, choices
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import LARGEST, field_names, plain, sections_below, shown
 
-USAGE = "settings [section] [--json | --schema]"
 TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 INTERPOLATION = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
@@ -49,39 +50,32 @@ class Setting:
     """Every value that it takes, if these can be listed."""
 
 
-def settings(arguments: Sequence[str]) -> int:
-    """`settings [section] [--json | --schema]`: print them; exit code 0. Raises ConfigError."""
-    options = [word for word in arguments if word.startswith("-")]
-    sections = [word for word in arguments if word not in options]
-    if unknown := [word for word in options if word not in ("--json", "--schema")]:
-        raise ConfigError(f"{unknown[0]}: is no option of settings; {USAGE}")
-    if len(options) > 1 or len(sections) > 1:
-        raise ConfigError(f"{' '.join(arguments)}: one section, one option: {USAGE}")
-    if options == ["--schema"]:
-        if sections:
-            raise ConfigError(f"{sections[0]}: the schema is of all sections; leave it out")
-        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
-        return 0
+def show_schema() -> int:
+    """Print the JSON schema; return exit code 0."""
+    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+def show(section: str | None, file: Path | None) -> int:
+    """Print all settings, or those of a section or key; exit code 0. Raises ConfigError.
+
+    `file`: value of `--json`.
+    """
     listed = list(all_settings())
-    if sections:
-        known = dict.fromkeys(setting.key.partition(".")[0] for setting in listed)
-        if sections[0].partition(".")[0] not in known:
-            hint = did_you_mean(sections[0], known)
-            raise ConfigError(
-                f"{sections[0]}: no such section{hint}; there are: {', '.join(known)}"
-            )
-        prefix = f"{sections[0]}."
-        known = dict.fromkeys(setting.key for setting in listed)
-        listed = [setting for setting in listed if f"{setting.key}.".startswith(prefix)]
+    if section is not None:
+        names = dict.fromkeys(setting.key.partition(".")[0] for setting in listed)
+        first = section.partition(".")[0]
+        if first not in names:
+            hint = did_you_mean(section, names)
+            raise ConfigError(f"{section}: no such section{hint}; there are: {', '.join(names)}")
+        keys = dict.fromkeys(setting.key for setting in listed)
+        listed = [setting for setting in listed if f"{setting.key}.".startswith(f"{section}.")]
         if not listed:
-            hint = did_you_mean(sections[0], known)
-            section = sections[0].partition(".")[0]
             raise ConfigError(
-                f"{sections[0]}: unknown key{hint}; agenttrain settings {section} prints those of "
-                "its section"
+                f"{section}: unknown key{did_you_mean(section, keys)}; agenttrain settings "
+                f"{first} prints those of its section"
             )
-    if options == ["--json"]:
-        print(json.dumps([asdict(setting) for setting in listed], indent=2, ensure_ascii=False))
+    if not write_report([asdict(setting) for setting in listed], file):
         return 0
     for setting in listed:
         default = f" = {setting.default}" if setting.default else ""

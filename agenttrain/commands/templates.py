@@ -19,7 +19,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from agenttrain.chat.certificate import REASONING_PROBES, Certificate, certify
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
@@ -27,7 +27,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import Status
 from agenttrain.chat.fixes import Family, families
 from agenttrain.chat.loading import load_chat
-from agenttrain.types import ConfigError
+from agenttrain.commands.verb import write_report
 from agenttrain.utils.hub import is_hub_id, snapshot
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
@@ -35,35 +35,18 @@ OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_to
 """Options for the certificate of a tokenizer."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the verb. Exit code: 0, 1 for a template without certificate, 2 if it cannot be read.
+def templates(options: argparse.Namespace) -> int:
+    """Print the table, or a certificate.
 
-    Raises ConfigError for arguments that it does not take.
-
-    Example: ``agenttrain templates my_model --chat-template hermes``
+    Exit code: 0, 1 for a template without certificate, 2 if it cannot be read.
     """
-    parser = argparse.ArgumentParser(prog="agenttrain templates", add_help=False)
-    parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--revision")
-    parser.add_argument("--chat-template")
-    parser.add_argument("--path")
-    parser.add_argument("--response-schema")
-    parser.add_argument("--schema-path")
-    parser.add_argument("--no-tools", action="store_true")
-    parser.add_argument("--certify", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", action="store_true")
-
-    def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see agenttrain templates --help")
-
-    parser.error = refuse  # type: ignore[method-assign]
-    options = parser.parse_args(list(arguments))
     try:
         _check_options(options)
         if options.folder is not None:
             return _certify(options)
         table = rows() if options.certify else list(recorded().values())
+        if not write_report([asdict(row) for row in table], options.json):
+            return 0
         print(markdown(table) if options.markdown else plain(table))
         shipped = sorted({row.certified for row in table if row.certified})
         if not options.certify:
@@ -74,8 +57,6 @@ def main(arguments: Sequence[str]) -> int:
                 f"\nNot certified now but on {shipped[0]}: {', '.join(families)}. "
                 "pip install 'agenttrain[test]' brings the stock templates, to certify them here."
             )
-        if options.json:
-            options.json.write_text(to_json(table), encoding="utf-8")
     except (ChatError, OSError, ValueError) as error:
         print(f"agenttrain: {error}", file=sys.stderr)
         return 2
@@ -84,17 +65,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise ChatError for options that are wrong, before anything is certified."""
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ChatError(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it, or name "
-            "another file"
-        )
-    if options.json is not None and options.json.is_dir():
-        raise ChatError(f"--json {options.json}: is a folder; name a file in it")
     if options.folder is None:
-        given = [name for name in OF_A_FOLDER if getattr(options, name)]
-        if given:
-            option = f"--{given[0].replace('_', '-')}"
+        names = [name for name in OF_A_FOLDER if getattr(options, name)]
+        if names:
+            option = f"--{names[0].replace('_', '-')}"
             raise ChatError(f"{option}: is for a tokenizer: agenttrain templates <folder> {option}")
         return
     if options.certify:
@@ -122,22 +96,24 @@ def _certify(options: argparse.Namespace) -> int:
     tools = EXAMPLE_TOOLS * (not options.no_tools)
     chat = load_chat(
         AutoTokenizer.from_pretrained(options.folder),
-        ChatTemplateConfig(name=name, path=options.path),
+        ChatTemplateConfig(name=name, path=_text(options.path)),
         ResponseSchemaConfig(
             name=options.response_schema or ("file" if options.schema_path else "auto"),
-            path=options.schema_path,
+            path=_text(options.schema_path),
         ),
         tools=bool(tools),
     )
     certificate = certify(chat, tools)
+    if not write_report({"folder": str(options.folder), **certificate.as_json()}, options.json):
+        return 0 if certificate.passed else 1
     print(certificate.markdown() if options.markdown else "\n".join(certificate.lines()))
     if (changes := chat.fix.text()) and not options.markdown:
         print(f"\n{changes}", end="")
-    if options.json:
-        record = {"folder": str(options.folder), **certificate.as_json()}
-        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-        options.json.write_text(text, encoding="utf-8")
     return 0 if certificate.passed else 1
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 UNKNOWN = "not run: the original comes with the test extra"

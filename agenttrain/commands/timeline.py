@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from agenttrain.commands.arguments import parse_folder
-from agenttrain.commands.records import check_new_file
 from agenttrain.settings.compose import check_writable
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.tracking.timeline_page import render_timeline
 from agenttrain.types import ConfigError
-from agenttrain.utils.names import did_you_mean
 
-USAGE = "timeline: give a run folder and perhaps steps: timeline <run folder> [steps=A-B] [to=FILE]"
 PAGE = "timeline.html"
 STEPS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def timeline(arguments: Sequence[str]) -> int:
-    """Run `timeline <run folder> [steps=A-B] [to=FILE]`: write the page and print its path.
+def timeline(folder: Path, typed_steps: str | None, to: Path | None) -> int:
+    """Write the page and print its path.
 
     It is `timeline.html` in the run's folder, and made anew each time, unless `to` names a new
     file. Raises ConfigError.
     """
-    typed = parse_folder(arguments, ("steps", "to"), USAGE)
-    if typed.overrides:
-        key = typed.overrides[0].partition("=")[0]
-        hint = did_you_mean(key, ("steps", "to"))
-        raise ConfigError(f"{typed.overrides[0]}: is not an option of timeline{hint}; {USAGE}")
-    folder, to = typed.folder, typed.words.get("to")
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder}: holds no run (there is no config.yaml); {USAGE}")
-    steps = _steps(typed.words.get("steps"))
+        raise ConfigError(f"{folder}: holds no run (there is no config.yaml); name a run's folder")
+    steps = _steps(typed_steps)
     if to is None:
-        check_writable(folder, f"timeline {folder}", "write the page elsewhere: to=page.html")
-    else:
-        check_new_file(to)
+        check_writable(folder, f"timeline {folder}", "write the page elsewhere: --to page.html")
     name = folder.resolve()
     status = read_summary(folder).get("status")
     try:
@@ -49,7 +36,7 @@ def timeline(arguments: Sequence[str]) -> int:
         )
     except ValueError as error:
         raise ConfigError(f"timeline {error}") from error
-    path = folder / PAGE if to is None else Path(to)
+    path = to or folder / PAGE
     path.write_text(page, encoding="utf-8")
     print(path)
     return 0
@@ -61,8 +48,8 @@ def _steps(text: str | None) -> tuple[int, int] | None:
         return None
     match = STEPS.fullmatch(text)
     if match is None:
-        raise ConfigError(f"steps={text}: give the first and the last: steps=10-20; {USAGE}")
+        raise ConfigError(f"--steps {text}: give the first and the last: --steps 10-20")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
-        raise ConfigError(f"steps={text}: the first is after the last; {USAGE}")
+        raise ConfigError(f"--steps {text}: the first is after the last")
     return first, last

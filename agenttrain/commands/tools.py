@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.json import JSON
 from rich.padding import Padding
 from rich.text import Text
 
+from agenttrain.commands.verb import write_report
 from agenttrain.data.tasks import TaskSource
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.episode import end_episode, start_episode
@@ -43,58 +44,14 @@ class ToolsOptions:
     """Options of the command beside the overrides."""
 
     calls: tuple[ToolCall, ...]
-    as_json: bool
+    json: Path | None
+    """Value of `--json`."""
     row: int | None = None
     """Row of the training data, from 0: its tools are printed, and calls are made for it."""
     task_id: str | None = None
     """Id of the row, instead of its number."""
     words: tuple[str, ...] = ()
-    """The arguments as typed, without calls and --json."""
-
-
-def parse(arguments: Sequence[str]) -> tuple[ToolsOptions, list[str]]:
-    """Take ``--call NAME JSON`` (any number of them), ``--row N``, ``--task ID`` and ``--json`` out
-    of the arguments. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="agenttrain tools", allow_abbrev=False, add_help=False)
-    parser.add_argument("--call", nargs=2, action="append", default=[])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--row")
-    parser.add_argument("--task")
-
-    def refuse(message: str) -> NoReturn:
-        example = '--call NAME JSON, e.g. --call add \'{"a": 1, "b": 2}\''
-        raise ConfigError(f"{message}; write {example}")
-
-    parser.error = refuse  # type: ignore[method-assign]
-    parsed, overrides = parser.parse_known_args(list(arguments))
-    calls = []
-    for number, (name, text) in enumerate(parsed.call):
-        try:
-            call_arguments = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"--call {name} {text}: is not JSON: {error}; quote it for the shell, e.g. --call "
-                f"{name} '{{\"a\": 1}}'"
-            ) from error
-        if not isinstance(call_arguments, dict):
-            problem = "must be an object of arguments, e.g. {}"
-            raise ConfigError(f"--call {name} {text}: {problem}")
-        calls.append(ToolCall(id=f"call_{number}", name=name, arguments=call_arguments))
-    if parsed.row is not None and parsed.task is not None:
-        raise ConfigError(f"--row {parsed.row} --task {parsed.task}: name the row once")
-    if parsed.row is not None and not (parsed.row.isascii() and parsed.row.isdecimal()):
-        raise ConfigError(f"--row {parsed.row}: give the number of a row, from 0: --row 3")
-    row = None if parsed.row is None else int(parsed.row)
-    row_words = [] if parsed.row is None else ["--row", parsed.row]
-    row_words += [] if parsed.task is None else ["--task", parsed.task]
-    options = ToolsOptions(
-        calls=tuple(calls),
-        as_json=parsed.json,
-        row=row,
-        task_id=parsed.task,
-        words=(*overrides, *row_words),
-    )
-    return options, overrides
+    """Settings and row as typed."""
 
 
 def show(config: RunConfig, options: ToolsOptions) -> int:
@@ -114,19 +71,19 @@ def show(config: RunConfig, options: ToolsOptions) -> int:
     if row_tools is None:
         tools |= {name: _described(methods) for name, methods in environments.toolboxes.items()}
     console = Console()
-    if options.as_json:
-        listed = [{**tool, "environment": name} for name, box in tools.items() for tool in box]
-        calls = [
-            {
-                "name": result.call.name,
-                "arguments": result.call.arguments,
-                "content": result.content,
-                "error": result.error,
-                "seconds": result.seconds,
-            }
-            for result in results
-        ]
-        print(json.dumps({"tools": listed, "calls": calls}, indent=2, ensure_ascii=False))
+    listed = [{**tool, "environment": name} for name, box in tools.items() for tool in box]
+    calls = [
+        {
+            "name": result.call.name,
+            "arguments": result.call.arguments,
+            "content": result.content,
+            "error": result.error,
+            "seconds": result.seconds,
+        }
+        for result in results
+    ]
+    if not write_report({"tools": listed, "calls": calls}, options.json):
+        pass
     elif options.calls:
         for result in results:
             arguments = json.dumps(result.call.arguments, ensure_ascii=False)

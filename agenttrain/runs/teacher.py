@@ -56,7 +56,7 @@ def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
     if (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(
             f"{named}: holds adapters; merge them into their model first: agenttrain export "
-            "<run folder> <new folder> format=merged"
+            "<run folder> --to <new folder> --format merged"
         )
     if (folder / MANIFEST).is_file():
         verify(folder)

@@ -1,23 +1,19 @@
-"""The command line as a Command: verb, overrides, options."""
+"""A command that composes settings: its verb, its overrides, and the saved run that it names."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import NoReturn
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
 from agenttrain.settings.compose import Source, open_keys
-from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys
 from agenttrain.settings.trust import TRUSTED
-from agenttrain.settings.verbs import VERBS
 from agenttrain.types import ConfigError
-from agenttrain.utils.names import did_you_mean
 
 RUN_DIR = "hydra.run.dir="
 AUTO = "auto"
@@ -31,20 +27,20 @@ EVAL_FOLDERS = (
 
 OF_A_RUN = ("eval", "play", "serve")
 """Verbs that take a saved run by `run=`; the others take it by `resume=`."""
-WITH_VALUE = (
-    *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c"),
-    *("--package", "-p", "--info", "-i", "--experimental-rerun"),
-)
-"""Hydra's options that take the argument after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A parsed command line."""
+    """A command line whose settings are composed."""
 
     arguments: list[str]
     """The command line itself."""
+    typed: list[str]
+    """The command line without the verb."""
     verb: str
+    """The verb that the settings are for."""
+    checks: bool
+    """True for `agenttrain check`: nothing is started."""
     overrides: list[str]
     """Overrides without that of `saved`."""
     saved: Path | None
@@ -53,17 +49,20 @@ class Command:
     """True for `trust=true`: the code that `saved` names may run."""
     auto: bool
     """True for `resume=auto`: `saved` is hydra.run.dir if it holds a run, else None."""
-    options: list[str]
-    """The other arguments, for Hydra."""
     source: Source
     sweep: bool
-    shows: str | None
-    """Output of Hydra's instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
 
     @property
     def words(self) -> tuple[str, ...]:
         """The arguments without the verb, for summary.json; empty where a run goes on."""
-        return () if self.saved else tuple(split_verb(self.arguments)[1])
+        return () if self.saved else tuple(self.typed)
+
+    @property
+    def options(self) -> list[str]:
+        """The options that name other YAML files, for a command that composes the same."""
+        folder = ["--config-dir", self.source.extra] if self.source.extra else []
+        name = ["--config-name", self.source.name] if self.source.name != "train" else []
+        return [*folder, *name]
 
 
 def resuming(verb: str) -> str:
@@ -71,46 +70,29 @@ def resuming(verb: str) -> str:
     return "" if verb == "train" else f"{verb} "
 
 
-def parse(arguments: Sequence[str]) -> Command:
-    """Parse the arguments; raises ConfigError for mistakes in them."""
-    for word in arguments:
-        # TRL's spelling: --num_generations 8, --learning-rate=1e-5.
-        name, _, value = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if word.startswith("--") and (name in ELSEWHERE or name in setting_keys()):
-            ours = ELSEWHERE.get(name, name)
-            remark = f" ({REMARKS[name]})" if name in REMARKS else ""
-            raise ConfigError(
-                f"{word}: settings are written key=value; write {ours}={value or '…'}{remark}"
-            )
-    typed_verb(arguments)
-    verb, words = split_verb(arguments)
-    parser = get_args_parser()
-    parser.error = _raise_usage  # type: ignore[method-assign]
-    parsed = parser.parse_intermixed_args(words)
-    if parsed.config_path is not None:
-        raise ConfigError("--config-path: use --config-dir, which adds a folder of your groups")
+def command_of(
+    verb: str, args: Namespace, overrides: Sequence[str], *, checks: bool = False
+) -> Command:
+    """Return the command of a verb's parsed arguments; raises ConfigError for mistakes in them."""
     for setting in (RUN_DIR, "hydra.sweep.dir="):
-        if setting in parsed.overrides:
+        if setting in overrides:
             remedy = "name one (is a shell variable empty?), or leave it out"
             raise ConfigError(f"{setting}: no folder; {remedy}")
-    untrusted, trust = take_trust(parsed.overrides)
-    overrides, saved = _take_saved(untrusted, verb)
+    untrusted, trust = take_trust(overrides)
+    settings, saved = _take_saved(untrusted, verb)
     if trust and saved is None:
         raise ConfigError(
             f"{TRUSTED}: lets the code run that a saved run names; it goes with "
             f"{'run=' if verb in OF_A_RUN else 'resume='}, leave it out"
         )
-    if misplaced := [word for word in overrides if word in VERBS]:
-        raise ConfigError(f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …")
-    sweep = parsed.multirun or "hydra.mode=MULTIRUN" in overrides
-    if parsed.multirun and parsed.cfg:
+    sweep = args.multirun or "hydra.mode=MULTIRUN" in settings
+    if args.multirun and getattr(args, "cfg", None):
         raise ConfigError("--cfg: shows one run; leave -m out")
-    if sweep and saved and verb in ("eval", "check"):
+    if sweep and saved and (verb == "eval" or checks):
         raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
     auto = saved == Path(AUTO) and verb not in OF_A_RUN
     if auto:
-        folder = named_folder(overrides)
+        folder = named_folder(settings)
         if folder is None:
             raise ConfigError(
                 f"resume=auto: goes on with the run in a folder, or starts it there; add "
@@ -118,60 +100,20 @@ def parse(arguments: Sequence[str]) -> Command:
             )
         saved = folder if (folder / "config.yaml").exists() else None
     if saved is None:
-        overrides = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *overrides])
-    shows = parsed.cfg
-    if not shows and any(
-        (parsed.info, parsed.hydra_help, parsed.shell_completion, parsed.experimental_rerun)
-    ):
-        shows = "other"
+        settings = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *settings])
+    extra = None if args.config_dir is None else str(args.config_dir)
     return Command(
-        arguments=list(arguments),
+        arguments=args.command_line,
+        typed=args.words,
         verb=verb,
-        overrides=overrides,
+        checks=checks,
+        overrides=settings,
         saved=saved,
         trust=trust,
         auto=auto,
-        options=[text for text in words if text not in parsed.overrides],
-        source=Source(extra=parsed.config_dir, name=parsed.config_name or "train"),
+        source=Source(extra=extra, name=args.config_name or "train"),
         sweep=sweep,
-        shows=shows or None,
     )
-
-
-def split_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the verb, `train` when none is given, and the other arguments.
-
-    Example: ``["--config-dir", "mine", "check", "seed=1"]`` -> ``("check", ["--config-dir", "mine",
-    "seed=1"])``.
-    """
-    position = _first_word(arguments)
-    if position is None or arguments[position] not in VERBS:
-        return "train", list(arguments)
-    return arguments[position], [*arguments[:position], *arguments[position + 1 :]]
-
-
-def _first_word(arguments: Sequence[str]) -> int | None:
-    """Return the position of the first argument that is neither an option nor an option's value."""
-    position = 0
-    while position < len(arguments) and arguments[position].startswith("-"):
-        position += 2 if arguments[position] in WITH_VALUE else 1
-    return position if position < len(arguments) else None
-
-
-def typed_verb(arguments: Sequence[str]) -> str | None:
-    """Return the verb, None when none is given; raises ConfigError for a word that is no verb."""
-    position = _first_word(arguments)
-    word = "" if position is None else arguments[position]
-    if word and "=" not in word and word not in VERBS and not word.startswith(("+", "~")):
-        raise ConfigError(
-            f"{word}: no such verb{did_you_mean(word, VERBS)}; the verbs are {', '.join(VERBS)}, "
-            "and settings are written key=value"
-        )
-    return word if word in VERBS else None
-
-
-def _raise_usage(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see agenttrain --help")
 
 
 def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
@@ -182,39 +124,27 @@ def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
     return [word for word in words if word not in typed], TRUSTED in typed
 
 
-def first_value(words: Sequence[str], name: str) -> tuple[list[str], str | None]:
-    """Return the words without ``<name>=<value>``, and the value of a verb's own word, or None.
-
-    Raises ConfigError for a word without a value, and for two of them.
-    """
-    typed = [word for word in words if word.startswith(f"{name}=")]
-    values = [word.partition("=")[2] for word in typed]
-    if len(typed) > 1 or not all(values):
-        raise ConfigError(f"{typed[-1]}: give {name}= one value")
-    return [word for word in words if word not in typed], values[0] if values else None
-
-
 def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
     """Return the overrides without `resume=` or, for a verb in `OF_A_RUN`, `run=`; its folder."""
-    own, other = ("run", "resume") if verb in OF_A_RUN else ("resume", "run")
-    left, saved = [], None
+    expected, other = ("run", "resume") if verb in OF_A_RUN else ("resume", "run")
+    settings, saved = [], None
     for text in overrides:
         key, _, value = text.partition("=")
         if key == other:
             named = f"run={quote(value)}"
             remedy = named if verb in OF_A_RUN else f"agenttrain eval {named}"
             raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
-        if key != own:
-            left.append(text)
+        if key != expected:
+            settings.append(text)
         elif not value:
             raise ConfigError(
                 f"{text}: no folder; name a run's (is a shell variable empty?), or leave it out"
             )
         elif saved is not None:
-            raise ConfigError(f"{text}: {own}={saved} is there already; name one folder")
+            raise ConfigError(f"{text}: {expected}={saved} is there already; name one folder")
         elif value != "null":
             saved = Path(value)
-    return left, saved
+    return settings, saved
 
 
 def named_folder(overrides: Sequence[str]) -> Path | None:

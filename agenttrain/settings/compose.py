@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, version
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.utils import run_job
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from agenttrain.data.config import has_test_rows
 from agenttrain.engines import registry
@@ -28,6 +34,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
 from agenttrain.utils.model_path import is_foreign
 from agenttrain.utils.overrides import as_typed
+from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.sections import plain, sections_below, validated
 
 HYDRA_VERSION = "1.3"
@@ -51,6 +58,8 @@ class Composed:
     plain: dict[str, Any]
     neutral: bool = False
     """True if experiment=none took the place of the default, which is the bundled agent's."""
+    raw: DictConfig | None = None
+    """What Hydra composed, with its own section; of a new run that starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,24 +149,28 @@ def compose_raw(
             problems.append(str(error))
             # Hydra stops at the first unknown key: the others are found without it.
             unknown = [text for text in left if problems[-1].startswith(f"{text}: unknown key")]
-            if not unknown:
-                break
             left = [text for text in left if text not in unknown]
+            if not unknown or not left:
+                break
     if problems:
         raise ConfigError("\n".join(problems))
     return raw
 
 
-def compose_run(overrides: Sequence[str], source: Source) -> Composed:
-    """Return the settings under `overrides`; raises ConfigError. Needs a `hydra_session`."""
-    raw = compose_raw(overrides, source)
+def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = False) -> Composed:
+    """Return the settings under `overrides`; raises ConfigError. Needs a `hydra_session`.
+
+    `with_hydra`: with `Composed.raw`.
+    """
+    raw = compose_raw(overrides, source, with_hydra=with_hydra)
+    sections = [str(key) for key in raw if key != "hydra"]
     with explained(overrides, source.groups):
         try:
-            composed = convert(raw)
+            composed = convert(OmegaConf.masked_copy(raw, sections) if with_hydra else raw)
         except ConfigError as error:
             raise ConfigError(with_files(str(error), overrides, source.name)) from error
     _check_emptied(overrides, composed)
-    return composed
+    return replace(composed, raw=raw) if with_hydra else composed
 
 
 def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Composed:
@@ -174,7 +187,7 @@ def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Co
     ]
     if not (named or starts) and typed and is_foreign(typed[-1]):
         return replace(compose_run(neutral, source), neutral=True)  # composed once, not twice
-    composed = compose_run(overrides, source)
+    composed = compose_run(overrides, source, with_hydra=starts)
     model, settings = composed.config.model, composed.config
     if named or not is_foreign(model.path):
         return composed
@@ -281,6 +294,60 @@ def check_writable(folder: Path, setting: str, remedy: str) -> None:
         raise ConfigError(f"{setting}: {nearest} is a file, not a folder; {remedy}")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"{setting}: {nearest} may not be written (read-only?); {remedy}")
+
+
+def in_run_folder(composed: Composed, job: Callable[[Path], int]) -> int:
+    """Make the folder of a new run as Hydra would, and return what the job in it returns.
+
+    Hydra's job settings hold: chdir, env_set, logging, callbacks. Raises ConfigError for a folder
+    that cannot be made. Needs a `hydra_session`.
+    """
+    raw, hydra = composed.raw, cast(Hydra, GlobalHydra.instance().hydra)
+    assert raw is not None, "compose_run(with_hydra=True) keeps it"
+    with read_write(raw.hydra), open_dict(raw.hydra):
+        raw.hydra.mode = RunMode.RUN
+    begun = False
+
+    def task(_: DictConfig) -> int:
+        nonlocal begun
+        begun = True
+        return job(Path(HydraConfig.get().runtime.output_dir))
+
+    callbacks = Callbacks(raw)
+    callbacks.on_run_start(config=raw, config_name=raw.hydra.job.config_name)
+    context = HydraContext(config_loader=hydra.config_loader, callbacks=callbacks)
+    try:
+        end = run_job(
+            task_function=task,
+            config=raw,
+            job_dir_key="hydra.run.dir",
+            job_subdir_key=None,
+            hydra_context=context,
+        )
+    except OSError as error:
+        if begun:
+            raise
+        raise ConfigError(
+            f"hydra.run.dir={error.filename}: the run's folder cannot be made: {error.strerror}; "
+            "name another one: hydra.run.dir=…"
+        ) from error
+    callbacks.on_run_end(config=raw, config_name=raw.hydra.job.config_name, job_return=end)
+    return int(cast(int, end.return_value))  # raises what the job raised
+
+
+def print_info(info: str | None, overrides: Sequence[str], source: Source) -> None:
+    """Print what Hydra says of its configuration, plugins or defaults; None: its help.
+
+    Needs a `hydra_session`.
+    """
+    hydra, words = cast(Hydra, GlobalHydra.instance().hydra), list(overrides)
+    with redirect_stdout(StringIO()) as printed:
+        if info is None:
+            arguments = Namespace(overrides=words)
+            hydra.hydra_help(config_name=source.name, args_parser=get_args_parser(), args=arguments)
+        else:
+            hydra.show_info(info, config_name=source.name, overrides=words, run_mode=RunMode.RUN)
+    print(hide_secrets(printed.getvalue()), end="")
 
 
 def run_folder(overrides: Sequence[str], source: Source) -> Path:

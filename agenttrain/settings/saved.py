@@ -28,6 +28,7 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.messages import check_values, explained
 from agenttrain.settings.pinning import adopt_pins
+from agenttrain.settings.resumable import RESUMABLE
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import check_trusted, own_sections
 from agenttrain.settings.untrusted import SECTIONS, UntrustedValue, resolvers, untrusted_values
@@ -38,12 +39,6 @@ from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import shown
 
-RESUMABLE = (
-    *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
-    *("stop_when", "resume_changed", "servers", "roles"),
-)
-"""Sections that a resumed run may change: the others decide the result of its training. The models
-of roles do too; their weights are compared (`runs/fingerprints.py`)."""
 EVALUABLE = (
     *("eval", "data", "engine", "tracker", "rollout", "reward", "seed", "distributed"),
     *("watchdog", "servers", "roles"),
@@ -222,18 +217,35 @@ def run_of(folder: Path) -> Path:
 
 
 def checkpoint_of(folder: Path, step: str) -> Path:
-    """Return the checkpoint of `step=N` or `step=best`; raises ConfigError if there is none."""
+    """Return the checkpoint of `--step N` or `--step best`; raises ConfigError if there is none."""
     checkpoints = folder / "checkpoints"
     if step != BEST and not step.isdecimal():
         hint = did_you_mean(step, (BEST,))
-        raise ConfigError(f"step={step}: expected a step's number or {BEST}{hint}")
+        raise ConfigError(f"--step {step}: expected a step's number or {BEST}{hint}")
     path = checkpoints / (BEST if step == BEST else f"step-{int(step):06d}")
     if not path.is_dir():
         names = sorted(file.name for file in checkpoints.glob("step-*"))
         numbers = [str(int(name[5:])) for name in names if name[5:].isdecimal()]
         kept = f"those of the steps {', '.join(numbers)}" if numbers else "none"
-        raise ConfigError(f"step={step}: {folder} has no such checkpoint; it has {kept}")
+        raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {kept}")
     return path
+
+
+def at_step(
+    overrides: Sequence[str], step: str | None, typed: str | None = None
+) -> tuple[Path | None, list[str]]:
+    """Return the folder of `run=`, and the overrides in which it names the checkpoint of a step.
+
+    `typed`: the step as typed, if it is not the checkpoint's. Raises ConfigError.
+    """
+    words = list(overrides)
+    folder = next((Path(text[4:]) for text in words if text.startswith("run=")), None)
+    if folder is None and (step or typed) is not None:
+        raise ConfigError(f"--step {step or typed}: is a step of a run; add run=<run folder>")
+    if folder is not None and step is not None:
+        words = [text for text in words if not text.startswith("run=")]
+        words.append(f"run={checkpoint_of(folder, step)}")
+    return folder, words
 
 
 def finished_steps(folder: Path) -> int | None:

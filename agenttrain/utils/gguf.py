@@ -21,8 +21,6 @@ from importlib.metadata import PackageNotFoundError, files
 from importlib.util import find_spec
 from pathlib import Path
 
-from filelock import FileLock
-
 from agenttrain.types import ConfigError
 from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.files import digest_of_blocks
@@ -84,6 +82,8 @@ def converted(file: Path) -> Path:
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        from filelock import FileLock  # it imports asyncio, and few models are of this kind
+
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if folder.is_dir():  # the process that held the lock has made it
                 return folder

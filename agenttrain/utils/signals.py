@@ -10,7 +10,6 @@ earlier one counts as a repetition.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -142,6 +141,8 @@ class StopRequest:
         if self.name is not None:
             work.close()
             return []
+        import asyncio  # a mistake in the settings is answered without it
+
         task = asyncio.create_task(work)
         loop = asyncio.get_running_loop()
         self._cancel = partial(loop.call_soon_threadsafe, task.cancel)

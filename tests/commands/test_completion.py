@@ -29,7 +29,8 @@ TYPED = {
     "agenttrain tools.sql.timeo": "agenttrain tools.sql.timeout_s=",
     "agenttrain eval run=outp": "agenttrain eval run=outputs",
     "agenttrain view outp": "agenttrain view outputs",
-    "agenttrain view outputs st": "agenttrain view outputs step=",
+    "agenttrain view outputs --st": "agenttrain view outputs --step",
+    "agenttrain export --fo": "agenttrain export --format",
     "agenttrain data --ro": "agenttrain data --rows",
     "agenttrain --config-dir mine model=lib": "agenttrain --config-dir mine model=library",
     "agenttrain settings optim": "agenttrain settings optimizer",
@@ -122,8 +123,7 @@ def test_zsh(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["completion", "fish"], "fish: give completion bash | zsh | install [bash|zsh]"),
-        (["completion"], "give completion bash | zsh"),
+        (["completion", "fish"], "fish: expected one of bash, zsh, install"),
         (["completion", "install"], "SHELL=/bin/dash: no completion for this shell"),
     ],
 )

@@ -212,7 +212,7 @@ def test_a_refused_upload(run, hub, monkeypatch, capsys, token, refuse, to, prob
     hub.refuse = refuse
     assert main(["export", f"run={run}", f"to=hub:{to}"]) == 2
     error = capsys.readouterr().err
-    assert f"to=hub:{to}: " in error
+    assert f"--to hub:{to}: " in error
     assert problem in error
 
 

@@ -9,35 +9,50 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_kit import parse
 
 from agenttrain import cli
-from agenttrain.settings.command_line import parse
+from agenttrain.commands.running import compose_all
+from agenttrain.commands.verb import VERBS, option_rows
+from agenttrain.commands.verbs import load_verb
 from agenttrain.settings.compose import hydra_session
-from agenttrain.settings.verbs import VERBS
 from agenttrain.utils.model_path import model_folder
 
 ROOT = Path(__file__).parents[2]
-SHOWING = {"data": ["--rows"], "tools": ["--call"], "plan": ["--gpu-memory-gb", "--devices"]}
-"""Verbs whose own options stand beside settings, with those of their examples."""
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_a_verb_has_its_options_and_two_examples(
-    verb: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", VERBS)
+def test_help_of_a_verb_has_its_options_and_examples(
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([verb, "--help"]) == 0
+    verb = load_verb(name)
+    assert cli.main([name, "--help"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"agenttrain {verb}: {VERBS[verb].does}\n")
-    assert f"usage: agenttrain {verb}" in text
-    for option, meaning in VERBS[verb].options.items():
-        assert any(
-            line.startswith(f"  {option}") and meaning in line for line in text.splitlines()
-        ), option
-    assert text.count(f"\n  agenttrain {verb}") == 2
+    assert text.startswith(f"usage: agenttrain {name}")
+    for option, meaning in {**option_rows(verb.parser()), **(verb.settings or {})}.items():
+        assert option.partition(" ")[0] in text
+        assert meaning in text
+    assert text.count(f"\n  agenttrain {name}") == len(verb.examples) >= 2
     assert max(map(len, text.splitlines())) <= 110
-    assert (ROOT / "docs" / VERBS[verb].page).is_file()
+    assert (ROOT / "docs" / verb.page).is_file()
     assert cli.main(["--help"]) == 0
-    assert f"\n  {verb:<10} {VERBS[verb].does}\n" in capsys.readouterr().out
+    assert f"\n  {name:<14} {verb.help}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["--help", "plan --help", "trian", "view"])
+def test_help_and_a_wrong_verb_import_nothing_heavy(words: str, tmp_path: Path) -> None:
+    program = (
+        "import sys; from agenttrain.cli import main; main(sys.argv[1:]); "
+        "print({'hydra', 'omegaconf', 'pydantic', 'rich', 'httpx', 'torch'} & {*sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words.split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_help_of_a_word_that_is_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,9 +64,11 @@ def test_help_of_a_word_that_is_no_verb(capsys: pytest.CaptureFixture[str]) -> N
     "words",
     [
         words
-        for name, verb in VERBS.items()
-        for words in verb.examples
-        if verb.settings and "<run>" not in words and name not in ("rehearse", "submit")
+        for name in VERBS
+        for words in load_verb(name).examples
+        if load_verb(name).settings is not None
+        and "<run>" not in words
+        and name not in ("rehearse", "submit", "engine-server")
     ],
 )
 def test_examples_with_settings_compose(
@@ -60,12 +77,9 @@ def test_examples_with_settings_compose(
     monkeypatch.chdir(tmp_path)
     Path("my_model").symlink_to(model_folder("bundled:shop"))
     Path("rows.jsonl").write_text('{"prompt": "How many?", "answer": "3"}\n' * 10)
-    verb, *arguments = shlex.split(words)
-    if verb in SHOWING:  # without the options and their values
-        arguments = [word for word in arguments if "=" in word and " " not in word]
-    command = parse([verb, *arguments])
+    command = parse(shlex.split(words))
     with hydra_session(command.source):
-        assert cli.compose_all(command)
+        assert compose_all(command)
 
 
 LONG = ("templates", "check", "data", "tools", "plan --gpu-memory-gb 80", "view --help")

@@ -57,8 +57,6 @@ def test_a_new_agent_passes_its_test_and_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["init"], "agenttrain: give init <name>, e.g. agenttrain init my_agent"),
-        (["init", "a", "b"], "give init <name>"),
         (["init", "my-agent"], "init my-agent: is not a name of a Python module"),
         (["init", "2nd"], "init 2nd: is not a name of a Python module"),
         (["init", "class"], "init class: is not a name"),

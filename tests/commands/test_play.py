@@ -63,14 +63,14 @@ def test_calls_and_replies_are_shown_in_the_order_of_their_happening(play) -> No
 
 
 def test_the_model_before_training_answers_too(play, run) -> None:
-    printed = play(["/ask"], f"run={run}", "step=0", *GREEDY)
+    printed = play(["/ask"], f"run={run}", "--step", "0", *GREEDY)
     assert printed.index("── after training") < printed.index("── before training")
     assert printed.count("stop_tool") == 2
 
 
 def test_commands(play, run) -> None:
     lines = ["/row 3", "/tokens", "/reset", "/resett", "/help", "/quit", "How many?"]
-    printed = play(lines, f"run={run}", "step=2", *GREEDY)
+    printed = play(lines, f"run={run}", "--step", "2", *GREEDY)
     assert "row    3: Quick question" in printed
     assert "nothing has been said yet" in printed
     assert "/resett: no such command (did you mean '/reset'?)" in printed
@@ -80,10 +80,8 @@ def test_commands(play, run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["step=3"], "step=3: is a step of a run; add run=<run folder>"),
-        (["run={run}", "step=9"], "step=9: {run} has no such checkpoint; it has those of the "),
-        (["run={run}", "step=bets"], "step=bets: expected a step's number or best"),
-        (["row=x"], "row=x: give the number of a row, from 0: row=3"),
+        (["run={run}", "step=9"], "--step 9: {run} has no such checkpoint; it has those of the "),
+        (["run={run}", "step=bets"], "--step bets: expected a step's number or best"),
         (["run={run}/none"], "run={run}/none: is no run folder"),
         (["resume={run}"], "resume={run}: not with `agenttrain play`; did you mean run={run}?"),
         (["run={run}", "engine=vllm"], "engine=vllm: agenttrain play samples from the model in"),

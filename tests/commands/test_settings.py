@@ -90,7 +90,6 @@ def test_the_schema_takes_interpolations() -> None:
         (["optimiser"], "optimiser: no such section (did you mean 'optimizer'?)"),
         (["optimizer.zzz"], "optimizer.zzz: unknown key"),
         (["optimizer.lrr"], "optimizer.lrr: unknown key (did you mean 'optimizer.lr'?)"),
-        (["--yaml"], "--yaml: is no option of settings"),
         (["model", "--schema"], "model: the schema is of all sections"),
     ],
 )

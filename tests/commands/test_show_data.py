@@ -74,9 +74,6 @@ def test_rows_without_end(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rows", "many"], "--rows: give a number of prompts to print"),
-        (["--rows", "-1"], "--rows: give a number"),
-        (["-m", "seed=1,2"], "data -m: shows the rows of one run"),
         (OURS, "data.train: 30 of 30 rows cannot be used; data.map.…=… and data.prompt=… make"),
         ([*OURS[:2], OURS[3]], "data.test: has the same rows as data.train; hold some out with"),
         ([*OURS, "data.map.prompt=qestion"], "30 of 30 rows cannot be used"),

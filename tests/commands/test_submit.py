@@ -281,7 +281,7 @@ def test_the_examples_are_what_is_written(name, capsys):
         ("-m seed=1,2 sweep.on_failed_job=stop", "the jobs of an array start by themselves"),
         ("-m seed=1,2 slurm.nodes=1,2", "slurm.nodes=1,2: "),
         ("-m seed=1,2 steps=0", "in the run seed=1 steps=0"),
-        ("eval model.path=bundled:shop", "submit eval: only train and sft can be submitted"),
+        ("eval model.path=bundled:shop", "eval: expected one of train, sft"),
         ("resume=auto hydra.run.dir=x", "resume=auto: the job adds it itself"),
         ("resume=nowhere", "resume=nowhere: is no run folder"),
     ],

@@ -17,7 +17,6 @@ from hydra.core.override_parser.types import Override
 
 from agenttrain import cli
 from agenttrain.commands.sweep import compare as plot
-from agenttrain.commands.sweep.compare import compare, parse
 from agenttrain.commands.sweep.config import METRICS, Direction, objective_problems
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.expand import parse as parsed
@@ -38,6 +37,8 @@ from agenttrain.commands.sweep.record import (
 from agenttrain.commands.sweep.run import divide_machine, record_end, trials
 from agenttrain.commands.sweep.search import Trial, corners, next_trial
 from agenttrain.commands.sweep.table import compare_jobs
+from agenttrain.commands.verb import STDOUT
+from agenttrain.commands.verbs import load_verb
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.tracking.run_folder import update_summary
 from agenttrain.types import ConfigError
@@ -182,12 +183,8 @@ def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str])
         ("-m resume=nope", "nope: is no sweep's folder"),
         ("eval -m run=nope", "a sweep starts new runs"),
         ("-m sweep=grid --cfg job", "--cfg: shows one run; leave -m out"),
-        ("compare", "compare: give a sweep's folder"),
         ("compare nope", "nope: is no sweep's folder"),
         ("compare nope --plot x.jpg", "--plot x.jpg: give a name that ends in .png"),
-        ("compare nope --jsn", "--jsn: no such option (did you mean '--json'?)"),
-        ("compare nope --json --markdown", "compare: give a sweep's folder"),
-        ("compare nope --plot", "--plot: needs the name of a file; compare: give"),
         ("compare nope --plot nowhere/x.svg", "--plot nowhere/x.svg: "),
         ('-m sweep.runs=["algorithm=\'grpo"]', "sweep.runs: algorithm='grpo: No closing quota"),
     ],
@@ -413,7 +410,7 @@ def test_compare_tells_results_and_how_to_go_on(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (sweep / "1" / "config.yaml").touch()
-    assert compare([str(sweep)]) == 0
+    assert cli.main(["compare", str(sweep)]) == 0
     text = capsys.readouterr().out
     assert "1 finished, 1 failed, 1 killed, 1 never started" in text
     assert "1 finished, 1 failed (0, 1)" in text
@@ -424,7 +421,7 @@ def test_compare_tells_results_and_how_to_go_on(
     assert f"agenttrain -m resume={sweep}\n" in text
     for number in "123":
         finish(sweep / number, 0.5)
-    assert compare([str(sweep)]) == 0
+    assert cli.main(["compare", str(sweep)]) == 0
     assert "resume" not in capsys.readouterr().out
 
 
@@ -473,11 +470,11 @@ def test_a_sweep_that_runs_is_left_alone(
 
 
 def test_compare_for_other_programs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare([str(sweep), "eval/reward", "--markdown"]) == 0
+    assert cli.main(["compare", str(sweep), "eval/reward", "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| optimizer.lr | eval/reward | jobs |"
     assert lines[2] == "| 0.1 | 0.5 | 1 finished, 1 failed (0, 1) |"
-    assert compare([str(sweep), "--json"]) == 0
+    assert cli.main(["compare", str(sweep), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert [job["status"] for job in found["jobs"]][:2] == ["finished", "failed"]
     assert found["configurations"][0]["figures"]["eval/pass@1"] == {
@@ -494,9 +491,9 @@ def test_an_unknown_figure_is_refused(sweep: Path) -> None:
 
 
 def test_compares_arguments() -> None:
-    typed = parse(["s", "reward", "--plot=a.svg", "loss", "--json"])
-    assert (typed.sweep, typed.metrics) == (Path("s"), ["reward", "loss"])
-    assert (typed.plot, typed.form) == (Path("a.svg"), "--json")
+    args, _ = load_verb("compare").parse(["s", "reward", "--plot=a.svg", "loss", "--json"])
+    assert (args.folder, args.metrics) == (Path("s"), ["reward", "loss"])
+    assert (args.plot, args.json) == (Path("a.svg"), STDOUT)
 
 
 def test_a_curve_is_averaged_over_steps() -> None:

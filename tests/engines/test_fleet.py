@@ -336,12 +336,10 @@ def test_a_server_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
     run = str(tmp_path / "run")
     assert "no run with servers is going on in this folder" in refused(run)
-    assert "give the folder of a run with servers" in refused()
 
     async def main() -> None:
         async with running(tmp_path, restarts=0) as engine:
-            assert "number=2: this run has servers.count=2" in refused(run, "number=2")
-            assert "numbre=1: is not an option of engine-server (did" in refused(run, "numbre=1")
+            assert "--number 2: this run has servers.count=2" in refused(run, "number=2")
             assert "number=0: server 0 of" in refused(run, "number=0")
             os.kill(record(tmp_path, 0).pid, signal.SIGKILL)
             await until(lambda: states(engine)[0] is MemberState.gone)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_kit import parse
 from example_kit import EXAMPLES, FOLDERS, call_of_readme, commands, train, train_shop
 from sandbox_kit import usable
 from served_kit import served
 
-from agenttrain import cli
-from agenttrain.settings.command_line import parse
+from agenttrain.commands.running import compose_all
 from agenttrain.settings.compose import hydra_session
 
 
@@ -27,7 +27,7 @@ def test_a_readmes_commands_are_composed(name: str, enter: Callable[..., Path]) 
         elif program == "agenttrain" and words[0] != "tools":
             command = parse(words)
             with hydra_session(command.source):
-                assert cli.compose_all(command)
+                assert compose_all(command)
             trained += f"experiment={folder.name}" in words
         elif program == "python" and words[:2] == ["-m", "venv"]:
             place = folder / words[2] / "bin" / "python"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command_kit import parse
 
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.launch.processes import (
@@ -28,7 +29,6 @@ from agenttrain.launch.processes import (
     resolve,
 )
 from agenttrain.settings.checks import validate
-from agenttrain.settings.command_line import parse
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_kit import parse
 
 from agenttrain.cli import main
-from agenttrain.settings.command_line import parse
 from agenttrain.settings.follow_up import after_sft
 from agenttrain.settings.saved import tracker_project
 from agenttrain.utils.model_path import model_folder

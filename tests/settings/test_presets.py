@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedConfig, Qwen3Config
 
-from agenttrain.commands.plan.command import parse
+from agenttrain.commands.plan.command import planned
 from agenttrain.commands.plan.remedies import Planner
+from agenttrain.commands.verbs import load_verb
 from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session
 from agenttrain.utils.files import conf_folder, list_groups
 from agenttrain.utils.hub import is_hub_id
@@ -103,7 +104,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
 def fits(hardware: str, model: str, folder: Path) -> bool:
     SHAPES[model].save_pretrained(folder)
     config = compose(f"model={model}", f"hardware={hardware}", f"model.path={folder}").config
-    options, _ = parse(MACHINES[hardware])
+    options = planned(load_verb("plan").parse(MACHINES[hardware])[0])
     return not Planner(config, options.machine, 1024).estimate().excess
 
 

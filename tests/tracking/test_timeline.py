@@ -276,10 +276,7 @@ def test_the_verb_writes_the_page(tiny, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "timeline: give a run folder and perhaps steps"),
-        (["{0}", "step=1"], "step=1: is not an option of timeline (did you mean 'steps'?)"),
-        (["{0}", "steps=a"], "steps=a: give the first and the last: steps=10-20"),
-        (["{0}", "steps=3-2"], "steps=3-2: the first is after the last"),
+        (["{0}", "--steps", "3-2"], "--steps 3-2: the first is after the last"),
         (["{0}", "steps=7"], "steps=7-7: the times of the run are those of the steps 0 to 2"),
         (["{0}", "to={0}/config.yaml"], "config.yaml: is there already; name another file"),
         (["{0}/rollouts"], "rollouts: holds no run (there is no config.yaml)"),

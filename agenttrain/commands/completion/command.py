@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from agenttrain.commands.settings import all_settings
-from agenttrain.settings.verbs import VERBS
+from agenttrain.commands.verb import VERBS, new_file, report_file
+from agenttrain.commands.verbs import load_verb
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
 
 SHELLS = ("bash", "zsh")
-USAGE = f"completion {VERBS['completion'].usage}"
 NAMED = ("tools", "reward")
 """Sections of components, whose names are those of the group's options."""
-FOLDER = ("<run ", "<sweep ", "[tokenizer ")
-"""Beginnings of the usage of a verb whose first argument is a folder."""
-OPTIONS = ("-m", "--config-dir", "--cfg", "--help", "--version")
+OPTIONS = ("--help", "--version")
+"""Options of every verb."""
+WORDS = {
+    "bash|zsh|install": (*SHELLS, "install"),
+    "SHELL": SHELLS,
+    "VERB": ("train", "sft"),
+}
+"""Values of arguments, by their placeholders."""
 LOADERS = {
     "bash": 'eval "$(agenttrain completion bash)"\n',
     "zsh": '#compdef agenttrain\neval "$(agenttrain completion zsh)"\n_agenttrain "$@"\n',
@@ -31,23 +35,23 @@ LOADERS = {
 """Files that a shell loads at the first completion."""
 
 
-def completion(arguments: Sequence[str]) -> int:
-    """Run `completion bash|zsh|install [bash|zsh]`; exit code 0. Raises ConfigError."""
-    match list(arguments):
-        case [shell] if shell in SHELLS:
-            print(script(shell), end="")
-        case ["install"]:
-            shell = Path(os.environ.get("SHELL", "")).name
-            if shell not in SHELLS:
-                raise ConfigError(
-                    f"SHELL={os.environ.get('SHELL', '')}: no completion for this shell; name one "
-                    "that has it: agenttrain completion install bash, or zsh"
-                )
-            install(shell)
-        case ["install", shell] if shell in SHELLS:
-            install(shell)
-        case _:
-            raise ConfigError(f"{' '.join(arguments) or 'completion'}: give {USAGE}")
+def completion(what: str, shell: str | None) -> int:
+    """Print a shell's script, or install it; exit code 0. Raises ConfigError."""
+    if what != "install":
+        if shell is not None:
+            raise ConfigError(
+                f"{shell}: leave it out, or write agenttrain completion install {shell}"
+            )
+        print(script(what), end="")
+        return 0
+    named = os.environ.get("SHELL", "")
+    shell = shell or Path(named).name
+    if shell not in SHELLS:
+        raise ConfigError(
+            f"SHELL={named}: no completion for this shell; name one that has it: agenttrain "
+            "completion install bash, or zsh"
+        )
+    install(shell)
     return 0
 
 
@@ -89,9 +93,20 @@ def script(shell: str) -> str:
     data = "\n".join(" ".join(line) for line in candidates())
     text = (folder / "core.sh").read_text(encoding="utf-8")
     text += (folder / f"{shell}.sh").read_text(encoding="utf-8")
-    composing = " | ".join(name for name, verb in VERBS.items() if verb.settings)
-    reading = " ".join(n for n, verb in VERBS.items() if verb.usage.startswith(FOLDER))
+    verbs = {name: load_verb(name) for name in VERBS}
+    parsers = {name: verb.parser() for name, verb in verbs.items()}
+    composing = " | ".join(name for name, verb in verbs.items() if verb.settings is not None)
+    reading = " ".join(
+        name for name, parser in parsers.items() if any(a.type is Path for a in parser.positionals)
+    )
+    naming = {
+        option
+        for parser in parsers.values()
+        for option, action in parser.options.items()
+        if action.type in (Path, new_file, report_file)
+    }
     text = text.replace("_AGENTTRAIN_SETTINGS_", composing)
+    text = text.replace("_AGENTTRAIN_FILE_OPTIONS_", " ".join(sorted(naming)))
     return f"_agenttrain_data='{data}'\n" + text.replace("_AGENTTRAIN_FOLDERS_", reading)
 
 
@@ -101,14 +116,21 @@ def candidates() -> Iterator[tuple[str, str]]:
     Kinds: `verb`, `option`, `own:<verb>`, `section` (the first part of a setting), `key`, and
     `value:<setting or group>`. A candidate with = or . at its end is the beginning of a word.
     """
+    from agenttrain.commands.settings import all_settings
+
     groups = list_groups(conf_folder())
-    for name, verb in VERBS.items():
+    for name in VERBS:
         yield "verb", name
-        words = [option.partition(" ")[0] for option in verb.options]
-        for word in (*verb.arguments, *words):
-            # step=N -> step=, tools=live -> tools=live
-            key, equals, value = word.partition("=")
-            yield f"own:{name}", f"{key}=" if equals and value.isupper() else word
+        verb = load_verb(name)
+        parser = verb.parser()
+        words = [option for option in parser.options if option.startswith("--") or option == "-m"]
+        for argument in parser.positionals:
+            words += WORDS.get(str(argument.metavar), ())
+        for text in verb.settings or ():
+            # resume=FOLDER -> resume=, trust=true -> trust=true
+            key, _, value = text.partition("=")
+            words.append(text if value.islower() else f"{key}=")
+        yield from ((f"own:{name}", word) for word in words)
     yield from (("option", option) for option in OPTIONS)
     sections: dict[str, None] = {}
     for group, options in groups.items():

@@ -29,7 +29,7 @@ _agenttrain_candidates() {
         before=$word
     done
     case $before in
-        -*) case " --config-dir -cd --path --schema-path --plot " in
+        -*) case " _AGENTTRAIN_FILE_OPTIONS_ " in
             *" $before "*) return ;;
         esac ;;
     esac

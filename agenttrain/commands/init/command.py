@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import keyword
 import sys
-from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from agenttrain.settings.verbs import VERBS
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
 
@@ -31,15 +29,12 @@ COMMANDS = {
 """Words behind `agenttrain` -> what they are for; README.md has them too."""
 
 
-def init(arguments: Sequence[str]) -> int:
-    """Run `init <name>`; exit code 0. Raises ConfigError."""
-    if len(arguments) != 1 or "=" in arguments[0] or arguments[0].startswith("-"):
-        raise ConfigError(f"give init {VERBS['init'].usage}, e.g. agenttrain init my_agent")
-    folder = Path(arguments[0])
+def init(folder: Path) -> int:
+    """Make the folder of a new agent; exit code 0. Raises ConfigError."""
     name = folder.name
     problem = name_problem(name)
     if problem is not None:
-        raise ConfigError(f"init {arguments[0]}: {problem}; choose another name, e.g. my_agent")
+        raise ConfigError(f"init {folder}: {problem}; choose another name, e.g. my_agent")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"init {folder}: holds something already; name a new folder")
     try:

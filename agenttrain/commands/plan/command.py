@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from agenttrain.commands.plan import other_gpus, servers
 from agenttrain.commands.plan.estimate import (
@@ -22,6 +21,7 @@ from agenttrain.commands.plan.estimate import (
 from agenttrain.commands.plan.other_gpus import OtherGpus, plan_other_gpus
 from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.commands.plan.servers import FleetPlan, Speeds, plan_servers, trainers_of
+from agenttrain.commands.verb import write_report
 from agenttrain.engines.memory import MemoryItem, When
 from agenttrain.engines.registry import names_with
 from agenttrain.launch.config import DistributedName
@@ -29,8 +29,6 @@ from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 
-PROMPT = 1024
-"""Default of --prompt-tokens."""
 SLOW_S = 3.0
 """Seconds after which a plan says that it goes on."""
 
@@ -45,56 +43,28 @@ class PlanOptions:
     all_gpus: int | None
     """GPUs of the planned machine; None: not known."""
     prompt_tokens: int
-    as_json: bool
+    json: Path | None
+    """Value of `--json`."""
     speeds: Speeds
 
 
-def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
-    """Take the options out of the arguments; raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="agenttrain plan", allow_abbrev=False, add_help=False)
-    parser.add_argument("--gpu-memory-gb", type=float)
-    parser.add_argument("--host-memory-gb", type=float)
-    parser.add_argument("--devices", type=int)
-    parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
-    parser.add_argument("--server-tokens-per-s", type=float)
-    parser.add_argument("--trainer-tokens-per-s", type=float)
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--json", action="store_true")
-
-    def refuse(message: str) -> NoReturn:
-        raise ConfigError(
-            f"plan: {message}; its options are --gpu-memory-gb 80, --host-memory-gb 512, "
-            "--devices 8, --prompt-tokens 1024, --server-tokens-per-s 5000, "
-            "--trainer-tokens-per-s 9000, --cpu, --json"
-        )
-
-    parser.error = refuse  # type: ignore[method-assign]
-    parsed, overrides = parser.parse_known_args(list(arguments))
-    for name, value in (
-        ("--devices", parsed.devices),
-        ("--prompt-tokens", parsed.prompt_tokens),
-        ("--gpu-memory-gb", parsed.gpu_memory_gb),
-        ("--host-memory-gb", parsed.host_memory_gb),
-        ("--server-tokens-per-s", parsed.server_tokens_per_s),
-        ("--trainer-tokens-per-s", parsed.trainer_tokens_per_s),
-    ):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{name} {value:g}: must be more than 0")
-    if parsed.cpu and parsed.gpu_memory_gb is not None:
+def planned(args: argparse.Namespace) -> PlanOptions:
+    """Return the machine and speeds of the verb's arguments; raises ConfigError."""
+    if args.cpu and args.gpu_memory_gb is not None:
         raise ConfigError(
             "--gpu-memory-gb: has no effect with --cpu; give --host-memory-gb, or leave it out for "
             "this machine's"
         )
     gpus = []  # bytes of each of this machine's GPUs
-    if not parsed.cpu:
+    if not args.cpu:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         gpus = [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
-    gpu_memory = None if parsed.gpu_memory_gb is None else int(parsed.gpu_memory_gb * GIB)
-    host = None if parsed.host_memory_gb is None else int(parsed.host_memory_gb * GIB)
-    devices = parsed.devices or len(gpus) or 1
-    if parsed.cpu:
+    gpu_memory = None if args.gpu_memory_gb is None else int(args.gpu_memory_gb * GIB)
+    host = None if args.host_memory_gb is None else int(args.host_memory_gb * GIB)
+    devices = args.devices or len(gpus) or 1
+    if args.cpu:
         machine = PlannedHardware(devices=devices, memory=host or _host_memory(), kind="cpu")
     else:
         # With --gpu-memory-gb the run is for another machine: this one's memory says nothing.
@@ -104,12 +74,12 @@ def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
         machine = PlannedHardware(devices=devices, memory=memory, host=host)
     return PlanOptions(
         machine=machine,
-        devices=parsed.devices,
-        all_gpus=parsed.devices or (len(gpus) if gpu_memory is None else 0) or None,
-        prompt_tokens=parsed.prompt_tokens,
-        as_json=parsed.json,
-        speeds=Speeds(server=parsed.server_tokens_per_s, trainer=parsed.trainer_tokens_per_s),
-    ), overrides
+        devices=args.devices,
+        all_gpus=args.devices or (len(gpus) if gpu_memory is None else 0) or None,
+        prompt_tokens=args.prompt_tokens,
+        json=args.json,
+        speeds=Speeds(server=args.server_tokens_per_s, trainer=args.trainer_tokens_per_s),
+    )
 
 
 def _host_memory() -> int:
@@ -165,9 +135,7 @@ def _show(config: RunConfig, options: PlanOptions) -> int:
         or (fleet is not None and fleet.chosen.fits is False)
     ):
         fits = False
-    if options.as_json:
-        print(json.dumps(_record(memory, fleet, others, fits, remedies), indent=2))
-    else:
+    if write_report(_record(memory, fleet, others, fits, remedies), options.json):
         print("\n".join(_lines(config, planner, memory, remedies)))
         if fleet is not None:
             print("\n".join(servers.lines(fleet, options.speeds)))

@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from agenttrain.chat.chat import Chat
-from agenttrain.commands.arguments import write_report
 from agenttrain.commands.rehearse.stub import Stub
+from agenttrain.commands.verb import write_report
 from agenttrain.data.build import check_needed_columns
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
@@ -42,7 +42,6 @@ from agenttrain.types import (
 )
 from agenttrain.utils.redaction import shell_command
 
-ROLLOUTS = 64
 CONTEXT = 32_768
 """Context in tokens of a model whose configuration has none."""
 MIB = 2**20
@@ -57,13 +56,14 @@ REFUSED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearseOptions:
-    """The verb's own words."""
+    """Options of the verb."""
 
     rollouts: int
     tokens_per_s: float | None
     file: Path | None
+    """Value of `--json`."""
     settings: Sequence[str] = ()
-    """The other words, as typed."""
+    """Settings, as typed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,36 +135,6 @@ class Report:
     warnings: list[str]
 
 
-def parse(arguments: Sequence[str]) -> tuple[RehearseOptions, list[str]]:
-    """Take the verb's own words out of the arguments; raises ConfigError."""
-    words = {"rollouts": str(ROLLOUTS), "tokens_per_s": "", "json": ""}
-    overrides = []
-    for text in arguments:
-        key, equals, value = text.partition("=")
-        if equals and key in words:
-            words[key] = value
-        else:
-            overrides.append(text)
-    if not words["rollouts"].isdecimal() or int(words["rollouts"]) < 1:
-        raise ConfigError(f"rollouts={words['rollouts']}: give a whole number, 1 or more")
-    try:
-        speed = float(words["tokens_per_s"] or "inf")
-    except ValueError:
-        speed = 0.0
-    if not speed > 0:
-        raise ConfigError(
-            f"tokens_per_s={words['tokens_per_s']}: give the tokens that your engine samples in a "
-            "second, e.g. tokens_per_s=2000"
-        )
-    file = Path(words["json"]) if words["json"] else None
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise ConfigError(f"json={file}: name a file in an existing folder")
-    given = speed if words["tokens_per_s"] else None
-    return RehearseOptions(
-        rollouts=int(words["rollouts"]), tokens_per_s=given, file=file, settings=overrides
-    ), overrides
-
-
 def rehearse(config: RunConfig, options: RehearseOptions) -> int:
     """Make the rollouts and print the report; return exit code 1 if it has problems.
 
@@ -178,9 +148,8 @@ def rehearse(config: RunConfig, options: RehearseOptions) -> int:
         report = asyncio.run(_rehearse(components, options))
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    if options.file is not None:
-        write_report(options.file, asdict(report))
-    show(report, options)
+    if write_report(asdict(report), options.file):
+        show(report, options)
     return int(bool(report.problems))
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from shlex import quote
 from rich.console import Console
 from rich.syntax import Syntax
 
+from agenttrain.commands.check import certify
+from agenttrain.commands.running import compose_all
 from agenttrain.commands.slurm import script as sbatch
 from agenttrain.commands.slurm.config import SlurmConfig, check_submission
 from agenttrain.commands.slurm.script import NAME, OFFLINE, JobScript, note_local_paths, render
@@ -25,7 +28,7 @@ from agenttrain.commands.sweep.command import new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.record import RECORD, SweepRecord, quote_path, write_record
-from agenttrain.settings.command_line import RUN_DIR, Command, parse
+from agenttrain.settings.command_line import RUN_DIR, Command, command_of
 from agenttrain.settings.compose import (
     Composed,
     check_writable,
@@ -41,9 +44,6 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.overrides import key_of
 from agenttrain.utils.redaction import hide_secrets
 
-VERBS = ("train", "sft")
-"""Verbs that can be submitted: they can be resumed."""
-OPTIONS = ("--dry-run", "--no-check")
 NODES = ("distributed.nodes", "distributed.rendezvous", "distributed.node_rank")
 CONFIG = "config.yaml"
 """File in the folder of a run that has been started."""
@@ -78,20 +78,16 @@ class PlannedJob:
     """True: the run exists already, and the job resumes it."""
 
 
-def submit(
-    arguments: Sequence[str],
-    compose_all: Callable[[Command], list[Composed]],
-    certify: Callable[[Sequence[Composed]], bool],
-) -> int:
+def submit(args: Namespace, overrides: Sequence[str]) -> int:
     """Submit a run or a sweep. Return exit code 1 if a chat template fails its certificate.
 
     Raises ConfigError.
     """
-    submission = _parse(arguments)
+    submission = _submission(args, overrides)
     if not submission.dry and not sbatch.present():
         raise ConfigError(sbatch.ABSENT)
     with hydra_session(submission.command.source):
-        plan = _plan(submission, compose_all)
+        plan = _plan(submission)
     folder = plan.script.folder
     if not plan.resumes and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
         raise ConfigError(
@@ -137,14 +133,10 @@ def _print_script(text: str) -> None:
         print(public_text, end="", flush=True)
 
 
-def _parse(arguments: Sequence[str]) -> Submission:
-    """Parse the arguments. Raises ConfigError for a command that cannot be submitted."""
-    slurm = [text for text in arguments if key_of(text).partition(".")[0] == "slurm"]
-    command = parse([text for text in arguments if text not in slurm and text not in OPTIONS])
-    if command.verb not in VERBS:
-        raise ConfigError(f"submit {command.verb}: only {' and '.join(VERBS)} can be submitted")
-    if command.shows is not None:
-        raise ConfigError("submit: prints no settings; agenttrain check and --cfg job do")
+def _submission(args: Namespace, overrides: Sequence[str]) -> Submission:
+    """Divide the settings. Raises ConfigError for a command that cannot be submitted."""
+    slurm = [text for text in overrides if key_of(text).partition(".")[0] == "slurm"]
+    command = command_of(args.target, args, [text for text in overrides if text not in slurm])
     if command.auto:
         raise ConfigError(
             "resume=auto: the job adds it itself; leave it out, or name a run: resume=<folder>"
@@ -157,8 +149,8 @@ def _parse(arguments: Sequence[str]) -> Submission:
     return Submission(
         command=command,
         slurm=slurm,
-        dry="--dry-run" in arguments,
-        check="--no-check" not in arguments,
+        dry=args.dry_run,
+        check=not args.no_check,
     )
 
 
@@ -182,11 +174,11 @@ def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[
     return replace(command, overrides=overrides), [*slurm, total]
 
 
-def _plan(submission: Submission, compose_all: Callable[[Command], list[Composed]]) -> PlannedJob:
+def _plan(submission: Submission) -> PlannedJob:
     """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError."""
     command, source = submission.command, submission.command.source
     if command.saved is not None:
-        return _plan_resumed(submission, command.saved.absolute(), compose_all)
+        return _plan_resumed(submission, command.saved.absolute())
     overrides = command.overrides  # of the run, or of the sweep's first run
     if command.sweep:
         runs_of_sweep = expand(command.overrides, source).runs
@@ -224,9 +216,7 @@ def _plan(submission: Submission, compose_all: Callable[[Command], list[Composed
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, resumes=False)
 
 
-def _plan_resumed(
-    submission: Submission, folder: Path, compose_all: Callable[[Command], list[Composed]]
-) -> PlannedJob:
+def _plan_resumed(submission: Submission, folder: Path) -> PlannedJob:
     """Plan the job that resumes the run in `folder`."""
     command, source = submission.command, submission.command.source
     settings = compose_run(submission.slurm, source).config.slurm

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import html
 import io
-import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,47 +28,31 @@ from agenttrain.commands.sweep.table import (
     print_table,
     rows,
 )
+from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.types import ConfigError
 from agenttrain.utils.json_lines import finite
-from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import hide_in_settings, hide_secrets, shell_command
 
-USAGE = (
-    "compare: give a sweep's folder, compare <sweep folder> [metric …] [--plot FILE] [--json] "
-    "[--markdown]"
-)
-OPTIONS = ("--plot", "--json", "--markdown")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions:
-    """Parsed command line."""
-
-    sweep: Path
-    metrics: list[str]
-    plot: Path | None
-    form: str | None
-    """`--json` or `--markdown`; None: a table for a terminal."""
-
-
-def compare(arguments: Sequence[str]) -> int:
+def compare(args: Namespace) -> int:
     """Print the sweep's table; exit code 0. Raises ConfigError."""
-    typed = parse(arguments)
-    if typed.plot is not None:
+    if args.plot is not None:
+        image_format(args.plot)
         if find_spec("matplotlib") is None:
             raise ConfigError(
-                f"--plot {typed.plot}: needs matplotlib; pip install 'agenttrain[sweep]'"
+                f"--plot {args.plot}: needs matplotlib; pip install 'agenttrain[sweep]'"
             )
-        if typed.plot.is_dir() or not typed.plot.parent.is_dir():
-            raise ConfigError(f"--plot {typed.plot}: name a file in an existing folder")
-    record = read_record(typed.sweep)
-    comparison = compare_jobs(typed.sweep, record, typed.metrics)
+        if args.plot.is_dir() or not args.plot.parent.is_dir():
+            raise ConfigError(f"--plot {args.plot}: name a file in an existing folder")
+    record = read_record(args.folder)
+    comparison = compare_jobs(args.folder, record, args.metrics)
     unfinished = any(job.unfinished for job in comparison.jobs)
     waiting = unfinished or record.lacks_trials
-    resume = shell_command(["-m", f"resume={typed.sweep}"]) if waiting else None
-    if typed.form == "--json":
-        print(json.dumps(hide_in_settings(finite(as_json(comparison, resume))), indent=1))
-    elif typed.form == "--markdown":
+    resume = shell_command(["-m", f"resume={args.folder}"]) if waiting else None
+    report = hide_in_settings(finite(as_json(comparison, resume)))
+    if not write_report(report, args.json):
+        pass
+    elif args.markdown:
         print(hide_secrets(markdown(comparison)))
     else:
         print_table(comparison)
@@ -88,44 +71,15 @@ def compare(arguments: Sequence[str]) -> int:
             print(f"    {shell_command(arguments)}")
         if resume is not None:
             print(f"all that is missing: {resume}")
-    if typed.plot is not None:
+    if args.plot is not None:
         try:
-            write(comparison, typed.plot)
+            write(comparison, args.plot)
         except OSError as error:
             problem = f"cannot be written: {error.strerror}"
-            raise ConfigError(f"--plot {typed.plot}: {problem}") from error
-        if typed.form is None:
-            print(f"plot       {typed.plot}")
+            raise ConfigError(f"--plot {args.plot}: {problem}") from error
+        if args.json != STDOUT and not args.markdown:
+            print(f"plot       {args.plot}")
     return 0
-
-
-def parse(arguments: Sequence[str]) -> CompareOptions:
-    """Parse the words behind `compare`; raises ConfigError."""
-    words, plots, forms = list[str](), list[Path](), list[str]()
-    left = iter(arguments)
-    for text in left:
-        option, equals, value = text.partition("=")
-        if option == "--plot":
-            value = value if equals else next(left, "")
-            if not value:
-                raise ConfigError(f"--plot: needs the name of a file; {USAGE}")
-            plots.append(Path(value))
-        elif text in OPTIONS:
-            forms.append(text)
-        elif text.startswith("-"):
-            raise ConfigError(f"{text}: no such option{did_you_mean(text, OPTIONS)}; {USAGE}")
-        else:
-            words.append(text)
-    if not words or len(forms) > 1 or len(plots) > 1:
-        raise ConfigError(USAGE)
-    for path in plots:
-        image_format(path)
-    return CompareOptions(
-        sweep=Path(words[0]),
-        metrics=words[1:],
-        plot=plots[0] if plots else None,
-        form=forms[0] if forms else None,
-    )
 
 
 FORMATS = ("png", "svg", "pdf", "html")

@@ -33,7 +33,6 @@ from agenttrain.engines.vllm_server.server_records import (
     update_path,
 )
 from agenttrain.engines.vllm_server.status import OF_ROLES
-from agenttrain.engines.vllm_server.wrapper import END_S
 from agenttrain.engines.weights_place import new_weights_folder, remove_weights_folder
 from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.processes import process_exists
@@ -168,6 +167,8 @@ class LocalServers:
 
     def _await_end_of_earlier(self, numbers: Sequence[int]) -> None:
         """Wait until servers of an earlier process have ended. Raises EngineError after a while."""
+        from agenttrain.engines.vllm_server.wrapper import END_S  # imports httpx
+
         deadline = time.monotonic() + 2 * END_S
         for number in numbers:
             record = read_record(self._folder, number)
@@ -254,6 +255,8 @@ def end_servers(run: Path) -> None:
 
 def _end(folder: Path, wrappers: Mapping[int, ChildProcess | KeptWrapper]) -> None:
     """End wrappers, with their servers, and remove the files of the servers except the logs."""
+    from agenttrain.engines.vllm_server.wrapper import END_S
+
     for wrapper in wrappers.values():
         wrapper.signal(signal.SIGTERM)
     for wrapper in wrappers.values():

@@ -1,0 +1,320 @@
+"""Compose, check and start the runs of `train`, `sft` and `eval`; `check` stops before the start.
+
+Settings are composed and checked before anything heavy is imported, so that a mistake costs a
+second and leaves no folder. The run's folder is made from what was composed.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from shlex import quote
+
+from omegaconf import Container, OmegaConf
+
+from agenttrain.commands.check import check, check_files
+from agenttrain.launch.processes import (
+    assigned_folder,
+    check_processes,
+    count_gpus,
+    is_later_node,
+)
+from agenttrain.launch.start import start
+from agenttrain.settings.checks import (
+    check_for_verb,
+    check_init,
+    check_verb,
+    validate,
+)
+from agenttrain.settings.command_line import (
+    RUN_DIR,
+    TIMESTAMP,
+    Command,
+    command_of,
+    named_folder,
+    resuming,
+)
+from agenttrain.settings.compose import (
+    Composed,
+    check_writable,
+    compose_new,
+    compose_raw,
+    hydra_session,
+    in_run_folder,
+    open_keys,
+    print_info,
+)
+from agenttrain.settings.engine_checks import admit_engine
+from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
+from agenttrain.settings.pinning import fetch, pin
+from agenttrain.settings.saved import (
+    TRAINED,
+    USED,
+    check_new,
+    evaluated,
+    finished_steps,
+    resumed,
+    resumed_as_begun,
+    run_of,
+    stopped_when,
+)
+from agenttrain.training.config import Schedule
+from agenttrain.types import ConfigError
+from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.model_path import PARTS, SIZES
+from agenttrain.utils.overrides import as_typed
+from agenttrain.utils.redaction import hide_secrets
+
+RUNS = ("train", "sft", "eval")
+"""Verbs that a sweep can run."""
+SWEPT = (*RUNS, CHECK)
+
+
+def run_verb(verb: str, args: Namespace, overrides: Sequence[str], *, checks: bool = False) -> int:
+    """Run a verb that starts runs, or checks them; return the exit code. Raises ConfigError."""
+    command = command_of(verb, args, overrides, checks=checks)
+    if args.cfg or args.info or args.hydra_help:
+        return _show(command, args)
+    return _check(command) if checks else run(command)
+
+
+def run(command: Command) -> int:
+    """Check the runs of a command and start them; return the exit code. Raises ConfigError."""
+    with hydra_session(command.source):
+        if command.sweep and command.saved is not None:
+            from agenttrain.commands.sweep.command import resume
+
+            return resume(command, _compose_one)
+        runs = compose_all(command)
+        if problems := _problems(command, runs):
+            raise ConfigError("\n".join(problems))
+        if command.sweep:
+            from agenttrain.commands.sweep import command as sweeps
+
+            for composed in runs:
+                fetch(composed.config, command.verb)
+            return sweeps.start(command, runs)
+        folder, composed = assigned_folder(), runs[0]
+        joins = folder is not None or is_later_node(composed.config.distributed)
+        if not joins and command.saved is None:
+            named = named_folder(command.overrides)
+            if named is not None and _holds_run(named) and not command.auto:
+                raise _taken(named)
+            fetch(composed.config, command.verb)  # before the run folder: the download may fail
+            return _launch_new(command, composed)
+    if command.saved is not None and folder is None:
+        return _continue_run(command, command.saved, composed)
+    return _launch(command, composed, folder or Path(), announce=False)
+
+
+def _problems(command: Command, runs: Sequence[Composed]) -> list[str]:
+    """Check files, processes and engines; return the problems of this machine."""
+    check_files(runs)
+    check_processes(command, runs)
+    if command.verb in SAMPLING_VERBS:
+        for composed in runs:
+            admit_engine(composed)
+    return machine_problems(
+        command.verb, [composed.config for composed in runs], Machine(count_gpus)
+    )
+
+
+def _check(command: Command) -> int:
+    """Check the parts of each run; raise their problems together with the machine's and those of
+    the run folder."""
+    with hydra_session(command.source):
+        runs = compose_all(command)
+        problems = _problems(command, runs)
+    folder = None if command.saved or command.sweep else named_folder(command.overrides)
+    if folder is not None and _holds_run(folder):
+        problems.append(str(_taken(folder)))
+    try:
+        code = check(command.verb, runs)
+    except ConfigError as error:
+        raise ConfigError("\n".join([str(error), *problems])) from error
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return code
+
+
+def _show(command: Command, args: Namespace) -> int:
+    """Print the composed settings (`--cfg`), or what Hydra says of itself."""
+    with hydra_session(command.source):
+        if args.hydra_help or args.info:
+            print_info(args.info, command.overrides, command.source)
+            return 0
+        raw = compose_raw(command.overrides, command.source, with_hydra=True)
+        sections = [str(key) for key in raw if (key == "hydra") == (args.cfg == "hydra")]
+        shown = raw if args.cfg == "all" else OmegaConf.masked_copy(raw, sections)
+        package = None if args.package == "_global_" else args.package
+        part = shown if package is None else OmegaConf.select(shown, package)
+        if part is None:
+            raise ConfigError(f"--package {package}: there is no such section")
+        if not isinstance(part, Container):
+            print(hide_secrets(str(part)))
+            return 0
+        if args.resolve:
+            OmegaConf.resolve(part)
+        head = "" if package is None else f"# @package {package}\n"
+        print(hide_secrets(head + OmegaConf.to_yaml(part)), end="")
+    return 0
+
+
+def compose_single(verb: str, args: Namespace, overrides: Sequence[str]) -> Composed:
+    """Compose and check the settings of a verb about one run. Raises ConfigError."""
+    if args.multirun:
+        raise ConfigError(f"-m: agenttrain {args.verb} is about one run; leave -m out")
+    command = command_of(verb, args, overrides)
+    with hydra_session(command.source):
+        (composed,) = compose_all(command)
+    return composed
+
+
+@no_collections()
+def compose_all(command: Command) -> list[Composed]:
+    """Return the checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
+    overrides, source = command.overrides, command.source
+    if command.saved is not None:
+        composed = _load_saved(command, command.saved)
+        # Only code that the verb runs is imported: the user has been asked to trust no other.
+        code = () if command.verb == "plan" else USED.get(command.verb, TRAINED)
+        validate(composed.config, code=code)
+        pin(composed, command.verb)
+        check_verb(command.verb, overrides)
+        check_for_verb(command.verb, composed.config, overrides)
+        return [composed]
+    if not command.sweep:
+        return [_compose_one(overrides, command)]
+    from agenttrain.commands.sweep.config import objective_problems
+    from agenttrain.commands.sweep.expand import expand
+
+    runs = []
+    for combination in expand(overrides, source).runs:
+        try:
+            runs.append(replace(_compose_one(combination, command), raw=None))
+        except ConfigError as error:
+            typed = " ".join(as_typed(text) for text in combination)
+            raise ConfigError(f"in the run {typed}\n{error}") from error
+    if command.verb in SWEPT:
+        verb = "train" if command.verb == CHECK else command.verb
+        problems = dict.fromkeys(
+            text for run in runs for text in objective_problems(verb, run.config)
+        )
+        if problems:
+            raise ConfigError("\n".join(problems))
+    return runs
+
+
+def _load_saved(command: Command, saved: Path) -> Composed:
+    """Compose the settings of a saved run, with the command's changes."""
+    source, trust = command.source, command.trust
+    if command.auto:
+        return resumed_as_begun(saved, open_keys(command.overrides), source, trust=trust)
+    if command.verb in ("play", "serve"):
+        changes, runs = open_keys(command.overrides), USED[command.verb]
+        return evaluated(saved, changes, source, trust=trust, runs=runs)
+    if command.verb == "eval":
+        # hydra.run.dir= names the evaluation's folder and changes nothing of the run.
+        changes = [text for text in command.overrides if not text.startswith(RUN_DIR)]
+        return evaluated(saved, open_keys(changes), source, trust=trust)
+    runs = USED.get(command.verb, TRAINED)
+    return resumed(saved, open_keys(command.overrides), source, trust=trust, runs=runs)
+
+
+def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
+    """Compose and check one new run."""
+    verb = command.verb
+    if not command.sweep:
+        _check_outside_sweep(overrides)
+    composed = compose_new(overrides, command.source, starts=verb in RUNS)
+    check_new(composed.config)
+    validate(composed.config, SIZES if verb == "plan" else tuple(PARTS))
+    pin(composed, verb)
+    check_verb(verb, overrides)
+    check_init(verb, composed.config)
+    check_for_verb(verb, composed.config, overrides)
+    return composed
+
+
+def _check_outside_sweep(overrides: Sequence[str]) -> None:
+    if any(text.lstrip("+").startswith(("sweep=", "sweep.")) for text in overrides):
+        from agenttrain.commands.sweep.command import check_outside_sweep
+
+        check_outside_sweep(overrides)
+
+
+def _continue_run(command: Command, saved: Path, composed: Composed) -> int:
+    """Resume or evaluate a run in its folder; a finished run says how it could go on."""
+    if command.verb == "eval":
+        folder = run_of(saved).parent / f"{datetime.now():{TIMESTAMP}}_eval"
+        for text in command.overrides:
+            if text.startswith(RUN_DIR):
+                folder = Path(text.removeprefix(RUN_DIR))
+        if _holds_run(folder):
+            raise _taken(folder)
+        check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
+        return _launch(command, composed, folder)
+    steps, stop_when = finished_steps(saved), composed.config.stop_when
+    stopped_early = stopped_when(saved, stop_when)
+    if steps is None or (steps < composed.config.steps and not stopped_early):
+        remedy = "make it writable, or copy the run and resume the copy"
+        check_writable(saved, f"resume={saved}", remedy)
+        return _launch(command, composed, saved)
+    resume_command = f"agenttrain {resuming(command.verb)}resume={quote(str(saved))}"
+    if stopped_early:
+        bound = "below" if stop_when.above is None else "above"
+        print(
+            f"{saved}: finished after {steps} steps ({stop_when}); for more: {resume_command} "
+            f"stop_when.{bound}=null"
+        )
+        return 0
+    print(
+        f"{saved}: finished after {steps} steps; for more of them: {resume_command} "
+        f"steps={2 * steps}"
+    )
+    schedule = composed.config.optimizer.schedule
+    if schedule is not Schedule.constant:
+        print(
+            f"(optimizer.schedule={schedule} ended at a learning rate near 0; over more steps it "
+            "jumps back up)"
+        )
+    return 0
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / "config.yaml").exists()
+
+
+def _taken(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{RUN_DIR}{folder}: holds a run already; resume={quote(str(folder))} goes on with it, "
+        "another name starts a new one"
+    )
+
+
+def _launch_new(command: Command, composed: Composed) -> int:
+    """Make the folder of a new run and start it there."""
+
+    def launch(folder: Path) -> int:
+        if _holds_run(folder) and command.auto:  # another node has begun it in the meantime
+            composed.config.resume = str(folder)
+        if _holds_run(folder) and composed.config.resume is None:
+            raise _taken(folder)
+        check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
+        return _launch(command, composed, folder)
+
+    return in_run_folder(composed, launch)
+
+
+def _launch(command: Command, composed: Composed, folder: Path, *, announce: bool = True) -> int:
+    """Start a composed command in its folder. `announce` is False where another process prints."""
+    fetch(composed.config, command.verb)
+    if announce:
+        print(f"{command.verb} in {folder}", flush=True)
+    from agenttrain.commands.sweep.record import is_job
+
+    sweep = command.saved is None and is_job(folder)
+    return start(command, composed, folder, program="agenttrain.cli", sweep=sweep)

@@ -1,0 +1,367 @@
+"""The grammar of the command line: what a verb is, and how its words are divided.
+
+    agenttrain <verb> [arguments] [--option VALUE …] [key=value …]
+
+Options belong to the verb, settings to the run. `--json [FILE]` prints a verb's result as JSON in
+the place of text; with a file, whose name ends in .json, the text is printed too. An option with a
+value may also be written as a setting is: `step=3` for `--step 3`.
+
+Help, completion and docs/reference/verbs.md are made of the parsers. A verb's module imports
+nothing heavy before `run` is called, so that its help comes at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import (
+    Action,
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+    RawTextHelpFormatter,
+    _ActionsContainer,
+    _AppendAction,
+)
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from agenttrain.types import ConfigError
+from agenttrain.utils.names import did_you_mean
+
+VERBS = (
+    *("train", "sft", "eval", "submit", "check", "rehearse", "plan", "data", "tools", "templates"),
+    *("settings", "view", "timeline", "replay", "rescore", "compare", "play", "serve"),
+    *("engine-server", "servers", "export", "completion", "init", "doctor"),
+)
+"""Their names, in the order of the help."""
+STDOUT = Path("-")
+"""Value of `--json` without a file."""
+SETTINGS = "key=value"
+"""Placeholder of the settings in a usage line; words there that are none are mistakes."""
+BAD_VALUE = "value "
+"""Beginning of the errors of our types, which argparse puts behind ``argument --rows: ``."""
+SAVED = {
+    "resume=FOLDER": "go on with the run in this folder, to the same bits",
+    "trust=true": "let the code run that the folder's config.yaml names",
+}
+"""Settings of the verbs that take a saved run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """One verb of the command line."""
+
+    name: str
+    help: str
+    """One line, without the verb itself."""
+    page: str
+    """Page of docs/ about it."""
+    examples: Mapping[str, str]
+    """Words behind `agenttrain`, mapped to what they are for; `<run>` stands for a run's name."""
+    run: Callable[[Namespace, list[str]], int]
+    """Does the work with the parsed arguments and the settings, and returns the exit code."""
+    add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
+    settings: Mapping[str, str] | None = field(default_factory=dict)
+    """Settings that users of the verb look for, and their meanings; None: it takes no settings."""
+    shows: bool = False
+    """True: it takes Hydra's options that print the composed settings (`--cfg job`)."""
+
+    def parser(self) -> VerbParser:
+        """Return the parser of the words behind the verb."""
+        parser = VerbParser(self)
+        self.add_arguments(parser)
+        if self.settings is not None:
+            add_settings(parser, shows=self.shows)
+        return parser
+
+    def parse(self, words: Sequence[str]) -> tuple[Namespace, list[str]]:
+        """Return the arguments and the settings among the words; raises ConfigError."""
+        return self.parser().parse_words(words)
+
+
+class VerbParser(ArgumentParser):
+    """An argparse parser that leaves settings alone and raises ConfigError."""
+
+    def __init__(self, verb: Verb) -> None:
+        super().__init__(
+            prog=f"agenttrain {verb.name}",
+            description=f"{verb.help[0].upper()}{verb.help[1:]}.",
+            epilog=_epilog(verb),
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=partial(RawTextHelpFormatter, max_help_position=32, width=100),
+        )
+        self.verb = verb
+
+    @property
+    def options(self) -> dict[str, Action]:
+        """The options, by each of their spellings."""
+        return {name: action for action in self._actions for name in action.option_strings}
+
+    @property
+    def positionals(self) -> list[Action]:
+        """The verb's arguments that are no options, without the settings."""
+        found = [action for action in self._actions if not action.option_strings]
+        return [action for action in found if action.dest != "settings"]
+
+    def parse_words(self, words: Sequence[str]) -> tuple[Namespace, list[str]]:
+        """Return the arguments and the settings among the words; raises ConfigError."""
+        arguments, settings = self._divide(words)
+        if settings and self.verb.settings is None:
+            raise ConfigError(self._unknown(settings[0]))
+        parsed = self.parse_intermixed_args(arguments)
+        if misplaced := getattr(parsed, "settings", None):
+            if misplaced[0] in VERBS:
+                raise ConfigError(
+                    f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …"
+                )
+            raise ConfigError(
+                f"{misplaced[0]}: settings are written key=value; see {self.prog} --help"
+            )
+        return parsed, settings
+
+    def _divide(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the words for argparse, and the settings."""
+        options, used = self.options, set[str]()
+        arguments: list[str] = []
+        settings: list[str] = []
+        left = deque(words)
+        while left:
+            word = left.popleft()
+            name, equals, value = word.partition("=")
+            spelled = name if word.startswith("-") else _option_name(name) if equals else ""
+            option = options.get(spelled)
+            if option is not None and option.nargs != 0:
+                if option.dest in used and not isinstance(option, _AppendAction):
+                    raise ConfigError(f"{word}: {option.option_strings[0]} is there already")
+                used.add(option.dest)
+                if equals and not value:
+                    raise ConfigError(f"{word}: give {name}= a value, or leave it out")
+            if option is not None and equals:  # step=3 is --step=3
+                arguments.append(f"{spelled}={value}")
+            elif option is not None and option.nargs == "?":
+                # argparse would take any word that follows: a setting, a folder.
+                follows = bool(left) and _may_follow(option, left[0])
+                arguments.append(f"{word}={left.popleft() if follows else option.const}")
+            elif option is not None:
+                number = option.nargs if isinstance(option.nargs, int) else 1
+                arguments += [word, *(left.popleft() for _ in range(min(number, len(left))))]
+            elif word.startswith("-") and word != "-":
+                raise ConfigError(self._unknown(word))
+            elif (equals and not self._names_folder(word)) or word.startswith(("+", "~")):
+                settings.append(word)
+            else:
+                arguments.append(word)
+        return arguments, settings
+
+    def _names_folder(self, word: str) -> bool:
+        """Return True for a folder as argument: a sweep's jobs may be called ``seed=1``."""
+        return bool(self.positionals) and Path(word).is_dir()
+
+    def _unknown(self, word: str) -> str:
+        """Return what is wrong with a word that looks like an option or a setting."""
+        name, _, value = word.partition("=")
+        if self.verb.settings is not None:
+            from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys
+
+            # TRL's spelling: --num_generations 8, --learning-rate=1e-5.
+            key = name.removeprefix("--").replace("-", "_")
+            if key in ELSEWHERE or key in setting_keys():
+                ours = ELSEWHERE.get(key, key)
+                remark = f" ({REMARKS[key]})" if key in REMARKS else ""
+                return (
+                    f"{word}: settings are written key=value; write {ours}={value or '…'}{remark}"
+                )
+        if name in ("--config-path", "-cp"):
+            return f"{name}: use --config-dir, which adds a folder of your groups"
+        options = [option for option in self.options if option.startswith("--")]
+        hint = did_you_mean(_option_name(name), options)
+        listed = ", ".join(options) or "none"
+        return f"{word}: is not an option of agenttrain {self.verb.name}{hint}; there are: {listed}"
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with the option first: ``--rows many: expected …``."""
+        name, _, problem = message.removeprefix("argument ").partition(": ")
+        option = name.partition("/")[0]  # of --cfg/-c
+        if not message.startswith("argument "):
+            raise ConfigError(f"{self.verb.name}: {message}; see {self.prog} --help")
+        if not problem.startswith(BAD_VALUE):
+            raise ConfigError(f"{option}: {problem}; see {self.prog} --help")
+        value = problem.removeprefix(BAD_VALUE)
+        raise ConfigError(f"{option} {value}" if option.startswith("-") else value)
+
+
+def bad_value(text: str, problem: str) -> ArgumentTypeError:
+    """Return the error of an argument's type: ``--rows many: expected …``."""
+    return ArgumentTypeError(f"{BAD_VALUE}{text}: {problem}")
+
+
+def _option_name(name: str) -> str:
+    """Return the option of a name: ``tokens_per_s`` -> ``--tokens-per-s``."""
+    return f"--{name.lstrip('-').replace('_', '-')}"
+
+
+def _may_follow(option: Action, word: str) -> bool:
+    """Return True if a word is the value of the option before it, whose value may be left out."""
+    if option.choices is not None:
+        return word in option.choices
+    return word.endswith(".json")
+
+
+def _epilog(verb: Verb) -> str:
+    """Return the help below the options: settings, examples, where there is more."""
+    parts = []
+    examples = {f"agenttrain {words}": meaning for words, meaning in verb.examples.items()}
+    for title, rows in (("settings", verb.settings or {}), ("examples", examples)):
+        width = max(map(len, rows), default=0)
+        if rows:
+            lines = "\n".join(f"  {left:<{width}}  {text}" for left, text in rows.items())
+            parts.append(f"{title}:\n{lines}")
+    if verb.settings is not None:
+        parts.append("`agenttrain --help` prints the groups, `agenttrain settings` every setting.")
+    return "\n\n".join([*parts, f"docs/{verb.page} has more."])
+
+
+def add_settings(parser: ArgumentParser, *, shows: bool = False) -> None:
+    """Add what all verbs share that compose settings.
+
+    `shows`: with Hydra's options that print settings in the place of a run.
+    """
+    parser.add_argument(
+        "settings", nargs="*", metavar=SETTINGS, help="settings, and options of groups"
+    )
+    add = parser.add_argument
+    add("-m", "--multirun", action="store_true", help="a sweep: seed=1,2 makes two runs")
+    add("--config-dir", "-cd", type=Path, metavar="FOLDER", help="add a folder of groups")
+    add("--config-name", "-cn", metavar="NAME", help="a file in the place of train.yaml")
+    if not shows:
+        return
+    kinds = ("job", "hydra", "all")
+    add(
+        *("--cfg", "-c"),
+        choices=kinds,
+        metavar="|".join(kinds),
+        help="print the composed configuration",
+    )
+    add("--package", "-p", metavar="SECTION", help="with --cfg: this section alone")
+    add("--resolve", action="store_true", help="with --cfg: interpolations resolved")
+    info = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    text = "print what Hydra found: defaults-tree, searchpath, plugins, …"
+    add("--info", "-i", nargs="?", const="all", choices=info, metavar="PART", help=text)
+    add("--hydra-help", action="store_true", help="print Hydra's help")
+
+
+def option_rows(parser: VerbParser) -> dict[str, str]:
+    """Map the options of a parser, as they are written, to their meanings."""
+    rows = {}
+    for action in dict.fromkeys(parser.options.values()):
+        name = max(action.option_strings, key=lambda text: text.startswith("--"))
+        values = action.metavar or "|".join(action.choices or ())
+        text = " ".join(values) if isinstance(values, tuple) else values
+        if action.nargs == "?":
+            text = f"[{text}]"
+        rows[f"{name} {text}".strip()] = str(action.help)
+    return rows
+
+
+def add_folder(
+    parser: ArgumentParser, metavar: str = "RUN", text: str = "the run's folder"
+) -> None:
+    """Add the folder that a verb reads."""
+    parser.add_argument("folder", type=Path, metavar=metavar, help=text)
+
+
+def add_json(parser: _ActionsContainer) -> None:
+    """Add `--json [FILE]`: None without it, STDOUT, or the file."""
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=str(STDOUT),
+        type=report_file,
+        metavar="FILE.json",
+        help="print JSON, or write it to a file",
+    )
+
+
+def add_new_file(parser: ArgumentParser, text: str) -> None:
+    """Add `--to FILE`."""
+    parser.add_argument("--to", type=new_file, metavar="FILE", help=text)
+
+
+def report_file(text: str) -> Path:
+    """Return the file of a report, which may exist; for argparse."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise bad_value(text, "name a file in an existing folder")
+    return path
+
+
+def new_file(text: str) -> Path:
+    """Return a file that does not exist and can be written; for argparse."""
+    path = Path(text)
+    folder = path.absolute().parent
+    if path.exists():
+        raise bad_value(text, "is there already; name another file")
+    if not folder.is_dir():
+        raise bad_value(text, f"there is no folder {path.parent}; make it, or name another")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise bad_value(text, f"{folder} may not be written; name a file in another folder")
+    return path
+
+
+def whole(least: int = 0, most: int | None = None) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number from `least` to `most`."""
+
+    def read(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdecimal() else -1
+        if number < least or (most is not None and number > most):
+            bounds = f"{least} or more" if most is None else f"from {least} to {most}"
+            raise bad_value(text, f"expected a whole number, {bounds}")
+        return number
+
+    return read
+
+
+def positive(text: str) -> float:
+    """Return a finite number above 0; for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise bad_value(text, "expected a number above 0")
+    return number
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """Return a type for argparse that takes these names; give it a `metavar` too."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise bad_value(text, f"expected one of {', '.join(names)}{did_you_mean(text, names)}")
+        return text
+
+    return read
+
+
+def write_report(report: Any, file: Path | None) -> bool:
+    """Print or write the report that `--json` asks for; return True if text is to be printed too.
+
+    Raises ConfigError where the file cannot be written.
+    """
+    text = json.dumps(report, indent=2, ensure_ascii=False)
+    if file is None:
+        return True
+    if file == STDOUT:
+        print(text)
+        return False
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {file}: {error.strerror}; name another file") from error
+    return True
