@@ -219,7 +219,7 @@ class Components:
 
         Raises ChatError with key, task and remedy if the template cannot render one.
         """
-        lengths = {}
+        lengths: dict[str, list[int]] = {}
         for key, source in self.tasks.by_key.items():
             first = source.tasks(0, min(RENDERED_TASKS, len(source)))
             lengths[key], refusals = [], []
