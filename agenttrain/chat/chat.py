@@ -180,8 +180,9 @@ class Chat:
         `may_omit`.
         """
         messages = self.normal_messages(messages)
-        rendering = self._prompt(messages, schemas)
-        self._check_texts(messages, schemas, rendering, may_omit)
+        marked = [self._marked(message) for message in messages]
+        rendering = self._prompt(messages, schemas, marked)
+        self._check_texts(messages, schemas, rendering, may_omit, marked)
         return self._prompt_ids(messages, rendering)
 
     def rendered_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
@@ -240,8 +241,12 @@ class Chat:
         schemas: Sequence[dict],
         rendering: str,
         may_omit: Collection[str],
+        marked: Sequence[Message] = (),
     ) -> None:
-        """Raise ChatError if a rendering of messages lacks the text or the calls of one of them."""
+        """Raise ChatError if a rendering of messages lacks the text or the calls of one of them.
+
+        `marked` are the messages as they were rendered, with control tokens marked.
+        """
         for index, message in enumerate(messages):
             role = str(message.get("role"))
             if message.get("tool_calls") and not self.renders_calls and role not in may_omit:
@@ -251,7 +256,6 @@ class Chat:
                     "such as hermes"
                 )
         seen = places(messages)
-        marked = [self._marked(message) for message in messages]
         close = getattr(self.response, "reasoning_close", "")
         if self._shown_places.issuperset(seen.values()) and texts_stand_in(
             marked, rendering, close
@@ -278,15 +282,23 @@ class Chat:
         """
         messages = self.normal_messages(messages)
         if not self._shown_places.issuperset(places(messages).values()):
-            self._check_texts(messages, schemas, "", ())
+            self._check_texts(messages, schemas, "", (), messages)
 
     def _marked(self, message: Message) -> Message:
         """Return a message whose control tokens are marked, but for those that it may hold."""
         bare = self._marks if message.get("role") == "assistant" else ()
         return self.encoder.mark(message, bare)
 
-    def _prompt(self, messages: Sequence[Message], schemas: Sequence[dict]) -> str:
-        """Render messages and the generation prompt to marked text. Raises ChatError."""
+    def _prompt(
+        self,
+        messages: Sequence[Message],
+        schemas: Sequence[dict],
+        marked: Sequence[Message] | None = None,
+    ) -> str:
+        """Render messages and the generation prompt to marked text. Raises ChatError.
+
+        `marked` are the messages with control tokens marked; None: they are marked here.
+        """
         for message in messages:
             content = message.get("content")
             for part in content if isinstance(content, list | tuple) else ():
@@ -299,7 +311,8 @@ class Chat:
                         f"a message of the role {message.get('role')} holds a part of type "
                         f"{kind!r}: {why}; remove it from the data"
                     )
-        marked = [self._marked(message) for message in messages]
+        if marked is None:
+            marked = [self._marked(message) for message in messages]
         return self.render(marked, self.encoder.mark(schemas), generation_prompt=True)
 
     def _prompt_ids(self, messages: Sequence[Message], rendering: str) -> list[int]:

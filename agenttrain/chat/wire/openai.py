@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
@@ -135,7 +136,9 @@ def parse_request(body: bytes) -> ChatRequest:
     return validated(ChatRequest, data)
 
 
-def read_question(data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
+def read_question(
+    data: Mapping[str, Any], roles: Mapping[str, str] = MappingProxyType({})
+) -> Question:
     """Return a request in the form of all APIs; raises RequestError as `parse_request` does.
 
     `roles` are those of `chat_template.roles`.
