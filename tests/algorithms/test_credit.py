@@ -19,7 +19,7 @@ from agenttrain.algorithms.credit import (
     set_advantages,
     turn_advantages,
 )
-from agenttrain.rollout.sampling import informative
+from agenttrain.rollout.sampling import is_informative
 from agenttrain.types import Completion, Finish, Rollout, Task
 
 PER_TURN = [Credit.turn_reward, Credit.turn_baseline, Credit.gigpo]
@@ -196,10 +196,10 @@ def test_all_tokens_of_a_turn_share_its_advantage() -> None:
 def test_a_group_of_equal_rewards_can_have_advantages() -> None:
     """Both got 1, in unequal turns: nothing to learn for the rollout, something for its turns."""
     group = [scored(1.0, 0.0), scored(0.0, 1.0, sample=1)]
-    assert not informative(group, config(Credit.rollout), {"steps": 1.0})
-    assert informative(group, config(Credit.turn_reward), {"steps": 1.0})
+    assert not is_informative(group, config(Credit.rollout), {"steps": 1.0})
+    assert is_informative(group, config(Credit.turn_reward), {"steps": 1.0})
     same = [scored(0.0, 1.0), scored(0.0, 1.0, sample=1)]
-    assert not informative(same, config(Credit.turn_baseline), {"steps": 1.0})
+    assert not is_informative(same, config(Credit.turn_baseline), {"steps": 1.0})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -248,6 +249,17 @@ def test_a_function_is_built_with_its_settings() -> None:
         build_objective(band_loss, widht=1)
 
 
+@cache
+def composed() -> RunConfig:
+    with hydra_session(Source()):
+        return compose_run([], Source()).config
+
+
+def with_objective(target: str) -> RunConfig:
+    """The default run with another objective."""
+    return replace(composed(), algorithm=AlgorithmConfig(objective={"_target_": target}))
+
+
 @pytest.fixture
 def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """The error on the objective `objective` of a module with this source."""
@@ -257,8 +269,7 @@ def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
     def of(source: str) -> str:
         (tmp_path / f"{module}.py").write_text(HEAD + source)
-        config = RunConfig()
-        config.algorithm = AlgorithmConfig(objective={"_target_": f"{module}.objective_"})
+        config = with_objective(f"{module}.objective_")
         with pytest.raises(ConfigError) as caught:
             check_for_verb("train", config)
         text = str(caught.value).replace(str(tmp_path / f"{module}.py"), "own.py")
@@ -391,8 +402,7 @@ def levelled(inputs: ObjectiveInputs, settings: Levelled) -> ObjectiveOutput:
 
 
 def test_a_fit_objective_is_complete_after_its_check() -> None:
-    config = RunConfig()
-    config.algorithm = AlgorithmConfig(objective={"_target_": f"{__name__}.band_loss"})
+    config = with_objective(f"{__name__}.band_loss")
     check_for_verb("train", config)
     assert str(config.algorithm.objective) == f"{__name__}.band_loss(width=0.1, soft=false)"
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agenttrain.engines.vllm_server import files_transport, process
+from agenttrain.engines.vllm_server import files_transport, server_process
 
 ORDERS = "FAULTY_SERVER_ORDERS"
 """Environment variable with the file, for the processes below the server."""
@@ -46,4 +46,4 @@ files_transport._engine_class = faulty_class  # also in processes that import th
 
 if __name__ == "__main__":
     os.environ[ORDERS] = str(Path(sys.argv[1], f"fault-{sys.argv[2]}"))
-    process.main()
+    server_process.main()
