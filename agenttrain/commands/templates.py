@@ -45,7 +45,7 @@ def templates(options: argparse.Namespace) -> int:
         if options.folder is not None:
             return _certify(options)
         table = rows() if options.certify else list(recorded().values())
-        if not write_report([asdict(row) for row in table], options.json):
+        if not write_report(json_rows(table), options.json):
             return 0
         print(markdown(table) if options.markdown else plain(table))
         shipped = sorted({row.certified for row in table if row.certified})
@@ -292,10 +292,9 @@ def _cell(value: object) -> str:
     return words.get(value, str(value)) if isinstance(value, bool | str | None) else str(value)
 
 
-def to_json(table: Sequence[TableRow]) -> str:
-    """Return the table as a list of JSON objects: the fields of `TableRow` without `models`."""
-    families = [{k: v for k, v in asdict(row).items() if k != "models"} for row in table]
-    return json.dumps(families, indent=2, ensure_ascii=False) + "\n"
+def json_rows(table: Sequence[TableRow]) -> list[dict[str, Any]]:
+    """Return the rows as `--json` writes them: the fields of `TableRow` without `models`."""
+    return [{k: v for k, v in asdict(row).items() if k != "models"} for row in table]
 
 
 TRL = "trl"

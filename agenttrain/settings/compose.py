@@ -306,12 +306,16 @@ def in_run_folder(composed: Composed, job: Callable[[Path], int]) -> int:
     assert raw is not None, "compose_run(with_hydra=True) keeps it"
     with read_write(raw.hydra), open_dict(raw.hydra):
         raw.hydra.mode = RunMode.RUN
-    begun = False
+    begun, refusal = False, None
 
-    def task(_: DictConfig) -> int:
-        nonlocal begun
+    def task(_: DictConfig) -> int | None:
+        nonlocal begun, refusal
         begun = True
-        return job(Path(HydraConfig.get().runtime.output_dir))
+        try:
+            return job(Path(HydraConfig.get().runtime.output_dir))
+        except ConfigError as error:
+            refusal = error  # raised below: Hydra would print a message of its own
+            return None
 
     callbacks = Callbacks(raw)
     callbacks.on_run_start(config=raw, config_name=raw.hydra.job.config_name)
@@ -332,7 +336,10 @@ def in_run_folder(composed: Composed, job: Callable[[Path], int]) -> int:
             "name another one: hydra.run.dir=…"
         ) from error
     callbacks.on_run_end(config=raw, config_name=raw.hydra.job.config_name, job_return=end)
-    return int(cast(int, end.return_value))  # raises what the job raised
+    code = end.return_value  # raises what the job raised
+    if refusal is not None:
+        raise refusal
+    return int(code)
 
 
 def print_info(info: str | None, overrides: Sequence[str], source: Source) -> None:

@@ -23,6 +23,7 @@ from agenttrain.cli import main
 from agenttrain.commands.templates import (
     EXAMPLE_TOOLS,
     TableRow,
+    json_rows,
     markdown,
     original,
     originals_folder,
@@ -30,7 +31,6 @@ from agenttrain.commands.templates import (
     recorded,
     rows,
     small_tokenizer,
-    to_json,
 )
 from agenttrain.engines.config import Sampling
 from agenttrain.types import AssistantTurn, Finish, Message, Origin, ToolCall
@@ -437,7 +437,7 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     assert plain(shipped) in out
     assert f"Certified on {shipped[0].certified}; " in out
     found = json.loads(path.read_text())
-    assert path.read_text() == to_json(shipped)
+    assert found == json_rows(shipped)
     keys = {"family", "tools", "prefix_preserving", "fix", "parser", "reasoning", "certificate"}
     keys |= {"certified"}
     assert all(keys == set(row) for row in found)
@@ -520,9 +520,9 @@ def test_the_command_certifies_a_folder(tmp_path: Path, capsys: pytest.CaptureFi
             ["{}/x.jinja"],
             "is a file; a template is certified with its tokenizer: agenttrain templates",
         ),
-        (["{}", "--json", "{}/no/x.json"], "/no; make it, or name another file"),
-        (["--json", "{}/no/x.json"], "/no; make it, or name another file"),
-        (["--json", "{}"], "is a folder; name a file in it"),
+        (["{}", "--json", "{}/no/x.json"], "/no/x.json: name a file in an existing folder"),
+        (["--json", "{}/no/x.json"], "/no/x.json: name a file in an existing folder"),
+        (["--json={}"], "name a file in an existing folder"),
         (["--no-tools"], "--no-tools: is for a tokenizer"),
         (["--path", "x.jinja"], "--path: is for a tokenizer: agenttrain templates <folder> --path"),
     ],

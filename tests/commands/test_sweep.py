@@ -129,7 +129,7 @@ def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str])
         ("-m seed=0,1 sweep.objective=eval/pas@1", "did you mean 'eval/pass@1'?"),
         ("-m seed=0,1 sweep.objective=rewrd", "did you mean 'reward'?"),
         ("-m seed=0,1 eval.questions=0 sweep.objective=eval/reward", "evaluates nothing"),
-        ("-m seed=0,1 sweep.objective=kl", "there is no KL with algorithm.kl.beta=0"),
+        ("-m seed=0,1 sweep.objective=kl", "there is no KL; set algorithm.kl.beta="),
         ("eval -m seed=0,1 sweep.objective=reward", "expected one of: eval/reward, eval/pass@1"),
         ("-m seed=0,1 sweep.trials=2", "sweep.trials=2: nothing varies"),
         ("-m steps=1,2 sweep.trials=3", "there are only 2 combinations"),

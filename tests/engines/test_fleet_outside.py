@@ -314,13 +314,13 @@ def test_a_server_by_hand_is_refused_early(
         assert cli.main(["engine-server", str(tmp_path / "server"), *words]) == 2
         return capsys.readouterr().err
 
-    assert "host=0.0.0.0: has no effect without port=" in refused("host=0.0.0.0")
+    assert "--host 0.0.0.0: has no effect without --port" in refused("host=0.0.0.0")
     (tmp_path / "server").mkdir()
     (tmp_path / "server" / "config.yaml").touch()  # the folder of a run, which has ended
     assert "no run with servers is going on in this folder" in refused("host=0.0.0.0")
     (tmp_path / "server" / "config.yaml").unlink()
-    assert "port=x: give a number from 1 to 65535" in refused("port=x")
-    assert "number=1: has no effect beside port=" in refused("port=8000", "number=1")
+    assert "--port x: expected a whole number, from 1 to 65535" in refused("port=x")
+    assert "--number 1: has no effect beside --port" in refused("port=8000", "number=1")
     assert "servers.cuont=1: unknown key" in refused("port=8000", "servers.cuont=1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

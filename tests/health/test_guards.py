@@ -177,7 +177,7 @@ def test_failures_of_a_tool_can_stop_a_run_also_after_a_resume():
 
 
 REFUSED = {
-    "guards.kl.limit=0.1": "there is no KL with algorithm.kl.beta=0",
+    "guards.kl.limit=0.1": "there is no KL; set algorithm.kl.beta=",
     "guards.kl.action=stop": "needs a limit; set guards.kl.limit=",
     "guards.entropy.limit=0": "guards.entropy.limit=0.0: must be more than 0",
     "guards.no_variance.limit=0": "guards.no_variance.limit=0: must be at least 1",

@@ -139,7 +139,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     assert end.returncode == FAILED
     run = tmp_path / "run"
     assert "agenttrain: rank 1 (process " in end.stderr
-    assert f"was killed by SIGKILL (its log: {run / 'logs' / 'rank-1.log'})" in end.stderr
+    assert f"was ended by SIGKILL (its log: {run / 'logs' / 'rank-1.log'})" in end.stderr
     assert f"To go on: agenttrain resume={run}" in end.stderr
     found = summary(run)
     assert found["status"] == "failed"

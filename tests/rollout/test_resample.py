@@ -241,6 +241,7 @@ def test_nothing_that_a_round_counted_is_lost() -> None:
         groups=[[]],
         places=[4],
         overlong=1,
+        bad_rows=6,
         dropped=2,
         broken=7,
         uneven_prompts=3,

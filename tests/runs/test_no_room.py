@@ -203,7 +203,7 @@ def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ),
         (
             ["rescore", "{0}/run", "reward=[exact_match]", "to={0}/scores.jsonl"],
-            "to={0}/scores.jsonl: {0} may not be written",
+            "--to {0}/scores.jsonl: {0} may not be written",
         ),
     ],
 )

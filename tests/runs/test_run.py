@@ -177,7 +177,7 @@ def test_view_writes_a_page_of_a_steps_rollouts(uninterrupted, capsys):
     assert main(["view", str(uninterrupted), "step=2", f"to={page}"]) == 0
     assert "<html" in page.read_text()
     assert main(["view", str(uninterrupted), "step=2", f"to={page}"]) == 2
-    assert f"to={page}: is there already" in capsys.readouterr().err
+    assert f"--to {page}: is there already" in capsys.readouterr().err
     assert main(["view", str(uninterrupted), "step=99"]) == 2
     assert "there are 1 to 6" in capsys.readouterr().err
 
