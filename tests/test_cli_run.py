@@ -108,13 +108,13 @@ def test_an_export_that_cannot_be_says_why(
     (tmp_path / "checkpoint" / "manifest.json").write_text("{}")
     for arguments, problem in (
         (["nowhere", "to=out"], "neither a run with a checkpoint nor a checkpoint"),
-        (["checkpoint"], "give export run=<run or checkpoint folder> to="),
-        (["checkpoint", "to=full"], "to=full: holds something already"),
-        (["checkpoint", "to=."], "to=.: is the folder that you are in"),
+        (["checkpoint"], "--to: where to?"),
+        (["checkpoint", "to=full"], "--to full: holds something already"),
+        (["checkpoint", "to=."], "--to .: is the folder that you are in"),
         (["checkpoint", "to=out", "dtype=int8"], "expected one of auto, float32"),
-        (["checkpoint", "to=out", "merge=1"], "merge=…: not an option of export"),
+        (["checkpoint", "to=out", "merge=1"], "merge=1: is not an option of agenttrain export"),
         (["run=checkpoint", "to=out", "format=adapter"], "has no adapters, its weights are"),
-        (["checkpoint", "to=out", "public=true"], "public=true: goes with to=hub:org/name"),
+        (["checkpoint", "to=out", "public=true"], "--public true: goes with"),
     ):
         assert main(["export", *arguments]) == 2
         assert problem in capsys.readouterr().err

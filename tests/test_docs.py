@@ -144,6 +144,8 @@ def compose(arguments: list[str], block: Block) -> None:
     if "sise" in " ".join(arguments):  # the page shows how a mistake is answered
         assert cli.main(arguments) == 2
         return
+    if not hasattr(cli.parse(arguments)[1], "multirun"):  # a verb that composes no settings
+        return
     command = parse(arguments)
     with hydra_session(command.source):
         if command.sweep:  # the first combination stands for all

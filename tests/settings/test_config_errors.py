@@ -68,7 +68,6 @@ UNREADABLE = {
     "stop_tools=final_answer": "expected a list",
     "algorithm.scale=grup": "expected one of: group, batch, none (did you mean 'group'?)",
     "model.dtype=float16": "expected one of: float32, bfloat16",
-    "tracker.name=none": "is tracker=none now",
     "tracker.wandb.mode=onlin": "expected one of: auto, online, offline",
     "training.mixed_precision=bf17": "expected one of: no, bf16, fp16 (did you mean 'bf16'?)",
     "optimizer.betas=[a,b]": "optimizer.betas.0=a: expected a number",

@@ -250,19 +250,6 @@ def test_finished_steps(run: Path) -> None:
     assert finished_steps(run) is None
 
 
-@pytest.mark.parametrize(("name", "trackers"), [("trackio", ["trackio"]), ("none", [])])
-def test_a_run_of_the_time_of_one_tracker_goes_on_with_it(
-    run: Path, name: str, trackers: list[str]
-) -> None:
-    file = run / "config.yaml"
-    plain = OmegaConf.to_container(OmegaConf.load(file))
-    plain["tracker"] = {"name": name, "rollouts": "5", "console": True}
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
-    config = resume(run).config
-    assert [section.name for section in config.tracker.sections()] == trackers
-    assert config.tracker.rollouts == "5"
-
-
 def test_a_tracker_that_sends_elsewhere_needs_trust(run: Path) -> None:
     """The folder may be somebody else's."""
     file = run / "config.yaml"

@@ -114,8 +114,3 @@ def test_a_package_that_is_not_installed() -> None:
 def test_what_is_no_dotted_path(path: object) -> None:
     with pytest.raises(ValueError, match="expected a dotted path"):
         locate(path, key="tools.find._target_")
-
-
-def test_a_path_of_the_first_layout_is_answered_with_todays() -> None:
-    with pytest.raises(ValueError, match=r"is agenttrain\.tools\.builtin\.sql\.Sql now"):
-        locate("agenttrain.tools.sql.Sql", key="tools.sql._target_")

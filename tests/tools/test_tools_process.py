@@ -236,7 +236,8 @@ WAYS_OUT = ["start_new_session", "setpgid", "setsid", "double fork", "orphans of
 
 def test_what_left_the_process_group_ends_with_a_call_that_hangs(marker):
     async def main() -> None:
-        toolbox = box("leave", timeout_s=3.0, retries=0)
+        # Long enough for all workers to start on a busy machine.
+        toolbox = box("leave", timeout_s=10.0, retries=0)
         hanging = [asyncio.create_task(ask(toolbox, way=way, then="hang")) for way in WAYS_OUT]
         while sum("sleep" in line for line in commands(marked(marker))) < len(WAYS_OUT) + 3:
             await asyncio.sleep(0.01)
