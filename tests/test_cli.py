@@ -22,7 +22,7 @@ from agenttrain.utils.model_path import model_folder
 ROOT = Path(__file__).parents[1]
 HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 HAS_VLLM = find_spec("vllm") is not None
-WITHOUT_VLLM = pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
+WITHOUT_VLLM = pytest.mark.skipif(HAS_VLLM, reason="vLLM is here: run scripts/test without")
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ COLUMNS = ("server", "state", "version", "in flight", "completions", "boot", "ad
 
 def servers(folder: Path, lines: int, file: Path | None) -> int:
     """Print the servers of a run, with so many last lines of each log; raises ConfigError."""
-    found = (spec.read_servers(folder, lines) for spec in specs().values() if spec.read_servers)
-    status = next((record for record in found if record is not None), None)
+    records = (spec.read_servers(folder, lines) for spec in specs().values() if spec.read_servers)
+    status = next((record for record in records if record is not None), None)
     if status is None:
         raise ConfigError(
             f"{folder}: no servers of a run have been here; a run with "

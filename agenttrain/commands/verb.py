@@ -106,8 +106,8 @@ class VerbParser(ArgumentParser):
     @property
     def positionals(self) -> list[Action]:
         """The verb's arguments that are no options, without the settings."""
-        found = [action for action in self._actions if not action.option_strings]
-        return [action for action in found if action.dest != "settings"]
+        positionals = [action for action in self._actions if not action.option_strings]
+        return [action for action in positionals if action.dest != "settings"]
 
     def parse_words(self, words: Sequence[str]) -> tuple[Namespace, list[str]]:
         """Return the arguments and the settings among the words; raises ConfigError."""

@@ -126,7 +126,7 @@ class TemplateSpec:
         """See ResponseSpec."""
         inside = next((f for f in self.fields if f.name in REASONING), None)
         regions = self._regions(text, inside=inside if in_reasoning else None)
-        known = parameters(schemas)
+        types_by_name = parameters(schemas)
         calls: list[ParsedCall] = []
         for region in regions:
             field = region.field
@@ -140,11 +140,11 @@ class TemplateSpec:
                 calls.append(ParsedCall(text=span, name=name, problem=problem))
                 continue
             values = region.value if isinstance(region.value, list) else [region.value]
-            types = known if field.content in ("xml-inline", "kv-lines") else {}
+            types = types_by_name if field.content in ("xml-inline", "kv-lines") else {}
             # `parse_response` reports those beyond the limit.
             for value, written in paired(values[: MAX_CALLS + 1], region.json):
                 call = call_from_item(value, span, types, inside=self.inside)
-                call = with_all_arguments(call, written, known)
+                call = with_all_arguments(call, written, types_by_name)
                 calls.append(replace(call, lenient=True) if region.loose else call)
         thoughts = [region for region in regions if region.field.name in REASONING]
         return ParsedCompletion(
@@ -298,10 +298,10 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
     name, arguments = inner.get("name"), inner.get(key)
     if inside and isinstance(arguments, str) and arguments.strip():
         arguments = arguments if arguments.lstrip().startswith("{") else f"{{{arguments}}}"
-    known: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
-    if isinstance(arguments, dict) and known:
+    types: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
+    if isinstance(arguments, dict) and types:
         arguments = {
-            key: typed(value, known.get(key, ())) if isinstance(value, str) else value
+            key: typed(value, types.get(key, ())) if isinstance(value, str) else value
             for key, value in arguments.items()
         }
     written = value.get("id") if isinstance(value, dict) else None
@@ -323,8 +323,8 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     present = [key for key in ARGUMENT_KEYS if key in inner]
     named = {key: v for key, v in inner.items() if v != call.name or key in ARGUMENT_KEYS}
     filled = {k: v for k, v in named.items() if v not in EMPTY or k in present}
-    known = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
-    key, problem = arguments_of(filled, parameters=known)
+    types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
+    key, problem = arguments_of(filled, parameters=types)
     if len(present) > 1 or (problem and ("name" in inner or not (present or call.arguments))):
         return replace(call, problem=problem)
     return replace(call, arguments=inner[key]) if present and not call.arguments else call

@@ -126,20 +126,20 @@ def _show(config: RunConfig, options: PlanOptions) -> int:
             "--server-tokens-per-s: has no effect without servers that have GPUs; set "
             f"{names_with(fleet=True)}, or leave it out"
         )
-    others = plan_other_gpus(config, planner, memory)
+    processes = plan_other_gpus(config, planner, memory)
     remedies = planner.remedies() if memory.excess else []
     fits = None if machine.memory is None else True
     if (
         memory.excess
-        or any(part.fits is False for part in others)
+        or any(part.fits is False for part in processes)
         or (fleet is not None and fleet.chosen.fits is False)
     ):
         fits = False
-    if write_report(_record(memory, fleet, others, fits, remedies), options.json):
+    if write_report(_record(memory, fleet, processes, fits, remedies), options.json):
         print("\n".join(_lines(config, planner, memory, remedies)))
         if fleet is not None:
             print("\n".join(servers.lines(fleet, options.speeds)))
-        for line in other_gpus.lines(others):
+        for line in other_gpus.lines(processes):
             print(line)
     return 1 if fits is False else 0
 
@@ -168,7 +168,7 @@ def _planned_machine(config: RunConfig, options: PlanOptions) -> PlannedHardware
 def _record(
     memory: MemoryEstimate,
     fleet: FleetPlan | None,
-    others: Sequence[OtherGpus],
+    processes: Sequence[OtherGpus],
     fits: bool | None,
     remedies: Sequence[Remedy],
 ) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _record(
         },
         "engine": None if room is None else {**asdict(room), "missing": room.missing},
         "servers": servers.record(fleet),
-        "beside": other_gpus.record(others),
+        "beside": other_gpus.record(processes),
         "fits": fits,
         "remedies": [
             {"overrides": r.overrides, "peak_bytes": r.peak, "fits": r.fits} for r in remedies
