@@ -225,7 +225,7 @@ eight_rollouts = st.lists(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_ten_thousand_hostile_requests() -> None:
     counts: list[int] = []

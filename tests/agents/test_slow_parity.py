@@ -14,7 +14,12 @@ from shop_runs import SETTINGS, sampled
 
 from agenttrain.cli import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+# One worker: the run whose agent is the loop is made once.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.xdist_group("parity"),
+]
 
 WORKER = f"agent.command=[{sys.executable},{shop_agents.__file__}]"
 AGENTS = {
@@ -24,6 +29,7 @@ AGENTS = {
     "anthropic's shape": ["agent._target_=shop_agents.in_anthropics_shape"],
     "a reused process": [WORKER, "agent.reuse=true", "agent.per_process=16"],
 }
+IN_CI = ("openai, streaming", "anthropic's shape", "a reused process")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,10 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize(
+    "agent",
+    [pytest.param(name, marks=() if name in IN_CI else pytest.mark.long) for name in AGENTS],
+)
 def test_every_program_trains_as_the_loop(agent: str, loop: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [*SETTINGS, "agent=endpoint", *AGENTS[agent], f"hydra.run.dir={run}"]

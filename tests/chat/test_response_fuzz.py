@@ -71,7 +71,7 @@ def test_no_text_raises(name: str) -> None:
         check(name, text, inside=index % 5 == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SPECS)
 def test_no_text_raises_long(name: str) -> None:

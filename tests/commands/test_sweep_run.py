@@ -162,7 +162,10 @@ def wait_for_step(running: subprocess.Popen[str], metrics: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "left"),
-    [(signal.SIGINT, INTERRUPTED, "interrupted"), (signal.SIGTERM, PREEMPTED, "preempted")],
+    [
+        (signal.SIGINT, INTERRUPTED, "interrupted"),
+        pytest.param(signal.SIGTERM, PREEMPTED, "preempted", marks=pytest.mark.long),
+    ],
 )
 def test_a_sweep_that_is_told_to_stop_stops_its_job_and_goes_on_later(
     number: signal.Signals, code: int, left: str, tmp_path: Path

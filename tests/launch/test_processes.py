@@ -146,7 +146,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     assert str(found["error"]).startswith("rank 1 (process ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_whose_rank_was_killed_goes_on_exactly(tmp_path):
     overrides = (*TINY, *TWO, "steps=3", *rewarded_by("killed"))
     assert done(command(*overrides, "hydra.run.dir=run"), tmp_path).returncode == FAILED
@@ -164,9 +164,9 @@ def test_a_run_whose_rank_was_killed_goes_on_exactly(tmp_path):
     ("name", "code", "status"),
     [
         ("interrupted", INTERRUPTED, "interrupted"),
-        ("terminated", PREEMPTED, "preempted"),
+        pytest.param("terminated", PREEMPTED, "preempted", marks=pytest.mark.long),
         ("hung_up", PREEMPTED, "preempted"),
-        ("faulty", FAILED, "failed"),
+        pytest.param("faulty", FAILED, "failed", marks=pytest.mark.long),
         ("hung", FAILED, "failed"),
         ("abandoned", -9, "failed"),
     ],

@@ -235,7 +235,7 @@ def test_messages_hold_the_images_that_the_spans_know() -> None:
     assert shown == [one.image for one in trajectory.images]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", range(0, 2000, 250))
 def test_two_thousand_random_rollouts_break_no_ledger(first: int, tmp_path: Path) -> None:

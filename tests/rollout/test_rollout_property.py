@@ -298,6 +298,6 @@ def test_500_random_rollouts():
     assert occurring(500) == POSSIBLE
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_10_000_random_rollouts():
     assert occurring(10_000) == POSSIBLE

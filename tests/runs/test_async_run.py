@@ -188,7 +188,7 @@ def await_phases(run: subprocess.Popen[str], folder: Path, count: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(2400)  # twenty starts of two processes, on busy cores
 def test_kills_at_random_instants(tmp_path: Path) -> None:
     """Twenty: the trainer, the rollout process, or the launcher with all that it started."""

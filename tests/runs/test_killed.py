@@ -98,7 +98,7 @@ def drawn_moment(rng: random.Random, number: int, done: int) -> Moment:
     return Moment(kind="decode", steps=step - 1 - done, nth=rng.randint(1, 60), delay_s=delay_s)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_killed_twenty_times_equals_one_that_was_not(whole, tmp_path):
     """A seeded delay after a moment of a phase makes it a random one."""
     folder, rng = tmp_path / "run", random.Random(20)
@@ -183,7 +183,7 @@ def kill_at_operations(folder: Path, stride: int, beside: bool) -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_checkpoint_that_is_killed_while_it_is_written_never_loads_half(tmp_path, stride, beside):
     """At each, or each third, of the operations on files and folders that it takes."""
     work = partial(kill_at_operations, tmp_path / "checkpoints", stride, beside)

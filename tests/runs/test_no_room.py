@@ -76,7 +76,7 @@ def save_with_little_room(folder: Path) -> None:
     assert saver.save(trained, step=2) == latest(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whichever_file_of_a_checkpoint_has_no_room_it_is_told(tmp_path: Path) -> None:
     in_child(partial(save_with_little_room, tmp_path / "checkpoints"), tmp_path / "log.txt")
 
@@ -100,7 +100,7 @@ def fill(disk: Path, left: int) -> None:
     (disk / "filler").write_bytes(bytes(max(free - left, 0)))
 
 
-@pytest.mark.parametrize("left", [pytest.param(0, marks=pytest.mark.slow), 100_000])
+@pytest.mark.parametrize("left", [pytest.param(0, marks=pytest.mark.long), 100_000])
 def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(small_disk, left):
     """Nothing fits: neither a row of metrics; or that does, and a checkpoint does not."""
     folder = small_disk / "runs" / "run"

@@ -62,7 +62,7 @@ def test_a_run_that_is_preempted_twice_equals_one_that_was_not(whole, tmp_path):
     assert_same(folder, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_preempted_again_and_again_equals_one_that_was_not(whole, tmp_path):
     """In the first evaluation, an evaluation between steps, and while a checkpoint is written."""
     folder = tmp_path / "run"

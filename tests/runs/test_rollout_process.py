@@ -183,7 +183,14 @@ def test_what_it_prints_goes_to_the_terminal_and_a_file(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "engine"), [("ddp", COPY), ("fsdp2", COPY), ("fsdp2", BROADCAST)])
+@pytest.mark.parametrize(
+    ("way", "engine"),
+    [
+        pytest.param("ddp", COPY, marks=pytest.mark.long),
+        pytest.param("fsdp2", COPY, marks=pytest.mark.long),
+        ("fsdp2", BROADCAST),
+    ],
+)
 def test_two_training_processes_sample_as_one(way: str, engine: str, tmp_path: Path) -> None:
     run = (*TINY, engine, "steps=5", OWN)
     agenttrain(*run, f"hydra.run.dir={tmp_path / 'one'}")

@@ -115,7 +115,7 @@ def kill_after(folder: Path, steps: int) -> None:
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
 
 
-@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(uninterrupted, tmp_path, steps):
     folder = tmp_path / "killed"
     kill_after(folder, steps)

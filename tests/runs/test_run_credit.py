@@ -31,6 +31,7 @@ RUNS = {
     "drop": [*TURNS, *DROP],
     "gigpo and summary": [*TURNS, "algorithm=gigpo", *SUMMARY, "rollout.compact_at=120"],
 }
+IN_CI = ("turn_baseline", "gigpo and summary")
 
 
 def test_a_run_that_credits_turns_and_compacts(tmp_path: Path, capsys) -> None:
@@ -53,7 +54,9 @@ def test_a_run_that_credits_turns_and_compacts(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.long) for name in RUNS]
+)
 def test_such_runs_go_on_to_the_bit_and_replay(name: str, tmp_path: Path) -> None:
     run = [*TINY, *RUNS[name]]
     assert main([*run, "steps=3", f"hydra.run.dir={tmp_path / 'whole'}"]) == 0
@@ -68,7 +71,13 @@ def test_such_runs_go_on_to_the_bit_and_replay(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["turn_reward", "gigpo and summary", "drop"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gigpo and summary",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("turn_reward", "drop")),
+    ],
+)
 def test_two_processes_make_the_run_of_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(
     assert "holds a run of `agenttrain sft`" in refusal(capsys, f"resume={whole}", "steps=8")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_warm_started_model_acts_and_its_rollouts_pass_the_ledger(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -249,7 +249,7 @@ def test_what_a_verb_does_not_read_is_refused(
     assert problem in refusal(capsys, *arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bundled_models_know_their_demonstrations(tmp_path: Path) -> None:
     """The shipped weights were made from these rows: their held-out loss is what training ended
     at (recipe.json: 0.051 over the last steps)."""
@@ -260,7 +260,7 @@ def test_bundled_models_know_their_demonstrations(tmp_path: Path) -> None:
     assert 0.03 < before["loss"] < 0.09
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_short_warm_start_leaves_something_to_learn_and_reinforcement_learns_it(
     tmp_path: Path,

@@ -11,7 +11,12 @@ import torch
 from process_runs import agenttrain, ids, metrics, rollouts
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # whole runs
+# Whole runs. One worker: the run of one process is made once.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.xdist_group("sharded"),
+]
 
 SFT = (
     *("sft", "experiment=shop_warmstart", "debug=tiny", "tracker=none", "steps=3"),
@@ -46,7 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_sft(processes: int, alone: Path, tmp_path: Path) -> None:
     printed = run(tmp_path / "run", *SFT, SHARDED, f"distributed.processes={processes}")
     assert WHOLE not in printed  # each process read its rows
@@ -63,7 +68,7 @@ def test_sft(processes: int, alone: Path, tmp_path: Path) -> None:
     assert not expected
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_eval(processes: int, alone: Path, tmp_path: Path) -> None:
     printed = run(tmp_path / "run", *EVAL, SHARDED, f"distributed.processes={processes}")
     assert WHOLE not in printed

@@ -140,7 +140,7 @@ def test_the_hint_is_at_the_end_of_the_last_user_message() -> None:
     assert with_text(asked[:1], "7") == [asked[0], {"role": "user", "content": "7"}]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_bundled_agent_nears_its_teacher(teacher: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = [

@@ -24,7 +24,7 @@ def rewards(folder, *overrides):
     return [row["reward"] for row in rows], json.loads((folder / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.long)])
 def test_the_shop_agent_learns_to_chain_queries(tmp_path, algorithm):
     """The default command, as a new user types it."""
     curve, summary = rewards(tmp_path, f"algorithm={algorithm}")
@@ -37,12 +37,14 @@ def test_the_shop_agent_learns_to_chain_queries(tmp_path, algorithm):
     assert chained["2"]["mean"] < 0.15
 
 
+@pytest.mark.long
 def test_the_calculator_agent_learns(tmp_path):
     curve, summary = rewards(tmp_path, "experiment=calculator", "steps=30", "eval.questions=150")
     assert mean(curve[-5:]) > mean(curve[:3]) + 0.3
     assert summary["eval"]["after"]["reward"] > 0.7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
 def test_the_agent_that_sees_learns_to_look(tmp_path, algorithm):
     """And knows nothing of codes: with blank pictures it guesses."""

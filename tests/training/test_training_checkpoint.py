@@ -300,12 +300,12 @@ def skipped(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def torn() -> Iterator[object]:
-    """Every file with two damages and every damage with two files or more; the rest is slow."""
+    """Every file with two damages and every damage with two files or more; the rest is long."""
     damages = list(DAMAGES)
     for place, name in enumerate(FILES):
         for number, damage in enumerate(damages):
             quick = (number - place) % len(damages) in (0, 1)
-            yield pytest.param(name, damage, marks=() if quick else pytest.mark.slow)
+            yield pytest.param(name, damage, marks=() if quick else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("name", "damage"), list(torn()))

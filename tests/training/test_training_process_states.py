@@ -18,6 +18,8 @@ from agenttrain.training.sharding import assign, read_state
 from agenttrain.training.weight_sync import policy_logprobs
 from agenttrain.training.world import World
 
+# One worker: what its processes found is computed once.
+pytestmark = pytest.mark.xdist_group("process_states")
 MODES = ("ddp", "fsdp2")
 WORLD = World()
 

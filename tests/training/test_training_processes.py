@@ -11,6 +11,8 @@ from two_processes import CASES, HOW, Case, run
 
 from agenttrain.training.world import World
 
+# One worker: what its processes found is computed once.
+pytestmark = pytest.mark.xdist_group("two_processes")
 CHEAP = "recorded"
 """The case that every run of the tests tries."""
 PAIRS = [(name, "ddp") for name in CASES] + [(name, "fsdp2") for name in HOW]
