@@ -148,7 +148,7 @@ def test_the_ledger_is_the_full_rendering(
     check(small(family, source), user, conversation)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "source"), WITH_TOOLS)
 @given(user=texts, conversation=conversations())
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -361,7 +361,7 @@ def test_a_list_of_too_many_calls(name: str, opening: str, item: str, closing: s
     assert calls[-1].malformed == TOO_MANY
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("unit", UNITS)
