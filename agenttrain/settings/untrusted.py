@@ -14,14 +14,12 @@ from functools import cache
 from inspect import Parameter, isclass, signature
 from typing import Any, get_type_hints
 
-import yaml
-
 from agenttrain.engines.config import EngineSettings
 from agenttrain.settings.components import ONE_BESIDE, REWARD, REWARD_TARGET, SETTINGS_BESIDE
 from agenttrain.settings.run_config import RunConfig, choices
 from agenttrain.tracking.config import OwnTrackerSettings
 from agenttrain.utils.data_fields import is_data
-from agenttrain.utils.files import conf_folder
+from agenttrain.utils.files import conf_folder, parse_yaml
 from agenttrain.utils.locate import locate
 from agenttrain.utils.sections import field_names, plain, sections_below
 
@@ -182,7 +180,7 @@ def bundled_targets() -> Mapping[str, Mapping[str, list[Any]]]:
     """
     targets: dict[str, dict[str, list[Any]]] = {REWARD_TARGET: {}}
     for file in sorted(conf_folder().rglob("*.yaml")):
-        for component in _components(yaml.safe_load(file.read_text(encoding="utf-8"))):
+        for component in _components(parse_yaml(file.read_text(encoding="utf-8"))):
             values = targets.setdefault(component["_target_"], {})
             for name, value in component.items():
                 values.setdefault(name, []).append(value)
