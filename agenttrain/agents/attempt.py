@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, find_served
-from agenttrain.agents.issued_turns import (
+from agenttrain.chat.wire.issued_turns import (
     IssuedTurn,
     Match,
     Restart,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from agenttrain.agents.issued_turns import IssuedTurn, Match, Restart, text_ids
+from agenttrain.chat.wire.issued_turns import IssuedTurn, Match, Restart, text_ids
 from agenttrain.agents.transcript import Transcript
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError

@@ -25,7 +25,7 @@ import uvicorn
 from agenttrain.agents.app import ON_RESET, Open, build_app
 from agenttrain.agents.attempt import Attempt, EndpointRollout, ServedPolicy
 from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
-from agenttrain.agents.issued_turns import Restart
+from agenttrain.chat.wire.issued_turns import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
 from agenttrain.agents.sandbox import check_sandbox, sandbox_command

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from agenttrain.agents.issued_turns import IssuedTurn, IssuedTurns
+from agenttrain.chat.wire.issued_turns import IssuedTurn, IssuedTurns
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.types import Rollout, ToolCall, ToolError
 
