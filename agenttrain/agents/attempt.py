@@ -8,25 +8,19 @@ Sampled tokens keep their ids, as in the run's own loop.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, find_served
-from agenttrain.chat.wire.issued_turns import (
-    IssuedTurn,
-    Match,
-    Restart,
-    in_call_order,
-    tools_digest,
-)
 from agenttrain.agents.plans import Plan, RequestPlanner, Suffix
-from agenttrain.agents.transcript import Transcript, call_error
+from agenttrain.agents.restarts import Restart, find_restart
+from agenttrain.agents.transcript import AgentTurn, Transcript, call_error
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.wire.fields import MOST_SHOWN, quote
 from agenttrain.chat.wire.http import read, request_error
-from agenttrain.chat.wire.normal import Answer, Question, issued_calls, issued_message
+from agenttrain.chat.wire.issued_turns import Match, in_call_order, tools_digest
+from agenttrain.chat.wire.normal import Answer, Question, issue
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine, EngineDead, EngineError
 from agenttrain.engines.config import Sampling
@@ -92,7 +86,7 @@ class _Request:
     """Its messages in the order of the calls."""
     tools: bytes
     """Digest of its tools."""
-    match: Match
+    match: Match[AgentTurn]
     plan: Plan
 
 
@@ -126,7 +120,7 @@ class EndpointRollout:
         self._closed = False
         self._in_engine: set[str] = set()
         """Sessions with a request in flight."""
-        self._answered: set[IssuedTurn] = set()
+        self._answered: set[AgentTurn] = set()
         """Turns whose calls have their results recorded."""
 
     @property
@@ -189,7 +183,7 @@ class EndpointRollout:
                     trajectory.messages += replies
         self.end(StopReason.completed, "the agent has finished")
 
-    def _read_ending(self, messages: Sequence[Message]) -> tuple[IssuedTurn, list[Message], Suffix]:
+    def _read_ending(self, messages: Sequence[Message]) -> tuple[AgentTurn, list[Message], Suffix]:
         """Return the turn that a conversation ends, the replies behind it, and their ids."""
         transcript = self.trained
         match = _match(transcript, in_call_order(messages))
@@ -200,8 +194,8 @@ class EndpointRollout:
                 "conversation with the replies to its last calls, or leave them out",
                 param="messages",
             )
-        replies = self._planner.replies(turn, match.new_messages)
-        suffix = self._planner.suffix(turn, replies, generation_prompt=False) if replies else []
+        replies = turn.replies(match.new_messages)
+        suffix = turn.suffix(self.policy.chat, replies, generation_prompt=False) if replies else []
         return turn, replies, suffix
 
     def end(self, reason: StopReason, message: str) -> None:
@@ -218,7 +212,7 @@ class EndpointRollout:
                 if session != self.attempt.rollout_id:
                     await self.policy.engine.release(session)
         await self.policy.engine.release(self.attempt.rollout_id)
-        for turn in self.trained.conversations.turns:
+        for turn in self.trained.issued.turns:
             self._record_results(turn, ())
         self.rollout.counts = dict(self.counts)
         return self.rollout
@@ -332,13 +326,13 @@ class EndpointRollout:
     def _read(self, transcript: Transcript, question: Question) -> _Request:
         """Match a request with the turns of its transcript, and plan its ids."""
         messages, tools = in_call_order(question.messages), tools_digest(question.schemas)
-        match = transcript.conversations.match(messages, tools)
+        match = transcript.issued.match(messages, tools)
         if transcript.trained and self.settings.train is Trained.main:
-            is_new = match.turn is None and match.restart is None
             # agent.train=main: a conversation that begins unlike the first one is not trained.
-            if is_new and not transcript.conversations.begins_alike(messages):
+            is_new = match.turn is None and not transcript.begins_alike(messages)
+            if is_new and find_restart(messages, transcript.issued.turns, match)[0] is None:
                 transcript = self.untrained
-                match = transcript.conversations.match(messages, tools)
+                match = transcript.issued.match(messages, tools)
         plan = self._planner.plan(transcript, messages, question.schemas, match)
         return _Request(
             transcript=transcript, messages=messages, tools=tools, match=match, plan=plan
@@ -356,23 +350,16 @@ class EndpointRollout:
         if self.policy.parsed is not None:
             self.policy.parsed(trajectory, completion.token_ids, message, turn=index, after=role)
         trajectory.messages.append(message)
-        # The client gets new ids for the calls: the model's own may occur twice.
-        client_calls = issued_calls(turn, text_arguments=text_arguments)
-        ids = [f"call_{secrets.token_hex(12)}" for _ in client_calls]
-        handle = secrets.token_hex(16)
-        client_message = issued_message(turn, ids, handle, text_arguments=text_arguments)
-        next_ids = iter(ids)
-        request.transcript.conversations.add(
-            IssuedTurn(
+        client_message, call_ids = issue(turn, text_arguments=text_arguments)
+        request.transcript.issued.add(
+            AgentTurn(
                 trajectory=trajectory.index,
-                index=index,
                 end=trajectory.length,
                 message_count=len(trajectory.messages),
                 turn=turn,
-                completion=completion,
-                call_ids=tuple(
-                    next(next_ids) if call in client_calls else "" for call in turn.calls
-                ),
+                completion_ids=completion.token_ids,
+                finish=completion.finish,
+                call_ids=call_ids,
                 conversation=(*request.messages, client_message),
                 tools=request.tools,
                 request_digest=request.match.digest,
@@ -462,7 +449,7 @@ class EndpointRollout:
         transcript, plan = request.transcript, request.plan
         rollout, trajectory = transcript.rollout, plan.extends
         if trajectory is None:
-            is_main = transcript.conversations.begins_alike(request.messages)
+            is_main = transcript.begins_alike(request.messages)
             role = MAIN if is_main else SIDE
             if not rollout.trajectories[0].spans:  # a rollout begins with an empty trajectory
                 trajectory = rollout.trajectories[0]
@@ -482,7 +469,7 @@ class EndpointRollout:
         trajectory.append_sampled(completion, plan.ids)
         return trajectory
 
-    def _record_results(self, turn: IssuedTurn, replies: Sequence[Message]) -> None:
+    def _record_results(self, turn: AgentTurn, replies: Sequence[Message]) -> None:
         """Record the results of a turn's calls, once: when a request first answers them."""
         if turn in self._answered:
             return
@@ -503,10 +490,10 @@ class EndpointRollout:
             )
 
 
-def _match(transcript: Transcript, messages: Sequence[Message]) -> Match:
+def _match(transcript: Transcript, messages: Sequence[Message]) -> Match[AgentTurn]:
     """Match a conversation under the tools of the turn that it continues."""
-    for tools in {turn.tools for turn in transcript.conversations.turns}:
-        match = transcript.conversations.match(messages, tools)
+    for tools in {turn.tools for turn in transcript.issued.turns}:
+        match = transcript.issued.match(messages, tools)
         if match.turn is not None:
             return match
     return Match()

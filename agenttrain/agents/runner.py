@@ -25,9 +25,9 @@ import uvicorn
 from agenttrain.agents.app import ON_RESET, Open, build_app
 from agenttrain.agents.attempt import Attempt, EndpointRollout, ServedPolicy
 from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
-from agenttrain.chat.wire.issued_turns import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
+from agenttrain.agents.restarts import Restart
 from agenttrain.agents.sandbox import check_sandbox, sandbox_command
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.agents.transport import EndpointTransport
@@ -304,8 +304,8 @@ class Agents:
             rollout.stop_reason = StopReason.error
             rollout.error = f"the agent ended without a turn{hint}"
         else:
-            turns = requests.trained.conversations.turns
-            is_cut = turns[-1].completion.finish is Finish.length
+            turns = requests.trained.issued.turns
+            is_cut = turns[-1].finish is Finish.length
             rollout.stop_reason = StopReason.max_tokens if is_cut else StopReason.completed
         gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
         if gives_zero and rollout.stop_reason is StopReason.error and requests.ended is None:

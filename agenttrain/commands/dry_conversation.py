@@ -16,7 +16,7 @@ from functools import partial
 
 from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import OnFailure
-from agenttrain.chat.wire.issued_turns import Restart
+from agenttrain.agents.restarts import Restart
 from agenttrain.agents.runner import Agents
 from agenttrain.chat.wire.normal import Question
 from agenttrain.commands.rehearse.command import CONTEXT

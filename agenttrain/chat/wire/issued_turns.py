@@ -5,55 +5,31 @@ the ids that were sampled go on. Nothing is rendered and tokenised again::
 
     issued     [system, user] -> A            [system, user, A, tool 7] -> B
     sent       system, user, A, tool 7        the last turn is A, and goes on
-    sent       system*, user, A, tool 7       A stands behind another system message: a restart
+    sent       system*, user, A, tool 7       A stands behind another system message: no match
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from agenttrain.chat.chat import Chat
 from agenttrain.chat.wire.normal import HANDLE
 from agenttrain.chat.wire.openai import RequestError
-from agenttrain.types import AssistantTurn, Completion, Message
-
-QUOTED = 60
-"""Characters of a difference that are shown, from its beginning."""
-
-
-class Restart(StrEnum):
-    """Why a request does not continue the turns that it holds."""
-
-    system = "system"
-    """Its system message is another one."""
-    tools = "tools"
-    """Its tools, or the text of a tool, are others."""
-    edited = "edited"
-    """A message of the user or the model was changed."""
-    dropped = "dropped"
-    """Messages are missing, or a turn is sampled a second time."""
+from agenttrain.types import AssistantTurn, Finish, Message, Origin
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class IssuedTurn:
-    """A turn that a client was given."""
+    """A turn that a client was given. Each server adds where it keeps the ids before it."""
 
-    trajectory: int
-    """Index of its trajectory in the rollout."""
-    index: int
-    """Its number among the turns of the trajectory."""
-    end: int
-    """Position behind its last sampled token in the trajectory."""
-    message_count: int
-    """Messages of the trajectory up to and with it."""
     turn: AssistantTurn
-    completion: Completion
+    completion_ids: tuple[int, ...]
+    finish: Finish
     call_ids: tuple[str, ...]
     """Ids that the client was given, one for each call. "" for a call that was part of the text."""
     conversation: tuple[Message, ...]
@@ -68,109 +44,114 @@ class IssuedTurn:
         """The answer as it was issued."""
         return self.conversation[-1]
 
+    @property
+    def digest(self) -> bytes:
+        """Digest of the conversation."""
+        return _extend(self.request_digest, self.message)
+
+    def replies(self, new_messages: Sequence[Message]) -> list[Message]:
+        """Return the messages behind the turn, the replies under the ids of the model's calls.
+
+        The client never saw a malformed call that was part of the text, and the template shows a
+        reply to each call. Such a call gets our own reply.
+        """
+        contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
+        replies: list[Message] = []
+        for call_id, call in zip(self.call_ids, self.turn.calls, strict=True):
+            content = contents.get(call_id, call.malformed_reply)
+            replies.append(
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+            )
+        return [*replies, *(without_handle(m) for m in new_messages if m["role"] != "tool")]
+
+    def suffix(
+        self, chat: Chat, replies: Sequence[Message], *, generation_prompt: bool
+    ) -> list[tuple[Origin, list[int]]]:
+        """Return the ids that follow the turn, by origin. Raises ChatError."""
+        return chat.suffix(
+            self.turn,
+            replies,
+            completion_ids=self.completion_ids,
+            finish=self.finish,
+            generation_prompt=generation_prompt,
+        )
+
+
+T = TypeVar("T", bound=IssuedTurn)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class Match(Generic[T]):
     """How a request relates to the turns that were issued."""
 
-    turn: IssuedTurn | None = None
+    turn: T | None = None
     """The turn that the request continues. None: it has to be rendered."""
     new_messages: tuple[Message, ...] = ()
     """Messages of the request behind that turn."""
     ambiguous: bool = False
     """Several turns match, and this is the newest."""
-    restart: Restart | None = None
-    """None: it continues a turn, or has none of ours."""
-    difference: str = ""
-    """The first difference from what was issued."""
+    other_tools: bool = False
+    """The request would continue a turn if its tools were those of that turn."""
     digest: bytes = b""
     """Digest of the request's messages."""
 
 
 @dataclass(slots=True)
-class IssuedTurns:
-    """The turns issued in one rollout."""
+class IssuedTurns(Generic[T]):
+    """The turns that a server issued, oldest first."""
 
-    turns: list[IssuedTurn] = field(default_factory=list)
-    _by_digest: dict[bytes, list[IssuedTurn]] = field(default_factory=dict)
-    _by_name: dict[str, IssuedTurn] = field(default_factory=dict)
-    """Id of a call, or handle -> its turn."""
+    turns: list[T] = field(default_factory=list)
+    _by_digest: dict[bytes, list[T]] = field(default_factory=dict)
 
-    def add(self, turn: IssuedTurn) -> None:
+    def add(self, turn: T) -> None:
         """Remember an issued turn."""
         self.turns.append(turn)
-        digest = _extend(turn.request_digest, turn.message)
-        self._by_digest.setdefault(digest, []).append(turn)
-        for name in (*turn.call_ids, turn.message.get(HANDLE)):
-            if name:
-                self._by_name[name] = turn
+        self._by_digest.setdefault(turn.digest, []).append(turn)
 
-    def match(self, messages: Sequence[Message], tools: bytes) -> Match:
-        """Find the turn that a request continues. `messages` are `in_call_order`."""
-        digests = _digests(messages)
-        digest = digests[-1]
-        # From the last answer of the request back to the first: which one did we issue?
-        is_ambiguous, last_turn, index = False, None, -1
-        for index in range(len(messages) - 1, -1, -1):
-            if messages[index]["role"] != "assistant":
-                continue
-            candidates = [
-                turn
-                for turn in self._by_digest.get(digests[index], ())
-                if _reasoning_agrees(messages[: index + 1], turn.conversation)
-            ]
-            same_tools = [turn for turn in candidates if turn.tools == tools]
-            if candidates:
-                last_turn, is_ambiguous = (same_tools or candidates)[-1], len(same_tools) > 1
-                break
-        new_messages = tuple(messages[index + 1 :])
-        # An answer behind our last turn is not ours, so that the request does not continue it.
-        has_foreign_answer = any(message["role"] == "assistant" for message in new_messages)
-        if last_turn is not None and not has_foreign_answer:
-            if last_turn.tools != tools:
-                text = "the definitions of the tools"
-                return Match(restart=Restart.tools, difference=text, digest=digest)
-            return Match(
-                turn=last_turn, new_messages=new_messages, ambiguous=is_ambiguous, digest=digest
-            )
-        nearest = self._nearest(messages)
-        if nearest is None:
-            return Match(digest=digest)
-        restart, difference = first_difference(messages, nearest.conversation)
-        return Match(restart=restart, difference=difference, digest=digest)
+    def forget(self, turn: T) -> None:
+        """Remove a turn, which no request continues from now on."""
+        self.turns.remove(turn)
+        turns = self._by_digest[turn.digest]
+        turns.remove(turn)
+        if not turns:
+            del self._by_digest[turn.digest]
 
-    def _nearest(self, messages: Sequence[Message]) -> IssuedTurn | None:
-        """Return the turn that a request most likely goes back to. None: a new conversation.
+    def twins(self, turn: T) -> list[T]:
+        """Return the turns with the conversation, reasoning and tools of `turn`."""
+        return [
+            twin
+            for twin in self._by_digest.get(turn.digest, ())
+            if (twin.tools, twin.turn.reasoning) == (turn.tools, turn.turn.reasoning)
+        ]
 
-        That is the last turn whose calls, handle or text the request holds. Otherwise it is one
-        whose conversation begins with the same messages up to the first of the user.
+    def match(self, messages: Sequence[Message], tools: bytes) -> Match[T]:
+        """Find the turn that a request continues. `messages` are `in_call_order`.
+
+        That is the turn of its last answer. If we did not issue that one, it continues none.
         """
-        for message in reversed(messages):
-            if message["role"] != "assistant":
-                continue
-            names = [call["id"] for call in message.get("tool_calls", ())]
-            for name in (*names, message.get(HANDLE)):
-                if name in self._by_name:
-                    return self._by_name[name]
-            text = message["content"].strip()
-            for turn in reversed(self.turns):
-                if text and not turn.call_ids and turn.message["content"].strip() == text:
-                    return turn
-        opening = opening_of(messages)
-        for turn in reversed(self.turns):
-            if opening and opening_of(turn.conversation) == opening:
-                return turn
-        return None
-
-    def begins_alike(self, messages: Sequence[Message]) -> bool:
-        """Return True if a conversation begins like the first that was issued."""
-        return not self.turns or opening_of(messages) == opening_of(self.turns[0].conversation)
+        digests = _digests(messages)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            return Match(digest=digests[-1])
+        end = answers[-1] + 1
+        candidates = [
+            turn
+            for turn in self._by_digest.get(digests[end - 1], ())
+            if reasoning_agrees(messages[:end], turn.conversation)
+        ]
+        same_tools = [turn for turn in candidates if turn.tools == tools]
+        return Match(
+            turn=same_tools[-1] if same_tools else None,
+            new_messages=tuple(messages[end:]),
+            ambiguous=len(same_tools) > 1,
+            other_tools=bool(candidates) and not same_tools,
+            digest=digests[-1],
+        )
 
 
-def opening_of(messages: Sequence[Message]) -> list[bytes]:
-    """Return the messages up to the first of the user, or none if there is no such message."""
-    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    return [_canonical(message) for message in messages[: users[0] + 1]] if users else []
+def without_handle(message: Message) -> Message:
+    """Return a message without the keys that templates do not know."""
+    return {key: value for key, value in message.items() if key != HANDLE}
 
 
 def tools_digest(schemas: Sequence[Mapping[str, Any]]) -> bytes:
@@ -229,55 +210,7 @@ def in_call_order(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
-def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tuple[Restart, str]:
-    """Return the kind and a description of the first message in which a request differs.
-
-    Example: ``(Restart.system, "message 0 (system), character 17: sent '12:01', issued
-    '12:00'")``
-    """
-    pairs = zip(sent, issued, strict=False)
-    index = next((i for i, (a, b) in enumerate(pairs) if not _is_same(a, b)), None)
-    if index is None:
-        if len(sent) > len(issued):
-            return Restart.edited, f"message {len(issued)} was not issued"
-        return Restart.dropped, f"{len(issued) - len(sent)} messages that followed are missing"
-    sent_message, issued_message = sent[index], issued[index]
-    roles = (sent_message["role"], issued_message["role"])
-    where = f"message {index} ({issued_message['role']})"
-    if "system" in roles:
-        kind = Restart.system
-    elif _canonical(sent_message) in map(_canonical, issued[index + 1 :]):
-        return Restart.dropped, f"{where} is missing"
-    elif roles == ("tool", "tool"):
-        kind = Restart.tools
-    else:
-        kind = Restart.edited
-    return kind, f"{where}{_text_difference(_as_text(sent_message), _as_text(issued_message))}"
-
-
-def _is_same(sent: Message, issued: Message) -> bool:
-    """Return True if a message is the one that was issued, however it is spelt."""
-    return _canonical(sent) == _canonical(issued) and _reasoning_agrees((sent,), (issued,))
-
-
-def _text_difference(sent: str, issued: str) -> str:
-    """Return where two texts begin to differ, as the end of a sentence."""
-    pairs = zip(sent, issued, strict=False)
-    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(sent), len(issued)))
-    return (
-        f", character {index}: sent {sent[index:][:QUOTED]!r}, issued {issued[index:][:QUOTED]!r}"
-    )
-
-
-def _as_text(message: Message) -> str:
-    """Return a message's content, calls and reasoning as one text, for a person to read."""
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    text = str(message["content"]) + (_json(calls) if calls else "")
-    reasoning = message.get("reasoning_content")
-    return text if reasoning is None else f"{text} (reasoning: {reasoning})"
-
-
-def _reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> bool:
+def reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> bool:
     """Return True if reasoning and handles that were sent are those that were issued."""
     return all(
         message.get(key) in (None, issued[index].get(key))  # most clients send no reasoning
@@ -298,10 +231,10 @@ def _digests(messages: Sequence[Message]) -> list[bytes]:
 
 def _extend(digest: bytes, message: Message) -> bytes:
     """Return the digest of the messages of `digest` and one more message."""
-    return hashlib.sha256(digest + _canonical(message)).digest()
+    return hashlib.sha256(digest + canonical(message)).digest()
 
 
-def _canonical(message: Message) -> bytes:
+def canonical(message: Message) -> bytes:
     """Return a message without reasoning, in a form that is the same for all its spellings."""
     content = str(message["content"])
     calls = []
@@ -333,8 +266,3 @@ def _without_nulls(value: Any) -> Any:
 
 
 _json = json.JSONEncoder(sort_keys=True).encode
-
-
-def text_ids(ids: Sequence[int]) -> str:
-    """Return a digest of token ids."""
-    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()
