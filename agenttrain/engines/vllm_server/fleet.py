@@ -64,8 +64,6 @@ class Fleet(WatchedServers):
             for number, url in enumerate(urls)
         ]
         super().__init__(members, folder, StatusFile(folder))
-        self.resent = 0
-        """Requests that were sent again, since the metrics were last read."""
         self._servers, self._mode = servers, mode
         self._outside = outside
         self._front: Front | None = None
@@ -91,39 +89,22 @@ class Fleet(WatchedServers):
 
         Raises EngineError for a request that servers refuse or die of, and FleetLost.
         """
-        failure: ServerFailed | None = None
-        sends = 0
-        first_failure = 0.0
-        while sends < SENDS or self._router_may_recover(first_failure):
-            member = await self._pick(session)
-            boot = member.boot
-            self._servers_of[session] = member.number
-            member.sent += 1
-            self.resent += failure is not None
-            sends += 1
-            try:
-                completion = await self._send(member, token_ids, sampling, session)
-            except ServerFailed as error:
-                failure = error
-                first_failure = first_failure or time.monotonic()
-                # Requests that fail together count once: after the first the server is not live.
-                if member.boot == boot and member.state is MemberState.live:
-                    member.fault(str(error))
-                elif self._front is not None:
-                    await asyncio.sleep(self._servers.health_s)
-            else:
-                member.failures = 0
-                member.served += 1
-                return completion
-        raise EngineError(
-            f"session={session!r}: {sends} servers one after the other failed at this request of "
-            f"{len(token_ids)} ids; the last: {failure}"
+        return await self._call(
+            session,
+            lambda member: self._send(member, token_ids, sampling, session),
+            f"session={session!r}, {len(token_ids)} ids",
         )
 
-    def _router_may_recover(self, first_failure: float) -> bool:
-        """Return True while a router may not have noticed yet that one of its servers is gone."""
+    def _may_send(self, sends: int, first_failure: float) -> bool:
+        # A router may not have noticed yet that one of its servers is gone.
         waited = time.monotonic() - first_failure
-        return self._front is not None and waited < 2 * self._servers.dead_s
+        return sends < SENDS or (self._front is not None and waited < 2 * self._servers.dead_s)
+
+    async def _failed(self, member: Member, boot: str, error: ServerFailed) -> None:
+        if self._front is None or (member.boot == boot and member.state is MemberState.live):
+            await super()._failed(member, boot, error)
+        else:
+            await asyncio.sleep(self._servers.health_s)
 
     def release(self, session: str) -> None:
         """End a session. The adapters that it began with may be removed."""
@@ -170,6 +151,7 @@ class Fleet(WatchedServers):
     ) -> Completion:
         """Send a request to a server. Raises ServerFailed as soon as the server is lost."""
         assert member.client is not None
+        self._servers_of[session] = member.number
         files = self._versions.of(session)
         call = member.client.generate(
             token_ids,
