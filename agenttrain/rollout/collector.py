@@ -90,9 +90,6 @@ class Collector(RolloutContext):
         calls = (call for toolbox in toolboxes for call in toolbox.running_calls)
         return self.in_flight.waiting(calls)
 
-    def print_stacks(self) -> None:
-        """Do nothing: the watchdog prints the stacks of this process."""
-
     def blocking(self, limit_s: float) -> str | None:
         """Return the async tool that has blocked the event loop for longer than `limit_s`.
 

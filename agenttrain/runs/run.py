@@ -535,7 +535,11 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     if engine is not None and rollouts is None:
         collector = components.collector(engine, run.folder, run.timeline)
     process = None if rollouts is None else rollouts.process
-    run.watchdog.watch(process or collector, policy.model.get_input_embeddings())
+    run.watchdog.watch(
+        process or collector,
+        policy.model.get_input_embeddings(),
+        None if process is None else process.print_stacks,
+    )
     set_stop_tokens(policy.model, components.chat.stop_token_ids)
     checkpoints = run.checkpoints(saved_tokenizer(components.chat))
     state = run.restore(checkpoints, policy)
