@@ -23,8 +23,7 @@ from agenttrain.chat.wire.issued_turns import Match, in_call_order, tools_digest
 from agenttrain.chat.wire.normal import Answer, Question, issue
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine, EngineDead, EngineError
-from agenttrain.engines.config import Sampling
-from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.types import (
     MAIN,
     Completion,
@@ -33,7 +32,6 @@ from agenttrain.types import (
     Origin,
     Rollout,
     StopReason,
-    Task,
     ToolResult,
     Trajectory,
 )
@@ -43,18 +41,6 @@ SIDE = "agent"
 """Role of the trajectories of conversations that begin unlike the first one."""
 BUSY = "one_request_at_a_time"
 """Code of the error that a request gets while another one is in flight, in lockstep."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A rollout to make."""
-
-    task: Task
-    sampling: Sampling
-    """Sampling of every turn. `seed` is the rollout's."""
-    rollout_id: str
-    group_id: str = ""
-    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +79,20 @@ class _Request:
 class EndpointRollout:
     """The requests of one outside agent, and the rollout that they make."""
 
-    def __init__(self, attempt: Attempt, policy: ServedPolicy, settings: AgentConfig) -> None:
-        self.attempt, self.policy, self.settings = attempt, policy, settings
+    def __init__(
+        self, request: RolloutRequest, policy: ServedPolicy, settings: AgentConfig
+    ) -> None:
+        self.request, self.policy, self.settings = request, policy, settings
         self.rollout = Rollout(
-            task=attempt.task,
-            rollout_id=attempt.rollout_id,
-            group_id=attempt.group_id,
-            sample=attempt.sample,
+            task=request.task,
+            rollout_id=request.rollout_id,
+            group_id=request.group_id,
+            sample=request.sample,
         )
-        self.trained = Transcript(self.rollout, attempt.rollout_id, trained=True)
-        shadow = Rollout(task=attempt.task, rollout_id=f"{attempt.rollout_id}/untrained")
+        self.trained = Transcript(self.rollout, request.rollout_id, trained=True)
+        shadow = Rollout(task=request.task, rollout_id=f"{request.rollout_id}/untrained")
         self.untrained = Transcript(shadow, shadow.rollout_id)
-        self._planner = RequestPlanner(policy.chat, attempt.rollout_id, attempt.sampling.seed)
+        self._planner = RequestPlanner(policy.chat, request.rollout_id, request.sampling.seed)
         self._changing = asyncio.Lock()
         """Held while a request is planned, and while its turn is recorded."""
         self.counts: Counter[str] = Counter()
@@ -209,9 +197,9 @@ class EndpointRollout:
         self._closed = True
         for transcript in (self.untrained, self.trained):
             for session in reversed(transcript.sessions):
-                if session != self.attempt.rollout_id:
+                if session != self.request.rollout_id:
                     await self.policy.engine.release(session)
-        await self.policy.engine.release(self.attempt.rollout_id)
+        await self.policy.engine.release(self.request.rollout_id)
         for turn in self.trained.issued.turns:
             self._record_results(turn, ())
         self.rollout.counts = dict(self.counts)
@@ -263,7 +251,7 @@ class EndpointRollout:
 
         With `agent.on_sampling=override` they are counted instead.
         """
-        ours = self.attempt.sampling
+        ours = self.request.sampling
         neutral: dict[str, tuple[object, ...]] = {
             "temperature": (ours.temperature, self.policy.limits.temperature),
             "top_p": (ours.top_p, 1),
@@ -309,7 +297,7 @@ class EndpointRollout:
                 self.counts["agent/ambiguous"] += 1
             if plan.restart is not None:
                 self.counts[f"agent/restarts/{plan.restart}"] += 1
-                self.policy.on_restart(plan.restart, self.attempt.rollout_id, plan.difference)
+                self.policy.on_restart(plan.restart, self.request.rollout_id, plan.difference)
             self.policy.on_request(plan.session, question)
             self._in_engine.add(plan.session)
             if plan.extends is not None:
@@ -415,7 +403,7 @@ class EndpointRollout:
         self, transcript: Transcript, plan: Plan, budget: int, question: Question
     ) -> Completion:
         """Sample a turn. Raises RequestError, and ends the rollout, if the engine fails."""
-        attempt, chat, grammar = self.attempt, self.policy.chat, None
+        request, chat, grammar = self.request, self.policy.chat, None
         if self.policy.limits.structured_calls:
             role = plan.messages[-1]["role"]
             grammar = chat.grammar(question.schemas, after=role, form=question.form)
@@ -424,19 +412,19 @@ class EndpointRollout:
             seed = transcript.seeds[plan.extends.index]
             turns = plan.extends.turns
         sampling = replace(
-            attempt.sampling,
+            request.sampling,
             max_tokens=budget,
             seed=derive_seed(seed, turns),
-            stop_token_ids=attempt.sampling.stop_token_ids or chat.stop_token_ids,
+            stop_token_ids=request.sampling.stop_token_ids or chat.stop_token_ids,
             grammar=grammar,
         )
-        guest = None if plan.session == attempt.rollout_id else attempt.rollout_id
+        guest = None if plan.session == request.rollout_id else request.rollout_id
         try:
             completion = await self.policy.engine.generate(
                 plan.ids, sampling, session=plan.session, parent=guest
             )
             if not completion.token_ids:
-                raise EngineError(f"rollout {attempt.rollout_id}: the engine returned no token")
+                raise EngineError(f"rollout {request.rollout_id}: the engine returned no token")
             return completion
         except EngineError as error:
             if isinstance(error, EngineDead):

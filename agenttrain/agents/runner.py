@@ -1,7 +1,7 @@
 """The agents of a run: one is started for each rollout, and its requests become the rollout.
 
 agents = Agents(settings, chat, folder)
-rollout = await agents.attempt(Attempt(task=task, …), engine, limits)
+rollout = await agents.attempt(RolloutRequest(task=task, …), engine, limits)
 await agents.aclose()
 """
 
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from agenttrain.agents.app import ON_RESET, Open, build_app
-from agenttrain.agents.attempt import Attempt, EndpointRollout, ServedPolicy
+from agenttrain.agents.attempt import EndpointRollout, ServedPolicy
 from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
@@ -41,7 +41,7 @@ from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine
 from agenttrain.engines.registry import names_with
 from agenttrain.rewards.function import copy_task
-from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.tools.arguments import ArgumentSchema
 from agenttrain.types import Finish, Rollout, StopReason
 from agenttrain.utils.locate import locate
@@ -186,7 +186,7 @@ class Agents:
 
     async def attempt(
         self,
-        attempt: Attempt,
+        request: RolloutRequest,
         engine: Engine,
         limits: RolloutConfig,
         parsed: Callable[..., None] | None = None,
@@ -204,7 +204,7 @@ class Agents:
                 on_restart=self._on_restart,
                 on_request=self._on_request,
             )
-            requests = EndpointRollout(attempt, policy, self.settings)
+            requests = EndpointRollout(request, policy, self.settings)
             entry = Open(rollout=requests)
             entry.replays.joins = self.lockstep
             if isinstance(self._agent, ExternalAgent):
@@ -252,14 +252,14 @@ class Agents:
         """Run the agent of a rollout to its end. Return its failure and its reward."""
         rollout, url = entry.rollout, f"{self.address}/{entry.name}"
         assignment = AgentTask(
-            rollout_id=rollout.attempt.rollout_id,
-            task=copy_task(rollout.attempt.task),
+            rollout_id=rollout.request.rollout_id,
+            task=copy_task(rollout.request.task),
             url=url,
             api_key=entry.key,
             model=self._model,
             transport=lambda: EndpointTransport(self._app, url, entry.key),
         )
-        log = self.folder / rollout.attempt.rollout_id
+        log = self.folder / rollout.request.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
         working = asyncio.ensure_future(self._agent.attempt(assignment, log))
         over = asyncio.ensure_future(rollout.over.wait())

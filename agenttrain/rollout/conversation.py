@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.types import Message, Rollout, StopReason
 
 

@@ -31,13 +31,18 @@ from agenttrain.rollout.compaction import (
     request_message,
     summary_room,
 )
-from agenttrain.rollout.config import OnMalformedCall, OnParallelCalls, OnToolFailure
+from agenttrain.rollout.config import (
+    OnMalformedCall,
+    OnParallelCalls,
+    OnToolFailure,
+    RolloutRequest,
+)
 from agenttrain.rollout.delegation import Agent, CallOrder, SubAgentRequest, SubAgents
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
 from agenttrain.rollout.image_replies import readable
 from agenttrain.rollout.monitoring import Throttle
 from agenttrain.rollout.replies import Suffix, append_suffix, fit_replies, reply_message
-from agenttrain.rollout.request import RolloutContext, RolloutRequest, append_prompt
+from agenttrain.rollout.request import RolloutContext, append_prompt
 from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.types import (
     MAIN,

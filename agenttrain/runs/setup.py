@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.runner import Agents, make_agent
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.chat import Chat
@@ -30,10 +29,10 @@ from agenttrain.environments.user import SimulatedUser, build_user
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.compaction import check_compaction
-from agenttrain.rollout.config import RolloutConfig, tasks_of_round
+from agenttrain.rollout.config import RolloutConfig, RolloutRequest, tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
 from agenttrain.rollout.monitoring import InFlight
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import RowTools, check_collisions, tool_sets
 from agenttrain.runs.row_checks import RENDERED_TASKS, certify_tool_sets, check_rows, prompt_length
 from agenttrain.runs.sampling import placeholders_of, verify_model
@@ -374,14 +373,7 @@ class Components:
 
         async def attempt(request: RolloutRequest, context: RolloutContext) -> Rollout:
             record = None if context.parsed_turns is None else context.parsed_turns.record
-            agent_attempt = Attempt(
-                task=request.task,
-                sampling=request.sampling,
-                rollout_id=request.rollout_id,
-                group_id=request.group_id,
-                sample=request.sample,
-            )
-            return await agents.attempt(agent_attempt, context.engine, context.limits, record)
+            return await agents.attempt(request, context.engine, context.limits, record)
 
         return attempt
 

@@ -20,9 +20,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of, specs
+from agenttrain.engines.transformers.decoder import AUTOCAST
 from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.settings.engine_checks import has_rollout_process, run_spec
-from agenttrain.engines.transformers.decoder import AUTOCAST
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding

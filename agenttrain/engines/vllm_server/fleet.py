@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agenttrain.engines.base import EngineDead, EngineError
+from agenttrain.engines.base import EngineDead
 from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
@@ -100,7 +100,7 @@ class Fleet(WatchedServers):
         waited = time.monotonic() - first_failure
         return sends < SENDS or (self._front is not None and waited < 2 * self._servers.dead_s)
 
-    async def _failed(self, member: Member, boot: str, error: ServerFailed) -> None:
+    async def _failed(self, member: Member, boot: int, error: ServerFailed) -> None:
         if self._front is None or (member.boot == boot and member.state is MemberState.live):
             await super()._failed(member, boot, error)
         else:

@@ -74,7 +74,7 @@ class WatchedServers(ABC):
         """Return True if a request is sent once more. `first_failure`: time of its first one."""
         return sends < SENDS
 
-    async def _failed(self, member: Member, boot: str, error: ServerFailed) -> None:
+    async def _failed(self, member: Member, boot: int, error: ServerFailed) -> None:
         """Count a failed request. `boot`: the server's start at which it was sent."""
         # Requests that fail together count once: after the first the server is not live.
         if member.boot == boot and member.state is MemberState.live:
