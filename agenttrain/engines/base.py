@@ -106,10 +106,7 @@ class Separate(Protocol):
 
 @runtime_checkable
 class Replicated(Protocol):
-    """A `Separate` engine with several copies of the weights, each of which is checked.
-
-    After `update` it samples nothing for rollouts before `verify` has passed a copy.
-    """
+    """A `Separate` engine with several copies of the weights, each of which is checked."""
 
     async def verify(
         self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]

@@ -210,10 +210,7 @@ class SubAgents:
             raise ToolUnavailable(f"a sub-agent of this rollout failed: {self.failure}")
 
     async def check(self, results: Sequence[ToolResult], order: CallOrder) -> None:
-        """Raise a sub-agent's failure, or ToolUnavailable for a tool that returned without it.
-
-        A call that timed out may still be ending its sub-agent.
-        """
+        """Raise a sub-agent's failure, or ToolUnavailable for a tool that returned without it."""
         running = order.delegating
         if self.failure is None and running is not None:
             await self.aclose()

@@ -170,10 +170,7 @@ class _Conversation:
             self._append_question(turn, completion, replies)
 
     def _append_sampled(self, turn: AssistantTurn, number: int) -> tuple[AssistantTurn, Completion]:
-        """Append a turn as if it had been sampled; return it as parsed from its tokens.
-
-        Its ids are those that were sampled, if they read as the turn, or those of the template.
-        """
+        """Append a turn as if it had been sampled; return it as parsed from its ids."""
         sent = self.trajectory.token_ids
         after = self.trajectory.messages[-1]["role"]
 

@@ -489,10 +489,7 @@ class _Loop:
         return self._reason_without_room() if wrapper + 1 > self._room() else None
 
     async def _execute(self, calls: list[ToolCall], *, stops: bool) -> list[ToolResult]:
-        """Run the calls of a turn; return one result per call, in call order.
-
-        Calls over a limit do not run and get an error result. `stops`: one is to a stop tool.
-        """
+        """Run the calls of a turn. Calls over a limit get an error result instead."""
         surplus: list[ToolCall] = []
         if not stops and self.chat.one_call_per_turn:
             calls, surplus = calls[:1], calls[1:]

@@ -68,10 +68,7 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """The rollouts of a collector in flight, and what each waits for.
-
-    Written on the event loop; read by any thread, also while the loop is blocked.
-    """
+    """The rollouts in flight, and what each waits for. Any thread may read it."""
 
     progress: int = 0
     """Counter of engine requests sent and answered, and of rollouts that ended."""

@@ -112,11 +112,7 @@ def append_prompt(
     tools: RowTools,
     prompt_ids: Sequence[int] | None,
 ) -> None:
-    """Begin the rollout's trajectory with its task's messages.
-
-    `prompt_ids` is the rendered prompt if the rollouts of a group share it; None: render it here.
-    Raises PromptTooLong as `check_room` does.
-    """
+    """Begin the rollout's trajectory with its task's messages. Raises PromptTooLong."""
     task, trajectory = rollout.task, rollout.trajectories[0]
     trajectory.messages.extend(dict(message) for message in task.messages)
     trajectory.prompt_messages = len(trajectory.messages)

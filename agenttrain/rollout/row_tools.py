@@ -108,10 +108,7 @@ class RowTools:
         context_of: ContextOf,
         answered: Callable[[str], None] = lambda call_id: None,
     ) -> list[ToolResult]:
-        """Run calls; return one result per call, in call order. Faults are error results.
-
-        `answered` is called with the id of each call that has its result.
-        """
+        """Run calls, in call order. `answered` gets the id of each call with a result."""
         steps = [self._prepare(call) for call in calls]
         for step in steps:
             if isinstance(step, ToolResult):
@@ -261,10 +258,7 @@ def turn_sampling(
     *,
     budget: int,
 ) -> Sampling:
-    """Return the sampling of a rollout's next turn, with `budget` tokens and a seed of its own.
-
-    Raises ChatError under `rollout.structured_calls` if the model's format of calls has no grammar.
-    """
+    """Return the sampling of a rollout's next turn. Raises ChatError without a grammar."""
     grammar = None
     if limits.structured_calls:
         grammar = chat.grammar(tools.schemas, after=trajectory.messages[-1]["role"])
@@ -339,10 +333,7 @@ KEY = "rollout.structured_calls=true"
 
 
 def check_grammars(chat: Chat, sets: Iterable[Sequence[Mapping[str, Any]]]) -> None:
-    """Raise ChatError, naming the tool, if calls to one of these tools have no grammar.
-
-    Tools of rows that are not among those checked here fail their rollouts instead.
-    """
+    """Raise ChatError, naming the tool, if calls to one of these tools have no grammar."""
     chat.grammar(())  # raises if the format of calls has no grammar at all
     tools = {repr(schema): schema for schemas in sets for schema in schemas}
     for schema in tools.values():

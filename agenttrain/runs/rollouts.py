@@ -103,10 +103,7 @@ class RolloutProcess:
             raise await self._gone() from error
 
     async def answer(self) -> Any:
-        """Return the answer to the last request.
-
-        Raises RolloutsDead, and the error that the request has led to.
-        """
+        """Return the answer to the last request. Raises RolloutsDead, or its error."""
         assert self._channel is not None, "a request was sent"
         while True:
             try:
@@ -152,10 +149,7 @@ class RolloutProcess:
 
 @dataclass(slots=True, kw_only=True)
 class Rollouts:
-    """The rollout process of a run, for all training processes together.
-
-    One that ends by itself is started again, unless it did so in the same step before.
-    """
+    """The rollout process, for all training processes. It is started again once a step."""
 
     process: RolloutProcess | None
     """None in all processes but the first."""

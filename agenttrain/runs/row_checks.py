@@ -84,10 +84,7 @@ def _check_messages(chat: Chat, key: str, source: TaskSource, on_bad_row: OnBadR
 
 
 def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> int:
-    """Return the tokens of a prompt, after rendering each later user turn behind an answer.
-
-    Raises ChatError if the template cannot render them.
-    """
+    """Return the tokens of a prompt and its later user turns. Raises ChatError."""
     if any(message["role"] == "system" for message in task.messages):
         problem = system_problem(chat, schemas)
         if problem is not None:

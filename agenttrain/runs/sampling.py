@@ -40,10 +40,7 @@ longer than they compute: the bundled agent takes 1.5 times as long with two."""
 
 
 def verify_model(config: RunConfig, index: int = 0, count: int = 1) -> None:
-    """Raise CheckpointError for a model that is a torn checkpoint of ours.
-
-    Of `count` processes that verify it together, each reads a part of the files.
-    """
+    """Raise CheckpointError for a model that is a torn checkpoint of ours."""
     folder = model_folder(config.model.path, revision=config.model.revision)
     if (folder / MANIFEST).is_file():
         verify(folder, index, count)
@@ -78,10 +75,7 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
 
 
 def vision_of(config: RunConfig) -> Vision | None:
-    """Load what reads the images of the run's model; None: the run has no images.
-
-    Raises ConfigError for model.vision=trained in such a run.
-    """
+    """Load what reads the images of the run's model, or None. Raises ConfigError."""
     placeholders = placeholders_of(config)
     trained = config.model.vision is VisionTower.trained
     if isinstance(placeholders, str):
@@ -115,10 +109,7 @@ def load_model(config: RunConfig) -> Any:
 
 
 def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
-    """Return the model without storage and its `SlicedWeights`, to be read once it is sharded.
-
-    None: its weights can only be loaded whole; the main process prints why.
-    """
+    """Return the model without storage and its `SlicedWeights`. None: load it whole."""
     import torch
 
     from agenttrain.training.kernels import disable_cudnn_attention

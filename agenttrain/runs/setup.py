@@ -81,10 +81,7 @@ def prepare(
 
 
 def complete(components: Components) -> None:
-    """Build and check the components that come after the certificate.
-
-    `prepare` calls it. `agenttrain check` does so itself, after it has printed the certificate.
-    """
+    """Build and check the components that come after the certificate."""
     from agenttrain.runs.loading import check_model  # torch comes with it
 
     config, verb = components.config, components.verb
@@ -128,10 +125,7 @@ class Components:
         *,
         tools: tuple[Toolbox, Environments] | None = None,
     ) -> None:
-        """`tools` are those recorded by an earlier run; None: build the configuration's.
-
-        `folder` is that of a run that has the servers of its roles; None: there are none.
-        """
+        """`tools`: those that an earlier run recorded. `folder`: that of a run with roles."""
         self.config = config
         self.verb = verb
         self.folder = folder
@@ -139,10 +133,7 @@ class Components:
         self._agents: Agents | None = None
 
     def with_config(self, config: RunConfig) -> Components:
-        """Return components of another configuration that share these tools, chat and certificate.
-
-        The settings that these depend on must be the same.
-        """
+        """Return components of another configuration that share tools, chat and certificate."""
         shared = Components(config, self.verb, self.folder, tools=(self.toolbox, self.environments))
         shared.tokenizer, shared.chat = self.tokenizer, self.chat
         shared.certificate = self.certificate
@@ -202,10 +193,7 @@ class Components:
 
     @cached_property
     def certificate(self) -> Certificate:
-        """The certificate of the template with the run's tools: a failed one if there is any.
-
-        With several environments the template is certified with the tools of each.
-        """
+        """The certificate of the template with the run's tools: a failed one if there is any."""
         return certify_tool_sets(self.chat, tool_sets(self.toolbox, self.environments))
 
     @cached_property
@@ -262,10 +250,7 @@ class Components:
 
     @cached_property
     def prompt_lengths(self) -> dict[str, list[int]]:
-        """Tokens of the first prompts of each split, by its key. Their user turns are rendered too.
-
-        Raises ChatError with key, task and remedy if the template cannot render one.
-        """
+        """Tokens of the first prompts of each split, by its key. Raises ChatError."""
         lengths: dict[str, list[int]] = {}
         for key, source in self.tasks.by_key.items():
             first = source.tasks(0, min(RENDERED_TASKS, len(source)))
@@ -335,11 +320,7 @@ class Components:
     def collector(
         self, engine: Engine, folder: Path | None = None, timeline: Timeline | None = None
     ) -> Collector:
-        """Return a collector of rollouts that samples from `engine`.
-
-        The output of outside agents goes to `folder`/agents; None: to a temporary folder. The times
-        of rollouts go to `timeline`.
-        """
+        """Return a collector of rollouts that samples from `engine`."""
         attempt = None
         if self.config.agent.outside:
             if folder is None:
@@ -556,10 +537,7 @@ def _fills(components: Components, task: Task, context: int) -> bool:
 
 
 def _check_demonstrations(components: Components) -> None:
-    """Check all rows, and make the first demonstrations of each split.
-
-    Raises BadDemonstration with the key and the row.
-    """
+    """Check all rows, and make each split's first demonstrations. Raises BadDemonstration."""
     config = components.config
     _ = components.row_tool_names  # computed from all rows, which it checks
     if config.data.on_bad_row is not OnBadRow.error:

@@ -161,10 +161,7 @@ class ProcessTool:
     """
 
     def __init__(self, name: str, make: Callable[[], object], limits: ToolLimits) -> None:
-        """Make the tool once in this process, for its schema; `make` is pickled for the workers.
-
-        Raises ValueError for what cannot be moved to another process.
-        """
+        """Make the tool once here, for its schema. Raises ValueError if it cannot be pickled."""
         if os.name != "posix":
             raise ValueError(f"tools.{name}.isolation=process: needs Linux or macOS")
         if not ADOPTS:

@@ -58,10 +58,7 @@ def make_reply(value: Any, *, max_chars: int) -> Reply:
 
 
 def _with_images(value: Any, max_chars: int) -> tuple[str | Image, ...]:
-    """Return the texts and images of a value that is an image, or a list with one; else nothing.
-
-    Raises ToolFailure for an image that cannot be read.
-    """
+    """Return the texts and images of a value with images. Raises ToolFailure."""
     values = value if isinstance(value, list | tuple) else (value,)
     if isinstance(value, str) or not any(map(is_image, values)):
         return ()
@@ -210,10 +207,7 @@ def plain_form(value: Any) -> Any:
 
 
 def _column(value: Any) -> Any:
-    """Return a table's column: a list if its labels are the rows' numbers, else a dict by label.
-
-    Raises ToolFailure for a label that stands twice.
-    """
+    """Return a table's column: a list, or a dict by label. Raises ToolFailure."""
     labels = value.index.tolist()
     if labels == list(range(len(labels))):
         return value.tolist()
@@ -227,10 +221,7 @@ def _column(value: Any) -> Any:
 
 
 def _in_json_type(value: Any) -> Any:
-    """Return a value of a type that JSON has, at its top. Raises ToolFailure.
-
-    A mock, whose every method returns another mock, has none.
-    """
+    """Return a value of a type that JSON has, at its top. Raises ToolFailure."""
     for _ in range(MAX_FORMS):
         if isinstance(value, str | dict | list | tuple | bool | int | float | None):
             return value

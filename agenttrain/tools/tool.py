@@ -128,10 +128,7 @@ async def call_optional(owner: object, method: str, *arguments: object) -> None:
 
 
 def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[str]:
-    """Return the names of a class's public methods, inherited ones too, in source order.
-
-    Class methods (often constructors), nested classes and properties are left out.
-    """
+    """Return the names of a class's public methods, in source order."""
     names = dict.fromkeys(name for base in reversed(cls.__mro__[:-1]) for name in vars(base))
     return [
         name
@@ -166,10 +163,7 @@ def describe_method(cls: type, name: str) -> ToolSpec:
 
 
 def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
-    """Make a tool of each public method of an object, by name.
-
-    Raises ValueError if there is none, or for a method of which no schema can be made.
-    """
+    """Make a tool of each public method, by name. Raises ValueError."""
     names = public_methods(type(made))
     if not names:
         raise ValueError(

@@ -424,10 +424,7 @@ class RunningCall:
 
 @dataclass(slots=True)
 class StepTracker:
-    """Runs awaitables of tools, and shows any thread which one runs on the event loop.
-
-    An async tool that blocks stalls every rollout.
-    """
+    """Runs awaitables of tools, and shows any thread which one is on the event loop."""
 
     now: tuple[str, float] | None = None
     """The tool whose step runs, and the time.monotonic() at which the step began."""

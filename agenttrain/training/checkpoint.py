@@ -124,10 +124,7 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy the policy, and write the copy while training goes on. `finish` completes it.
-
-        The arguments and errors are those of `save`.
-        """
+        """Copy the policy, and write the copy while training goes on, until `finish`; as `save`."""
         writing = self._begin(policy, step, state, rng, copies=True)
         self._take_weights(writing, policy, copies=True)
         writing.start()
@@ -194,10 +191,7 @@ class Checkpoints:
         *,
         copies: bool,
     ) -> Writing:
-        """Make the folder and write its small files. Return the `Writing` of the large ones.
-
-        Its snapshot lacks the weights, which `Snapshot.take_weights` adds.
-        """
+        """Make the folder and its small files. Return the `Writing` of the large ones."""
         world, model = policy.world, policy.model
         self.finish(world)
         rng = random_states() if rng is None else rng
@@ -320,10 +314,7 @@ class Checkpoints:
         sync(self.folder)
 
     def _prune(self, written: Path) -> None:
-        """Remove old checkpoints, but not `written`, the next newest ones or the best one.
-
-        `written` may not be the newest: a run that was resumed from an older checkpoint.
-        """
+        """Remove old checkpoints, except `written` (perhaps not the newest) and the best."""
         best = self.folder / BEST
         protected = {written, self.folder / best.readlink()} if best.is_symlink() else {written}
         older = [path for path in newest_first(self.folder) if path != written]
@@ -372,10 +363,7 @@ class Writing:
 
 @contextmanager
 def as_not_written(part: Path) -> Iterator[None]:
-    """Turn errors of torch, safetensors and tokenizers on a full disk into NotWritten.
-
-    An OSError that names no file gets the folder.
-    """
+    """Turn errors of torch, safetensors and tokenizers on a full disk into NotWritten."""
     try:
         yield
     except OSError as error:
@@ -393,10 +381,7 @@ def as_not_written(part: Path) -> Iterator[None]:
 
 
 def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
-    """Load the weights of a checkpoint into `model`. A sharded model gets only this process's rows.
-
-    Raises WrongWeights and NotRead.
-    """
+    """Load a checkpoint's weights into `model`. Raises WrongWeights and NotRead."""
     with only_tensors(path):
         if is_adapted(model):
             load_adapter(model, path)
@@ -409,10 +394,7 @@ def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of all random generators of this process: python, numpy, torch.
-
-    They are plain values and tensors, which torch can load with weights_only.
-    """
+    """Return the states of this process's generators, as plain values and tensors."""
     version, numbers, gauss = random.getstate()
     state: Any = np.random.get_state(legacy=True)
     name, keys, *position = state

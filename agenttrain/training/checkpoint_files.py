@@ -46,10 +46,7 @@ class NotWritten(CheckpointError):
 
 @contextmanager
 def only_tensors(path: Path) -> Iterator[None]:
-    """Turn torch's refusal to unpickle code in the block into NotRead, which names `path`.
-
-    The block must read pickles with ``weights_only=True``, torch's default.
-    """
+    """Turn torch's refusal to unpickle code in the block into NotRead, which names `path`."""
     try:
         yield
     except UnpicklingError as error:
@@ -100,10 +97,7 @@ def auto_class(folder: Path) -> Any:
 
 
 def latest(folder: Path) -> Path:
-    """Return the newest checkpoint in `folder` that verifies. Warn of those that are skipped.
-
-    Raises CheckpointError if there is none.
-    """
+    """Return the newest checkpoint that verifies; warn of skipped ones. Raises CheckpointError."""
     for path in newest_first(folder):
         try:
             verify(path)

@@ -56,10 +56,7 @@ for models whose scores are held in memory: only from there on is the growth lin
 def empty_model(
     config: Any, dtype: torch.dtype, lora: LoraSettings, adapters: Path | None = None
 ) -> PreTrainedModel:
-    """Return the model of a config without storage. It has adapters if `lora` has a rank.
-
-    `adapters` is the folder of the adapters that training continues.
-    """
+    """Return a config's model without storage, with adapters of `lora` or those in a folder."""
     with init_empty_weights(include_buffers=True):
         sees = config.model_type in SEEING
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM

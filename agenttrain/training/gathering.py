@@ -71,10 +71,7 @@ class PackedPart(NamedTuple):
 
 
 def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the full tensors, gathered by one collective call of all processes.
-
-    Tensors that are not sharded by rows need none, or one of their own.
-    """
+    """Yield the full tensors, gathered by one collective call of all processes."""
     by_rows = [tensor for tensor in tensors if _is_by_rows(tensor)]
     places, total = _places(by_rows)
     buffers = _gather_buffers(by_rows, places, total) if by_rows else None

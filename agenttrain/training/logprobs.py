@@ -100,10 +100,7 @@ class Scorer(nn.Module):
         key: str = "model.path",
         vision: Vision | None = None,
     ) -> None:
-        """`key` is the setting that names the model, for errors. `vision` reads its images.
-
-        With `compile`, layers and head are compiled (`agenttrain.training.compilation`).
-        """
+        """`key` is the setting that names the model, for errors. `vision` reads its images."""
         super().__init__()
         self.model = model
         self.vision = vision
@@ -117,10 +114,7 @@ class Scorer(nn.Module):
             self.choose_layout(model.device)
 
     def inside(self, function: Callable[[PreTrainedModel], Value]) -> Value:
-        """Call a function of the model with its weights gathered.
-
-        FSDP2 gathers them for this method as it does for `forward`.
-        """
+        """Call a function of the model with its weights gathered, as FSDP2 does for `forward`."""
         return function(self.model)
 
     def choose_layout(
@@ -177,10 +171,7 @@ class Scorer(nn.Module):
         release_gathered(self)
 
     def _check_compiled(self, ids_T: Tensor, hidden_TH: Tensor) -> None:
-        """Compile the layers by a pass in both directions over the trial.
-
-        Raises UnsupportedModel if that fails, or gives other hidden states than `hidden_TH`.
-        """
+        """Compile the layers by running the trial. Raises UnsupportedModel."""
         exclude_from_compilation()
         trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
         try:
@@ -314,10 +305,7 @@ def score_microbatches(
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the model's layers recompute their activations in the backward pass.
-
-    Raises UnsupportedModel for a model that cannot.
-    """
+    """Recompute activations in the backward pass. Raises UnsupportedModel."""
     if not model.supports_gradient_checkpointing:
         raise UnsupportedModel(
             f"training.gradient_checkpointing=true: {type(model).__name__} cannot; set it to false"
@@ -435,10 +423,7 @@ def packed_hidden(
     *,
     varlen: bool = False,
 ) -> Tensor:
-    """Run one forward pass inside `packing(model)`, [T, H]. Positions count from 0 per sequence.
-
-    With `varlen` the kernel for sequences of any length is used, which the device must have.
-    """
+    """Run one forward pass inside `packing(model)`, [T, H]. Positions count per sequence."""
     device = token_ids_T.device
     output = backbone(model)(
         input_ids=token_ids_T[None],

@@ -339,11 +339,7 @@ class Policy:
             self._masters.fold()
 
     def optimizer_step(self, minibatch: Minibatch) -> MetricParts:
-        """Update the weights with the clipped gradient of a minibatch; return its metrics.
-
-        If a loss or the gradient is not finite, raises BrokenUpdate in all processes before any
-        weight changes.
-        """
+        """Update the weights; return metrics. Raises BrokenUpdate in all, before any change."""
         losses = torch.stack(minibatch.losses)
         norm = self._clip(losses)
         if norm is None:
@@ -423,10 +419,7 @@ class Policy:
         return values
 
     def refresh_sampler(self) -> None:
-        """Copy the weights into `sampler` if it is not the model itself; all processes together.
-
-        Sharded weights are gathered layer by layer. Tied weights are one parameter in both models.
-        """
+        """Copy the weights into `sampler` if it is not the model itself; all processes together."""
         if self.sampler is self.model:
             return
         copied = dict(self.sampler.named_parameters())

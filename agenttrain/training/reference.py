@@ -26,10 +26,7 @@ SYNCED_ADAPTERS = (
 
 @dataclass(slots=True, eq=False)
 class ReferencePolicy:
-    """Scorer of a model that is not trained. This base class never changes it.
-
-    A resumed run makes such a reference again, so it has no state.
-    """
+    """Scorer of a model that is not trained. A resumed run makes an equal one again."""
 
     scorer: Scorer
 
@@ -54,10 +51,7 @@ class ReferencePolicy:
 
 
 class AdaptersOff(ReferencePolicy):
-    """The policy with its adapters switched off. `scorer` is the policy's own.
-
-    New adapters change nothing before the first update, so this is the policy at its start.
-    """
+    """The policy without its adapters, which is the policy at its start."""
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -100,10 +94,7 @@ class LoadedAdapters(ReferencePolicy):
 
 @dataclass(slots=True, eq=False)
 class SyncedCopy(ReferencePolicy):
-    """A copy that is mixed with the policy every N steps.
-
-    TR-DPO, https://arxiv.org/abs/2404.09656: reference = mixup * policy + (1 - mixup) * reference.
-    """
+    """reference = mixup * policy + (1 - mixup) * reference (https://arxiv.org/abs/2404.09656)."""
 
     every: int
     mixup: float

@@ -72,10 +72,7 @@ class Shard:
 
 
 class TensorParts:
-    """A tensor in parts, which may be mapped files. Only the rows that are used are read.
-
-    So a process that needs a part of every tensor never holds all of them.
-    """
+    """A tensor in parts, perhaps mapped files. Only the rows that are used are read."""
 
     def __init__(self, parts: Sequence[tuple[int, Tensor]], shape: torch.Size, source: str) -> None:
         """`parts` are pairs of (first row, rows). `source` names files and tensor in errors."""
@@ -168,10 +165,7 @@ def shard_of(model: nn.Module) -> Shard | None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor. If it is sharded, all processes gather it together.
-
-    It is gathered on the device that computes, also if the parts are kept in host memory.
-    """
+    """Return the full tensor, gathered on the computing device by all processes if sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     parts: Any = tensor
@@ -220,10 +214,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def give_storage(model: nn.Module, device: torch.device | str) -> None:
-    """Give weights on the meta device storage on `device`. A sharded one gets that of its part.
-
-    Ties between weights that are not sharded are lost.
-    """
+    """Give weights on the meta device storage on `device`. Unsharded ties are lost."""
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
 
@@ -270,10 +261,7 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
 
 
 def own_part(state: Any, *, copies: bool = False) -> Any:
-    """Replace each sharded tensor in a state by this process's part and the tensor's shape.
-
-    With `copies` the result shares no memory with the policy.
-    """
+    """Replace each sharded tensor in a state by this process's part and the tensor's shape."""
     if isinstance(state, DTensor):
         part = state.to_local().detach().cpu()
         # torch.save writes all of the storage that a view belongs to.

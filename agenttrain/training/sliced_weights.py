@@ -193,10 +193,7 @@ class SlicedWeights:
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
-        """Find the weights of `model`, which has no adapters yet.
-
-        Raises WrongWeights for one that is missing or has another shape.
-        """
+        """Find the weights of `model`, which has no adapters yet. Raises WrongWeights."""
         self.folder, self.rank = folder, rank
         try:
             self._stored = stored_tensors(folder)
@@ -366,10 +363,7 @@ class SlicedWeights:
         return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def _digests(self, model: nn.Module, rows: dict[str, RowRange] | None) -> dict[str, str]:
-        """Return checksums of these rows of each weight, read from the files.
-
-        `rows` None: of this process's rows, as they are in memory.
-        """
+        """Return checksums of rows of each weight. None: of this process's rows in memory."""
         checksums = {}
         for name, tensor, place in self._weights_of(model):
             part = local_part(tensor)

@@ -47,11 +47,7 @@ class Teacher(Protocol):
     """Source of the teacher's probabilities: a model of this process, or servers."""
 
     def score(self, sequences: Sequence[TrainingSequence]) -> Mapping[SequenceKey, Tensor]:
-        """Return the logprobs [S] of each sequence's sampled tokens, at the rollouts' temperature.
-
-        Sequences too long for the teacher are left out. All processes call it together, also those
-        without a sequence.
-        """
+        """Return the sampled tokens' logprobs [S] by sequence. All processes call it together."""
         ...
 
 
@@ -118,10 +114,7 @@ class TextScorer(Protocol):
     """Servers that score texts."""
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probability at temperature 1 of every id of each text but the first id.
-
-        Raises EngineError.
-        """
+        """Return every id's log-probability except the first's. Raises EngineError."""
         ...
 
 
@@ -142,10 +135,7 @@ class ServedTeacher:
         self._prompt_ids = prompt_ids
 
     def score(self, sequences: Sequence[TrainingSequence]) -> dict[SequenceKey, Tensor]:
-        """Return the logprobs [S] of the sampled tokens of each sequence that is not too long.
-
-        Raises TeacherFailed, in all processes, if the servers fail.
-        """
+        """Implement `Teacher.score`. Raises TeacherFailed, in all processes."""
         sequences = [with_teacher_prompt(sequence, self._prompt_ids) for sequence in sequences]
         # A server also samples a token, which is thrown away but needs room.
         fitting = [sequence for sequence in sequences if sequence.length < self._max_context]
@@ -188,10 +178,7 @@ def with_teacher_prompt(
 def score_with(
     teacher: Teacher, groups: Sequence[Sequence[TrainingSequence]], world: World
 ) -> list[list[TrainingSequence]]:
-    """Return the sequences with the teacher's logprobs, without rollouts too long for it.
-
-    Raises TeacherFailed in all processes for probabilities that are no numbers.
-    """
+    """Return the sequences with the teacher's logprobs. Raises TeacherFailed in all processes."""
     scores = teacher.score(list(chain(*groups)))
     with world.together("the teacher's probabilities", TeacherFailed):
         for (rollout_id, index), logprobs_S in scores.items():

@@ -150,10 +150,7 @@ class VllmEngine:
         )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of every id after the first, at temperature 1.
-
-        With adapters, requests in flight end first, and new ones wait.
-        """
+        """Return every id's log-probability but the first's; requests end before with adapters."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -94,10 +94,7 @@ def build_llm_engine(
 
 
 def set_environment(config: VllmSettings) -> None:
-    """Set the environment variables that vLLM reads when it is imported.
-
-    What the user has set stays, except for TORCHDYNAMO_DISABLE on a CPU.
-    """
+    """Set the environment variables that vLLM reads at its import; the user's stay."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
@@ -181,11 +178,7 @@ def check_device(llm: Any) -> None:
 
 @contextlib.contextmanager
 def settings_restored() -> Iterator[None]:
-    """Restore what building vLLM changes in this process.
-
-    These are torch's precision of float32 products, its number of threads, and on a CPU the
-    function that sets this number.
-    """
+    """Restore torch's settings that building vLLM changes: precision and threads."""
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     set_threads = torch.set_num_threads
     try:

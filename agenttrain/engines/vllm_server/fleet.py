@@ -85,10 +85,7 @@ class Fleet(WatchedServers):
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, session: str
     ) -> Completion:
-        """Sample from a server with the current weights. Waits until there is one.
-
-        Raises EngineError for a request that servers refuse or die of, and FleetLost.
-        """
+        """Sample from a server with the current weights. Raises EngineError and FleetLost."""
         return await self._call(
             session,
             lambda member: self._send(member, token_ids, sampling, session),
@@ -132,10 +129,7 @@ class Fleet(WatchedServers):
             await self._wait()
 
     def _answering_unless(self, state: MemberState) -> list[Member]:
-        """Return the servers that answer, but are not in `state`: a router may choose them.
-
-        Raises FleetLost if one of them was given up.
-        """
+        """Return the answering servers that are not in `state`. Raises FleetLost."""
         members = [
             member for member in self.members if member.answers and member.state is not state
         ]
@@ -262,10 +256,7 @@ class Fleet(WatchedServers):
                     member.state = MemberState.live
 
     async def _load_member(self, member: Member, versions: Sequence[WeightFiles]) -> None:
-        """Send weights to one server, the newest last. Kill the server if that fails.
-
-        Without adapters only the newest version is sent.
-        """
+        """Send weights to one server, the newest last. Kill the server if that fails."""
         client, boot, files = member.client, member.boot, versions[-1]
         assert client is not None
         member.state = MemberState.syncing  # it need not answer examinations while it loads

@@ -37,11 +37,7 @@ class FrozenFleet(WatchedServers):
         self._watch(watch(member, self, folder, servers) for member in members)
 
     async def send(self, session: str, call: Callable[[ServerClient], Coroutine[Any, Any, T]]) -> T:
-        """Call a server and return the result. Waits until there is a server.
-
-        Requests of one session go to one server while it lives. Raises EngineError for a request
-        that servers refuse or die of, and RoleLost.
-        """
+        """Call a server and return the result. Raises EngineError and RoleLost."""
 
         async def send_to(member: Member) -> T:
             assert member.client is not None

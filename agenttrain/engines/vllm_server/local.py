@@ -189,10 +189,7 @@ class LocalServers:
 
 
 def launcher_of(folder: Path) -> int | None:
-    """Return the process number of the launcher that owns the servers of a run or a role.
-
-    `folder` is the run's, or the role's in it. None: the process that starts them owns them.
-    """
+    """Return the process number of the launcher that owns a folder's servers, if one does."""
     number, _, run = os.environ.get(SERVERS_OWNER, "").partition(" ")
     path = folder.resolve()
     owns = bool(number) and Path(run) in (path, *path.parents) and process_exists(int(number))
@@ -227,10 +224,7 @@ def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
 
 
 def server_records(run: Path) -> list[tuple[Path, ServerRecord]]:
-    """Return the records of all servers of a run on this machine, role servers included.
-
-    Each comes with its folder: the run's, or the role's in it.
-    """
+    """Return the records of a run's servers on this machine, each with its folder."""
     records = []
     for folder in (run, *(run / OF_ROLES).glob("*")):
         for path in (folder / FOLDER).glob("[0-9]*.json"):

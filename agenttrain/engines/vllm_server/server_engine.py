@@ -83,10 +83,7 @@ class ServerEngine(Generic[F]):
         )
 
     async def release(self, session: str) -> None:
-        """End a session. Adapters that no session uses are removed at the next update.
-
-        A server's prefix cache evicts its least recently used entries by itself.
-        """
+        """End a session. The next update removes adapters that no session uses."""
         self.fleet.release(session)
 
     async def verify(

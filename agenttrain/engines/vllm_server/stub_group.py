@@ -37,10 +37,7 @@ class StubGroup:
     """Rank 0 of a group, with the methods of vLLM's `PyNcclCommunicator` that a broadcast needs."""
 
     def __init__(self, address: str, port: int, ranks: int) -> None:
-        """Wait for the workers, e.g. ranks 1, 2 and 3 in a group of 4.
-
-        Raises TimeoutError, and ValueError for another rank or one that comes twice.
-        """
+        """Wait for the workers. Raises TimeoutError, and ValueError for a wrong rank."""
         self._workers: dict[int, socket.socket] = {}
         self._destroyed = Event()
         with socket.create_server((address, port)) as server, ExitStack() as joined:

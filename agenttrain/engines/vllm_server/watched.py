@@ -43,11 +43,7 @@ class WatchedServers(ABC):
     async def _call(
         self, session: str, send: Callable[[Member], Coroutine[Any, Any, T]], name: str
     ) -> T:
-        """Send a request to one server after the other until one answers, and return the answer.
-
-        `name` stands for the request in errors. Raises EngineError for a request that servers
-        refuse or die of, and the error of `_lost`.
-        """
+        """Send a request until a server answers. Raises EngineError, and as `_lost`."""
         failure: ServerFailed | None = None
         sends, first_failure = 0, 0.0
         while self._may_send(sends, first_failure):

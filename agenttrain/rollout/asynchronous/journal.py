@@ -118,10 +118,7 @@ class Journal:
     def add(
         self, serial: int, step: int, task: Task, collected: Collected, begun: float, ended: float
     ) -> None:
-        """Write a group; it is on disk when this returns. Does nothing once the journal is closed.
-
-        Callable from any thread.
-        """
+        """Write a group to disk. Does nothing once the journal is closed. Thread-safe."""
         content = self._codec.encode(collected)
         name = f"{GROUPS}/{serial:06d}-{self._nonce}.bin"
         entry = Entry(
@@ -184,10 +181,7 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
 
 
 def _entries(path: Path) -> tuple[list[Entry], int]:
-    """Return the entries of a journal, and the number of its lines that cannot be read.
-
-    A last line without its newline was cut by a crash, and does not count.
-    """
+    """Return a journal's entries, and the number of its lines that cannot be read."""
     entries, unreadable = [], 0
     for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
         try:

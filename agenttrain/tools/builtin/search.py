@@ -127,10 +127,7 @@ class Document:
 
 
 def documents(path: Path, text_column: str, title_column: str) -> list[Document]:
-    """Read the documents at `path`, in the order of their paths or rows.
-
-    Raises ValueError that names the file and row that cannot be read.
-    """
+    """Read the documents at `path`, in order. Raises ValueError that names file and row."""
     if path.is_dir():
         files = sorted(text_files(path), key=lambda file: file.relative_to(path).as_posix())
         return [_text_file(file, file.relative_to(path).as_posix()) for file in files]

@@ -36,10 +36,7 @@ class CannotConnect(AgenttrainError):
 
 
 class _Link:
-    """One session with the server, held by a task of its own.
-
-    The task that enters the client and its transport must also leave them.
-    """
+    """One session with the server. One task enters and leaves its transport."""
 
     def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None

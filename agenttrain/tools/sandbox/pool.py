@@ -47,10 +47,7 @@ class Pool:
 
     @classmethod
     def of(cls, settings: SandboxSettings) -> Pool:
-        """Return the pool for these settings; raises ValueError if no sandbox can be made here.
-
-        Limits of single calls come with each call, so that tools may differ in them.
-        """
+        """Return the pool for these settings. Raises ValueError."""
         settings = replace(settings, call_s=EACH_CALL.call_s, max_chars=EACH_CALL.max_chars)
         if settings not in _pools:
             _pools[settings] = cls(settings, usable_backend(settings.sandbox))
@@ -61,10 +58,7 @@ class Pool:
     async def call(
         self, rollout_id: str, kind: str, code: str, settings: SandboxSettings | None = None
     ) -> str:
-        """Run code for a rollout; return its output. `settings`: with this call's own limits.
-
-        Raises ToolFailure for what the code did, ToolUnavailable for a sandbox that is broken.
-        """
+        """Run code for a rollout; return its output. Raises ToolFailure, ToolUnavailable."""
         if len(code) > MAX_CODE:
             raise ToolFailure(f"the code has {len(code)} characters, at most {MAX_CODE} are run")
         if "\0" in code:
@@ -152,10 +146,7 @@ def _joined(text: str, note: str) -> str:
 
 @cache
 def usable_backend(wanted: str) -> str:
-    """Return the backend that works on this machine, tried with a sandbox that runs a program.
-
-    Raises ValueError, beginning with ``sandbox=…``, with what was tried and what to do.
-    """
+    """Return the backend that works on this machine. Raises ValueError."""
     if wanted == "none":
         return wanted
     problems = []

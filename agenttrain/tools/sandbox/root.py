@@ -70,10 +70,7 @@ class Root(NamedTuple):
 
 
 def build_root(root: Root, *, user: int) -> None:
-    """Replace this process's file system; it must have a mount namespace of its own.
-
-    `user` is the one that the code will have.
-    """
+    """Replace this process's file system, in a mount namespace of its own."""
     submounts = list(_mount_points())
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     # /tmp always exists. The mount hides its files only until the old root appears at HOST.
