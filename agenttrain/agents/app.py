@@ -79,10 +79,7 @@ class Open:
 
 
 class AnswerResponse(Response):
-    """Writes an answer once it is sampled. A stream has comments meanwhile.
-
-    The sampling goes on if the client leaves: the same request then gets its answer.
-    """
+    """Writes an answer once it is sampled, which goes on if the client leaves."""
 
     def __init__(
         self, entry: Open, delivery: Delivery, dialect: Dialect, question: Question

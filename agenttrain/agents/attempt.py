@@ -117,10 +117,7 @@ class EndpointRollout:
         return self.policy.engine.max_context
 
     async def answer(self, question: Question, *, text_arguments: bool = True) -> Answer:
-        """Sample the answer to a request. Raises RequestError.
-
-        With `text_arguments`, the API's arguments of calls are a text, which may be malformed.
-        """
+        """Sample the answer to a request. Raises RequestError."""
         self.counts["agent/requests"] += 1
         try:
             problem = await self.policy.check(question)
@@ -219,11 +216,7 @@ class EndpointRollout:
             raise RequestError(f"the rollout has ended: {message}", code=str(reason), status=403)
 
     def _admit(self, question: Question, problem: RequestError | None) -> Transcript:
-        """Check a request's parameters, and return the transcript that it belongs to.
-
-        `problem` is the error of its tools and its form, raised after those of the model and the
-        sampling.
-        """
+        """Check a request's parameters, and return the transcript that it belongs to."""
         kind = find_served(self.settings.models, question.model)
         if not isinstance(kind, Served):
             raise RequestError(kind, param="model", code="model_not_found", status=404)
@@ -247,10 +240,7 @@ class EndpointRollout:
         return self.untrained if kind is Served.frozen else self.trained
 
     def _check_sampling(self, question: Question) -> None:
-        """Raise RequestError for fields that would change samples or prompt.
-
-        With `agent.on_sampling=override` they are counted instead.
-        """
+        """Raise RequestError for fields that would change samples, or count them."""
         ours = self.request.sampling
         neutral: dict[str, tuple[object, ...]] = {
             "temperature": (ours.temperature, self.policy.limits.temperature),
@@ -366,10 +356,7 @@ class EndpointRollout:
         )
 
     def _budget(self, transcript: Transcript, plan: Plan, max_tokens: int | None) -> int:
-        """Return the tokens that may be sampled. Raises RequestError if there are none.
-
-        `max_tokens` is the request's own limit.
-        """
+        """Return the tokens that may be sampled. Raises RequestError if there are none."""
         limits, engine = self.policy.limits, self.policy.engine
         context_room = engine.max_context - len(plan.ids)
         if context_room < 1:

@@ -60,10 +60,7 @@ class RequestPlanner:
         schemas: Sequence[dict[str, Any]],
         match: Match[AgentTurn],
     ) -> Plan:
-        """Return the ids to continue: those behind the matched turn, or else a rendered prompt.
-
-        Raises RequestError.
-        """
+        """Return the ids behind the matched turn, or a rendered prompt. Raises RequestError."""
         turn = match.turn
         restart, difference = find_restart(messages, transcript.issued.turns, match)
         if turn is not None:

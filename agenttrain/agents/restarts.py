@@ -31,10 +31,7 @@ class Restart(StrEnum):
 def find_restart(
     messages: Sequence[Message], turns: Sequence[IssuedTurn], match: Match[Any]
 ) -> tuple[Restart | None, str]:
-    """Return why a request continues none of the turns, and the first difference.
-
-    None and "": it does, or it is a new conversation.
-    """
+    """Return why a request continues none of the turns, if it should, and the difference."""
     if match.turn is not None:
         return None, ""
     if match.other_tools:

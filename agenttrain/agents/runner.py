@@ -64,10 +64,7 @@ class OutsideAgent(Protocol):
     """Whatever attempts rollouts."""
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Attempt a task. Return the reward that the agent gives, if any. Raises AgentFailed.
-
-        `log` is the path of its output, without a suffix.
-        """
+        """Attempt a task. Return the agent's reward, if any. Raises AgentFailed."""
         ...
 
     async def aclose(self) -> None:
@@ -123,10 +120,7 @@ class ExternalAgent:
 
 
 class EndpointProtocol(BoundedHead):
-    """uvicorn's HTTP, which also says when a client has not read an answer that was written.
-
-    A client that closes its connection with unread bytes resets it.
-    """
+    """uvicorn's HTTP, which also says when a client resets its connection unread."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Pass on a reset to the last request of the connection."""
@@ -446,10 +440,7 @@ def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
 def make_agent(
     settings: AgentConfig, folder: Path, command: Callable[[], Sequence[str]] = tuple
 ) -> OutsideAgent:
-    """Return the agent that the settings describe. Raises ValueError.
-
-    `folder` is for output. `command` returns the command of a process when one is started.
-    """
+    """Return the agent that the settings describe. Raises ValueError."""
     if settings._target_ is not None:
         function = locate(settings._target_, key="agent._target_")
         if not asyncio.iscoroutinefunction(function):

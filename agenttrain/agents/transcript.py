@@ -66,10 +66,7 @@ def _argument_schema(parameters: str) -> ArgumentSchema:
 
 
 def call_error(call: ToolCall, parameters: Mapping[str, Mapping[str, Any]]) -> ToolError | None:
-    """Return the error of a call that its tool could not have run. None: the tool may have run it.
-
-    `parameters` maps the names of the tools to the schemas of their parameters.
-    """
+    """Return the error of a call that its tool could not have run, by `parameters` of tools."""
     if call.malformed is not None:
         return ToolError.malformed
     if call.name not in parameters:

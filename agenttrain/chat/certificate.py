@@ -412,11 +412,7 @@ class _Mismatch(Exception):
 def _ledger(
     chat: Chat, schemas: Sequence[dict], question: Message, steps: list[Step]
 ) -> tuple[list[int], list[str]]:
-    """Replay a conversation as the loop does; return the ids between turns, and remarks.
-
-    The remarks say what the template leaves out. Raises _Mismatch if the full rendering has other
-    ids, or if a call is not parsed as it was rendered.
-    """
+    """Replay a conversation as the loop does; return ids and remarks. Raises _Mismatch."""
     messages: list[Message] = [question]
     ledger = chat.rendered_ids(messages, schemas)
     context: list[int] = []
@@ -461,11 +457,7 @@ def _ledger(
 
 
 def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
-    """Return the turn as a completion could hold it.
-
-    It has reasoning if the prompt opens reasoning, and none if the prompt already closes it. Empty
-    reasoning would not do: in the full rendering alone its line break merges with the prompt's.
-    """
+    """Return the turn as a completion could hold it: with reasoning if the prompt opens it."""
     if chat.thinking_is_off:
         return replace(turn, reasoning=None)
     opened = chat.opens_reasoning(after) and not turn.reasoning

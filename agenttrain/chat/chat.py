@@ -96,11 +96,7 @@ class Chat:
         no_images: str = "this model reads text only",
         roles: Mapping[str, str] | None = None,
     ) -> None:
-        """`plain` maps added tokens that are ordinary text to the reason, as in `Family.plain`.
-
-        `placeholders` are those of the model's images; None: it reads none, because of `no_images`.
-        `roles` maps roles of messages to those to render.
-        """
+        """`plain`: added tokens that are text, with the reason. `placeholders`: those of images."""
         self.tokenizer = tokenizer
         self.template = template
         self.fix = fix or Fix(family=None, stock=template, template=template)
@@ -141,10 +137,7 @@ class Chat:
 
     @property
     def saved_template(self) -> str:
-        """The template with `kwargs` as its defaults.
-
-        It is saved beside the weights, so that a server builds the contexts of the training.
-        """
+        """The template with `kwargs` as its defaults, so that servers render as training does."""
         defaults = [
             f"{{%- set {key} = {key} if {key} is defined else {json.dumps(value)} %}}\n"
             for key, value in self.kwargs.items()
@@ -205,10 +198,7 @@ class Chat:
         return normal
 
     def _role(self, name: str) -> str:
-        """Return the role to render: the setting's, or the usual one if the template has no such.
-
-        Example: `system` for `developer`, unless the template renders messages of developers.
-        """
+        """Return the role to render: the setting's, or the usual one if the template lacks it."""
         if name in self.roles:
             return self.roles[name]
         if name in ROLES or (usual := role_of(name)) is None:
@@ -219,10 +209,7 @@ class Chat:
         return self._usual_roles[name]
 
     def _omits_role(self, name: str, usual: str) -> bool:
-        """Return True if the template refuses or leaves out a message of this role.
-
-        It stands where messages of the role `usual` do.
-        """
+        """Return True if the template refuses or leaves out a message of this role."""
         message: Message = {"role": name, "content": WORD}
         conversation = [message] if usual == "user" else [message, USER]
         if usual == "assistant":
@@ -243,10 +230,7 @@ class Chat:
         may_omit: Collection[str],
         marked: Sequence[Message] = (),
     ) -> None:
-        """Raise ChatError if a rendering of messages lacks the text or the calls of one of them.
-
-        `marked` are the messages as they were rendered, with control tokens marked.
-        """
+        """Raise ChatError if a rendering lacks the text or calls of one of the messages."""
         for index, message in enumerate(messages):
             role = str(message.get("role"))
             if message.get("tool_calls") and not self.renders_calls and role not in may_omit:
@@ -275,11 +259,7 @@ class Chat:
                 )
 
     def check_places(self, messages: Sequence[Message], schemas: Sequence[dict]) -> None:
-        """Raise ChatError if the template leaves out the text of a message.
-
-        A conversation all of whose places were seen before is not rendered: `prompt_ids` checks its
-        texts.
-        """
+        """Raise ChatError if the template leaves out a message in a place not seen before."""
         messages = self.normal_messages(messages)
         if not self._shown_places.issuperset(places(messages).values()):
             self._check_texts(messages, schemas, "", (), messages)
@@ -295,10 +275,7 @@ class Chat:
         schemas: Sequence[dict],
         marked: Sequence[Message] | None = None,
     ) -> str:
-        """Render messages and the generation prompt to marked text. Raises ChatError.
-
-        `marked` are the messages with control tokens marked; None: they are marked here.
-        """
+        """Render messages and the generation prompt to marked text. Raises ChatError."""
         for message in messages:
             content = message.get("content")
             for part in content if isinstance(content, list | tuple) else ():
@@ -397,11 +374,7 @@ class Chat:
         after: str = "user",
         form: AnswerForm = ANY_FORM,
     ) -> str:
-        """Return the grammar of completions whose calls fit these tools, for `Sampling.grammar`.
-
-        `after` is the role of the message before. Raises ChatError if calls in this format have no
-        grammar.
-        """
+        """Return the grammar of completions whose calls fit these tools. Raises ChatError."""
         if self._grammar is None:
             self._grammar = CallGrammar(self.response, self.render)
         return self._grammar.grammar_for(
@@ -499,11 +472,7 @@ class Chat:
         return self._suffix(turn, replies, generation_prompt).end_ids
 
     def answer_end_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ends of an answer that nothing follows, and of one before a user's message.
-
-        They differ in harmony: the last answer ends with ``<|return|>``, earlier ones with
-        ``<|end|>``.
-        """
+        """Return the ends of the last answer and of earlier ones: they differ in harmony."""
         suffix = self._suffix(ANSWER, [USER], True)
         return suffix.last_end_ids or suffix.end_ids, suffix.end_ids
 
@@ -564,11 +533,7 @@ class Chat:
     def _suffix(
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
     ) -> Suffix:
-        """Return the cached suffix of the turn's shape.
-
-        The shape is everything about a turn that may change the text around its replies: names and
-        ids of the calls, and every key of a reply but its content.
-        """
+        """Return the cached suffix of a turn's shape: its calls and the replies' other keys."""
         indices = {call.id: index for index, call in enumerate(turn.calls)}
         shows_ids = self._behaviour.shows_ids
         shapes = []
@@ -620,10 +585,7 @@ class Chat:
         return suffix
 
     def _turn_ends(self) -> list[int]:
-        """Return the ids of the control tokens that end a turn, before replies of either role.
-
-        A token that also occurs inside a turn is left out: harmony's <|end|> closes the reasoning.
-        """
+        """Return the ids that end a turn and never occur inside of one."""
         inside: list[int] = []
         with suppress(ChatError):
             # The ids between the generation prompt and the content of an answer with reasoning.

@@ -107,11 +107,7 @@ class CallGrammar:
         in_reasoning: bool,
         form: AnswerForm = ANY_FORM,
     ) -> str:
-        """Return the grammar, as JSON, of a completion that may call these tools.
-
-        `in_reasoning`: the completion begins inside the reasoning. Arguments are as
-        `ArgumentSchema` reads them.
-        """
+        """Return the grammar, as JSON, of a completion that may call these tools."""
         key = json.dumps(schemas), in_reasoning, form
         if key not in self._cache:
             if len(self._cache) >= CACHED_GRAMMARS:
@@ -250,10 +246,7 @@ _PLACE = re.compile(r"^\[.*?\] \S+: ")
 
 
 def grammar_problem(grammar: str) -> str | None:
-    """Return xgrammar's objection to a structural tag, or None; None too without xgrammar.
-
-    vLLM brings xgrammar along, so it is installed wherever grammars are used.
-    """
+    """Return xgrammar's objection to a structural tag. None also without xgrammar."""
     try:
         import xgrammar
     except ImportError:

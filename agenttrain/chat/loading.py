@@ -168,10 +168,7 @@ def make_fix(
 def _template_source(
     tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family], *, tools: bool
 ) -> tuple[str, str | None]:
-    """Return the template before fixes, and a note on which of several it is.
-
-    It is the user's file, or a template that the tokenizer carries.
-    """
+    """Return the template before fixes, and a note on which of several it is."""
     names = sorted(["auto", "none", "file", *known])
     if config.name not in names:
         close = get_close_matches(config.name, names, n=1)
@@ -276,10 +273,7 @@ def template_of_tokenizer(carried: Any, *, tools: bool) -> tuple[str, str | None
 
 
 def read_template(path: str, revision: str | None = None, *, tools: bool = True) -> str:
-    """Read the template of `chat_template.path`: a Jinja file, or the one that a model carries.
-
-    Raises ChatError if there is none.
-    """
+    """Read `chat_template.path`: a Jinja file, or a model's template. Raises ChatError."""
     try:
         file = template_file(path, revision)
         text = file.read_text(encoding="utf-8")
@@ -334,10 +328,7 @@ def load_spec(name: str) -> ResponseSpec:
 
 
 def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
-    """Return vLLM's name for a parser of the chat's calls; raises ChatError if none is known.
-
-    `response_schema.server_parser` names it, else the file of the bundled format that the chat has.
-    """
+    """Return vLLM's name for a parser of the chat's calls. Raises ChatError."""
     if config.server_parser is not None:
         return config.server_parser
     strict = replace(cast(Any, chat.response), lenient=False)
@@ -354,10 +345,9 @@ def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
 
 
 def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
-    """Return the response schema that the group selects.
+    """Return the response schema of the group; `auto` asks tokenizer, then `family`.
 
-    `auto` is the one in the tokenizer's configuration, in either dialect, else `family`, the name
-    of the template's own format. Raises ChatError that names the key to set.
+    Raises ChatError.
     """
     own = getattr(tokenizer, "init_kwargs", None) or {}
     carried = {

@@ -182,10 +182,7 @@ class FunctionScorer:
         return gate
 
     async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Run calls in a thread for a moment. Return the outcomes of at least one.
-
-        A call that sets an alarm, or returns an awaitable, ends the visit: it goes on elsewhere.
-        """
+        """Run calls in a thread for a moment. Return the outcomes of at least one."""
         if self.sets_alarms:
             return [await self._run(calls[0])]
         started_calls: list[Call] = []
@@ -452,10 +449,7 @@ class ChangedRollout(AgenttrainError):
 
 
 def copy_rollout(rollout: Rollout) -> Rollout:
-    """Return a copy that shares nothing with the rollout that can be changed.
-
-    Costs O(messages) and one copy of the ids. Immutable strings and spans are shared.
-    """
+    """Return a copy that shares nothing with the rollout that can be changed."""
     results = [
         replace(result, call=replace(result.call, arguments=copy_value(result.call.arguments)))
         for result in rollout.tool_results

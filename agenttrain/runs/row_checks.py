@@ -34,10 +34,9 @@ def check_rows(
     executed: bool = True,
     on_bad_row: OnBadRow = OnBadRow.error,
 ) -> set[str]:
-    """Check the rows of each source, and the template with their tools; return these tools' names.
+    """Check the rows of each source with their tools; return these tools' names.
 
-    `executed` is that of `RowTools`. Raises RowError with the name of the row, CertificateError as
-    `Certificate.raise_if_refused`, and ChatError as `check_grammars`.
+    Raises RowError with the name of the row, CertificateError and ChatError.
     """
     names: set[str] = set()
     if structured_calls:

@@ -66,11 +66,10 @@ class Conversations:
     _taking: Lock = field(default_factory=Lock)
 
     def prompt(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> Prompt:
-        """Return the ids for a request's messages.
+        """Return the ids for a request's messages. Raises RequestError and ChatError.
 
         If they continue an issued turn, these are its ids and the template's suffix. Otherwise the
-        messages are rendered. Raises RequestError, and ChatError for messages that the template
-        refuses.
+        messages are rendered.
         """
         messages, tools = in_call_order(messages), tools_digest(schemas)
         match = self._issued.match(messages, tools)

@@ -466,11 +466,8 @@ def why_not_packed(
 ) -> str | None:
     """Try packing. Return the reason if it would change the model's results, else None.
 
-    Layers that carry a state along the sequence (linear attention, SSM) would carry it from one
-    rollout into the next, and attention may ask for something that `packed_attention` refuses.
-    `varlen` is that of `packed_hidden`. Its kernel may also fail on this device. `device` is where
-    the model computes (None: where its weights are). `inside` calls a function of the model while
-    its weights are gathered.
+    States along the sequence would be carried from one rollout into the next. `varlen` is that of
+    `packed_hidden`, `inside` calls a function of the model while its weights are gathered.
     """
     device = device or model.device
     inside = inside or (lambda function: function(model))
@@ -543,12 +540,10 @@ def _leaks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """Lengths beyond which a model changes its rotary frequencies.
+    """Lengths beyond which a model changes its rotary frequencies (LongRoPE, dynamic scaling).
 
-    LongRoPE (Phi) has one set of frequencies up to the length of the pretraining and another beyond
-    it. Dynamic scaling has one for each length beyond. transformers chooses by the last position of
-    a forward pass, so that a short rollout packed with a long one would silently get other
-    frequencies than alone. Hence only rollouts of one kind share a forward pass.
+    transformers chooses by the last position of a forward pass, so that a short rollout packed with
+    a long one would get other frequencies than alone. Only rollouts of one kind share a pass.
     """
 
     long: tuple[int, ...] = ()

@@ -107,16 +107,10 @@ class Policy:
     ) -> None:
         """Prepare `model` for training; the reference is a copy of it as it is now.
 
-        Load a checkpoint's weights afterwards, or the reference would be that checkpoint. `steps`
-        is the length of the run, for the learning rate; `reward_weights` are the rubric's, for
-        algorithms that normalise each reward function. `temperature` is that of the rollouts: all
-        probabilities are those after it.
-
-        All processes of `world` begin with the main process's weights. `sharding` None: each holds
-        all of them. With `weights`, which are for a sharded policy, `model` is on the meta device
-        and each process reads its part after it is sharded. `sampled`: an engine of this process
-        samples from `sampler`, which is then an unsharded copy. `vision` reads the images of the
-        rollouts; without it there are none.
+        Load a checkpoint's weights afterwards. `steps` is the run's length, `temperature` that of
+        its rollouts. With `weights`, `model` is on the meta device and each process reads its part
+        once it is sharded. `sampled`: an engine of this process samples from `sampler`, then an
+        unsharded copy.
         """
         self.world = world or World()
         self.accelerator = accelerator or make_accelerator(training.mixed_precision)

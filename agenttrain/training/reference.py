@@ -133,12 +133,11 @@ def copy_weights(reference: ReferencePolicy, policy: Scorer) -> None:
 def make_reference(
     scorer: Scorer, accelerator: Any, config: AlgorithmConfig, sharding: Sharding | None = None
 ) -> ReferencePolicy | None:
-    """Return the configured reference. None: there is no KL penalty.
+    """Return the configured reference, which is the policy as it is now, or None.
 
-    It is the policy as it is now. If it has adapters, the weights under them are shared: adapters
-    that are new are switched off, and those of an earlier training are kept as a copy. Without
-    adapters it is a copy of the policy. If the policy has no storage yet, `copy_weights` gives the
-    copy its weights. Raises ValueError for a synced reference of a model with adapters.
+    With adapters the weights under them are shared: new ones are switched off, and those of an
+    earlier training are kept as a copy. `copy_weights` gives a copy without storage its weights.
+    Raises ValueError for a synced reference of a model with adapters.
     """
     if config.kl is None:
         return None

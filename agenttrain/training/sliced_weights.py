@@ -396,10 +396,7 @@ def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Put CPU tensors of one number, expanded to their shapes, in the place of weights on meta.
-
-    In the block peft draws adapters in memory, as it does beside real weights.
-    """
+    """Put CPU tensors of one number in the place of weights on meta, for peft to draw adapters."""
     _replace(model, lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape), "meta")
     # A real weight has at least as much memory as it shows: those are left alone at the end.
     stand_in_ids = {id(p) for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes}

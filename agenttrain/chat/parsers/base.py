@@ -112,11 +112,7 @@ class ResponseSpec(Protocol):
         ...
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
-        """Return the control tokens that `parse` must see in the completion's text.
-
-        All others are removed first. An end of turn is returned if the format needs it to know how
-        a message ended.
-        """
+        """Return the control tokens that `parse` must see. All others are removed first."""
         ...
 
     def opens_reasoning(self, prompt: str) -> bool:
@@ -201,10 +197,7 @@ def _ids(calls: Sequence[ParsedCall], numbered: Callable[[int], str]) -> list[st
 def _arguments(
     value: Any, label: str, lenient: bool, *, again: bool = True
 ) -> tuple[dict[str, Any], str | None, bool]:
-    """Return (arguments, problem, True if only a lenient spec accepts them).
-
-    A JSON object in a string is decoded; with `again`, also one that was encoded twice.
-    """
+    """Return (arguments, problem, True if only a lenient spec accepts them)."""
     loose = False
     if isinstance(value, str) and value.strip():
         text = value

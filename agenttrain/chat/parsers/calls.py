@@ -183,11 +183,7 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[Json, str, bool]:
-    """Read the arguments behind a header: (value, the footer still expected, not strict JSON).
-
-    A header may end with the opening brace of the arguments, as in ``f({``. Their closing brace
-    may then be the first character of the footer or of the closing mark.
-    """
+    """Read the arguments behind a header: (value, the footer still expected, not strict JSON)."""
     at, footer = header.end(), syntax.footer or ""
     if header.group().rstrip().endswith("{"):
         brace = body.rindex("{", 0, at)
@@ -366,10 +362,7 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
-    """Return (call, its end, True if the body ends inside a string).
-
-    A malformed call ends where the next one begins, or where the list ends.
-    """
+    """Return (call, its end, True if the body ends inside a string)."""
     header = _CALL.match(body, at)
     if header is None:
         end = _next_call(body, at)

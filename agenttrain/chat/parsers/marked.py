@@ -166,11 +166,7 @@ class MarkedSpec(Syntax):
     def _region(
         self, text: str, start: int, end: int, read: Read, following: re.Match[str] | None
     ) -> tuple[list[ParsedCall], int]:
-        """Return (the calls of one region with the text of each, the position behind the region).
-
-        `start` is where the opening mark begins, `end` where reading ended, `following` the next
-        mark.
-        """
+        """Return (the calls of one region with their texts, the position behind the region)."""
         bad = any(call.problem is not None for call in read.calls)
         limit = following.start() if following is not None else len(text)
         problem = None
@@ -209,11 +205,7 @@ class MarkedSpec(Syntax):
         return calls, position
 
     def _beside(self, text: str, calls: list[ParsedCall], schemas: Schemas) -> str:
-        """Return the content beside calls; append to them those that lack their opening mark.
-
-        The separator alone is no content. A call without its mark ends before the next one, so that
-        a value that is not closed cannot run over it.
-        """
+        """Return the content beside calls; append to them those that lack their opening mark."""
         if self._unmarked is None:
             return "" if calls and self.separator and text.strip() == self.separator else text
         openings = [opening.start() for opening in self._unmarked.finditer(text)]

@@ -226,11 +226,7 @@ class _Marks:
 
 
 def _close(region: _Region, marks: _Marks) -> _Region:
-    """Find the end of a region, and read its value if it is a call's.
-
-    A closing mark inside a string of a call's arguments belongs to the string. A call that is not
-    closed ends where the next one opens.
-    """
+    """Find the end of a region, and read its value if it is a call's."""
     field = region.field
     hit = None if field.close is None else marks.search(field.close, region.body)
     region.closed = hit is not None or field.close is None
@@ -287,10 +283,7 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
 
 
 def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> ParsedCall:
-    """Make a call of ``{"function": {"name": …, "arguments": …}}`` or of the inner mapping.
-
-    `inside`: arguments that are text are the inside of an object without its braces.
-    """
+    """Make a call of ``{"function": {"name": …, "arguments": …}}`` or of the inner mapping."""
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
         return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")

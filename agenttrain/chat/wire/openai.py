@@ -144,11 +144,7 @@ def parse_request(body: bytes) -> ChatRequest:
 def read_question(
     data: Mapping[str, Any], roles: Mapping[str, str] = MappingProxyType({})
 ) -> Question:
-    """Return a request in the form of all APIs; raises RequestError as `parse_request` does.
-
-    `roles` are those of `chat_template.roles`.
-    Sampling parameters and fields that nobody follows are in its `sampling`.
-    """
+    """Return a request in the form of all APIs. Raises RequestError."""
     form = _form(data)
     taken = {*SAMPLING, "tool_choice", "response_format"}
     fields = {name: value for name, value in data.items() if name not in taken}
@@ -246,13 +242,10 @@ def validated(kind: type[M], data: Mapping[str, Any]) -> M:
 def read_messages(
     request: ChatRequest, roles: Mapping[str, str], *, text_arguments: bool = False
 ) -> list[Message]:
-    """Return the messages as chat templates take them.
+    """Return the messages as chat templates take them. Raises RequestError.
 
-    `roles` are those of `chat_template.roles`; other names of roles stand for the usual ones, and
-    `developer` for `system` whatever the template has, for clients send either.
-    Text parts are joined, arguments are decoded, and a tool's message gets the name of its call.
-    Arguments that are no JSON object are an error, unless `text_arguments` keeps their text.
-    Raises RequestError.
+    Names of roles are those of `roles`, the usual ones and their aliases. Arguments that are no
+    JSON object are an error, unless `text_arguments` keeps their text.
     """
     messages: list[Message] = []
     names: dict[str, str] = {}
@@ -308,10 +301,7 @@ def read_messages(
 
 
 def _role(name: str, roles: Mapping[str, str]) -> str | None:
-    """Return the role of a message: one of the usual, or one that `roles` maps when it is rendered.
-
-    None for an unknown name.
-    """
+    """Return the role of a message as it is rendered. None for an unknown name."""
     if roles.get(name) in ROLES:
         return roles[name]
     return name if name in ROLES or name in roles else role_of(name)

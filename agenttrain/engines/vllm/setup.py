@@ -58,12 +58,10 @@ def build_llm_engine(
     seed: int = 0,
     log: Path | None = None,
 ) -> Any:
-    """Build the engine with the weights of `folder`. Call it in the thread that steps the engine.
+    """Build the engine. Call it in the thread that steps it. Raises EngineError.
 
-    `dtype` is the policy's. `rank`: rank of adapters that it makes room for, 0 for none.
-    `tokenizer`: folder of the tokenizer, if requests come with a grammar. `log`: the file that
-    vLLM's log is appended to. With None only its errors are shown. Raises EngineError with vLLM's
-    message.
+    `rank`: that of adapters, 0 for none. `tokenizer`: its folder, if requests come with a grammar.
+    `log`: the file that vLLM's log is appended to. With None only its errors are shown.
     """
     os.environ.update(IN_PROCESS)
     set_environment(config)

@@ -317,11 +317,7 @@ class Fleet(WatchedServers):
             return None
 
     async def _await_start(self) -> None:
-        """Start watching the servers, and wait until all of them have started.
-
-        Returns at once if they are watched already. Outside servers may be fewer than all: enough
-        are `servers.count` after `servers.dead_s`. Raises FleetLost.
-        """
+        """Start watching the servers, unless done, and wait for their start. Raises FleetLost."""
         if self._watchers:
             return
         outside = self._outside

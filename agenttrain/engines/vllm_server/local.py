@@ -197,12 +197,10 @@ def launcher_of(folder: Path) -> int | None:
 
 
 def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
-    """Return the servers, by number, that an earlier process of this run left to the launcher.
+    """Return the servers, by number, that an earlier process left to the launcher, intact.
 
-    They have the same plan, and no update of their weights was cut short. Not reusable are:
-
-    - servers of a broadcast: they still wait in it for the sender that has ended;
-    - servers with adapters: theirs may be of steps that are now trained again.
+    Not those of a broadcast, which wait for a sender that has ended, nor those with adapters of
+    steps that are trained again.
     """
     if launcher_of(folder) is None or plan.rank or plan.backend != BACKEND:
         return {}

@@ -52,11 +52,10 @@ class Sql:
         query_timeout_s: Data[float] = 2.0,
         max_connections: Data[int] = 256,
     ) -> None:
-        """Takes a `database` file, or `connect`, whose connections any thread must be able to use.
+        """Takes a `database` file, or `connect`, for connections of any thread. Raises ValueError.
 
-        Longer results are cut to `max_rows` with a note. A query is interrupted after
-        `query_timeout_s`. At most `max_connections` idle connections stay open. Raises ValueError
-        for settings that cannot work.
+        Longer results are cut to `max_rows` with a note. At most `max_connections` idle connections
+        stay open.
         """
         if (database is None) == (connect is None):
             raise ValueError(
