@@ -72,13 +72,13 @@ class Pool:
             if self._jails.get(rollout_id) is jail:
                 break
             jail.lock.release()  # the calls before this one ended it: take a new one
-        used = jail.started
+        was_started = jail.started
         try:
-            if not used:
+            if not was_started:
                 await jail.start()
             outcome = await run_call(jail, kind, code, settings)
         except SandboxError as error:
-            if used:  # a retry must not pretend that the variables are still there
+            if was_started:  # a retry must not pretend that the variables are still there
                 self._lost[rollout_id] = "The sandbox broke down"
             raise ToolUnavailable(f"tool {kind}: the sandbox is broken: {error}") from error
         except asyncio.CancelledError:
@@ -120,8 +120,8 @@ class Pool:
     ) -> str:
         """Make the text that the model reads; raises ToolFailure with it for a failed call."""
         text, end = outcome.output, outcome.end
-        if lost := self._lost.pop(rollout_id, None):
-            text = _joined(f"[{lost}. {LOST}]", text)
+        if reason := self._lost.pop(rollout_id, None):
+            text = _joined(f"[{reason}. {LOST}]", text)
         if end in ENDS:
             why = ENDS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
             raise ToolFailure(_joined(text, f"[{why}. {LOST}]"))
