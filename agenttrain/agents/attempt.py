@@ -144,11 +144,7 @@ class EndpointRollout:
         return len(self._planner.render(in_call_order(question.messages), question.schemas))
 
     async def finish(self, messages: Sequence[Message] = (), *, size: int = 0) -> None:
-        """End the rollout. The replies to its last turn's calls become part of it.
-
-        `messages` is the conversation with these replies. `size` is the request's in bytes. Raises
-        RequestError for messages that do not continue the newest turn.
-        """
+        """End the rollout after the replies to its last calls. Raises RequestError."""
         if messages:
             if self._changing.locked():
                 raise RequestError(

@@ -246,11 +246,7 @@ class Certificate:
 
 
 def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
-    """Render probe conversations whole, and as prompt, completions and suffixes, and compare.
-
-    A template that does not fit raises nothing: its probes are refused. The same probes are made
-    with the model's own template if it was fixed, so that they show what the fix repairs.
-    """
+    """Render probe conversations whole and turn by turn, and compare."""
     probes = _probes(chat, schemas)
     preserving = all(probe.passed or probe.name in FEATURES for probe in probes)
     if chat.fix.changes:

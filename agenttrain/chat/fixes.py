@@ -185,10 +185,7 @@ class Fix:
 
 
 def apply_fix(name: str, family: Family, stock: str) -> Fix:
-    """Apply the first of the family's fixes whose edits all apply to a template.
-
-    An edit that the template already contains changes nothing. Raises ChatError if no fix applies.
-    """
+    """Apply the first of the family's fixes that fits the template. Raises ChatError."""
     if not family.fixes:
         return Fix(family=name, stock=stock, template=stock)
     problem = ""

@@ -130,9 +130,13 @@ def _no_memory(settings: EngineSettings, load: EngineLoad, sizes: ModelSizes) ->
 class EngineSpec(Generic[S]):
     """An engine: its settings, the function that builds it, and facts needed before it is built.
 
-    A bundled one is `SPEC` in `engines/<name>/spec.py`, one from outside
-    `engine._target_=my_pkg.engine.SPEC`. Its module is imported when settings are checked, so torch
-    and the engine are imported inside `build`. Problems are lines ``key=value: problem; remedy``.
+    A bundled one is `SPEC` in `engines/<name>/spec.py`. One from outside the package is any object
+    of this class, named by its dotted path::
+
+        SPEC = EngineSpec(settings=MySettings, build=build)   # engine._target_=my_pkg.engine.SPEC
+
+    Problems are complete lines ``key=value: problem; remedy``. A spec's module is imported when
+    settings are checked, so torch and the engine itself are imported inside `build`.
     """
 
     settings: type[S]

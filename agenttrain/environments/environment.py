@@ -347,10 +347,7 @@ class TookTooLong(TimeoutError):
 
 
 async def limit_time(work: Awaitable[Any], seconds: float) -> Any:
-    """Await `work` for at most `seconds`. Then cancel and abandon it, and raise TookTooLong.
-
-    Unlike asyncio.timeout, this does not wait for work that ignores its cancellation.
-    """
+    """Await `work` for at most `seconds`, and abandon it then. Raises TookTooLong."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)

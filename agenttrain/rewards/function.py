@@ -323,11 +323,7 @@ LARGEST = 1e100
 
 
 def as_score(value: Any, rollout: Rollout) -> float | tuple[float, ...] | None:
-    """Return `value` as a reward, or as one for each turn of the rollout if it is a list of them.
-
-    Lists, tuples, and arrays of one dimension are lists. Raises ValueError as `as_reward` does, and
-    for a list that is not as long as the rollout has turns, or has a None.
-    """
+    """Return `value` as a reward, or as one for each turn. Raises ValueError."""
     if hasattr(value, "tolist") and getattr(value, "ndim", 0) == 1:
         value = value.tolist()
     if type(value) not in (list, tuple):

@@ -373,10 +373,7 @@ def why_unrewarded(rollouts: Sequence[Rollout]) -> str | None:
 
 
 def may_be_scored(rollout: Rollout) -> bool:
-    """Return True unless the rollout failed for a reason that is not the model's fault.
-
-    Such a rollout has no reward, which is not the same as a reward of 0.
-    """
+    """Return True unless the rollout failed for a reason that is not the model's fault."""
     failed = rollout.stop_reason in (StopReason.error, StopReason.aborted)
     return rollout.turns > 0 and not failed
 

@@ -181,11 +181,7 @@ class SubAgents:
         return trajectory
 
     async def run(self, sub_agent: Coroutine[Any, Any, Delegated]) -> Delegated:
-        """Run a sub-agent in a task of its own, for a tool that awaits it.
-
-        Raises ToolFailure if a limit of the rollout ended it, and ToolUnavailable for faults, which
-        `check` raises again.
-        """
+        """Run a sub-agent for a tool. Raises ToolFailure and ToolUnavailable."""
         self.used = True
         task = asyncio.create_task(sub_agent)
         self._running.add(task)

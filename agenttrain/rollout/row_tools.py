@@ -310,11 +310,7 @@ def row_tool_sets(
     *,
     executed: bool = True,
 ) -> Iterator[Schemas]:
-    """Yield the tool sets of the rows of `source` that list their tools, each set once.
-
-    `executed` is that of `RowTools`. Of an endless source only the first rows are checked. Raises
-    RowError, which begins with `key` (data.train) and names the row.
-    """
+    """Yield the tool sets of the rows of `source`, each once. Raises RowError."""
     seen: set[str] = set()
     for index in range(checked_rows(source)):
         try:

@@ -67,11 +67,7 @@ async def start_rollouts(
 async def make_remote_engine(
     rollouts: Rollouts, dtype: str, make_sender: Callable[[], WeightSender] | None = None
 ) -> Engine:
-    """Wait until the rollout process has built its engine; return that engine.
-
-    `dtype` is the number format of the policy's weights, `make_sender` the engine's own. Raises the
-    error that the other process had in building its components.
-    """
+    """Wait until the rollout process has built its engine. Raises its error."""
     ready, failure = None, None
     if rollouts.process is not None:
         try:
@@ -287,10 +283,7 @@ class RemoteSource:
 
 
 def split_batch(batch: StepBatch, processes: int, minibatches: int) -> list[StepBatch]:
-    """Return the share of each training process, whose groups have about as many tokens.
-
-    The first one also has the groups that are not trained on, the counts and the source's state.
-    """
+    """Return each process's share. The first also has what is not trained on."""
     collected = batch.collected
     group_at = dict(zip(collected.places, collected.groups, strict=True))
     tokens = [float(sum(rollout.length for rollout in group)) for group in batch.groups]

@@ -112,11 +112,7 @@ PHASES = {
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One process of an execution of a verb in its folder.
-
-    Every process of `world` makes the same calls. Checkpoints and times aside, only the main one
-    writes into the folder. It also reports errors, which the other processes raise.
-    """
+    """One process of an execution of a verb. The main one writes its folder."""
 
     verb: str
     config: RunConfig

@@ -95,10 +95,7 @@ def _base(config: RunConfig) -> Path:
 
 
 def load_model(config: RunConfig) -> Any:
-    """Load the model of `model.path`, or build it with random weights for model.init=random.
-
-    A small one computes with one thread, unless OMP_NUM_THREADS says otherwise.
-    """
+    """Load the model of `model.path`, or build it with random weights."""
     from agenttrain.training.kernels import disable_cudnn_attention
 
     disable_cudnn_attention()
@@ -194,11 +191,7 @@ def _load(config: RunConfig) -> Any:
 
 
 def sampling_engine(config: RunConfig) -> Engine:
-    """Load the model and build an engine on it, on the GPU if there is one.
-
-    An engine with weights of its own takes long to start; in its place comes
-    engine=transformers with the same context.
-    """
+    """Load the model and build an engine on it, one that starts fast."""
     import torch
 
     model = load_model(config).eval().requires_grad_(False)

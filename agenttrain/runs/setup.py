@@ -59,11 +59,7 @@ def prepare(
     *,
     world: World | None = None,
 ) -> Components:
-    """Build and check the components of a run of `verb`; errors name the key to change.
-
-    `folder` is the run's. A model that is one of our checkpoints is verified by all processes of
-    `world` together: CheckpointError if it is torn.
-    """
+    """Build and check the components of a run of `verb`. Raises CheckpointError."""
     from agenttrain.runs.loading import check_model  # torch comes with it
 
     components = Components(config, verb, folder)

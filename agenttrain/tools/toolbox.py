@@ -145,11 +145,7 @@ class Toolbox:
     async def execute(
         self, calls: Sequence[ToolCall], context_of: Callable[[ToolCall], ToolContext]
     ) -> list[ToolResult]:
-        """Run calls concurrently; return one result per call, in call order, errors included.
-
-        Cancelling the caller cancels the calls. Raises StuckTools if too many calls cannot be
-        ended.
-        """
+        """Run calls concurrently; return one result per call, in order. Raises StuckTools."""
         self._check_stuck()
         return await asyncio.gather(*(self._answer(call, context_of) for call in calls))
 

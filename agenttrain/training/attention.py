@@ -183,10 +183,7 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> WindowMask | None:
-    """Mask function for transformers: return the window of a causal mask, None without a window.
-
-    Raises UnsupportedAttention for chunked masks, a model's own masks, and padding.
-    """
+    """Return a causal mask's window, None without one. Raises UnsupportedAttention."""
     if attention_mask is not None or use_vmap:
         raise UnsupportedAttention("the model adds to the causal mask what packing does not honour")
     if local_size is None:

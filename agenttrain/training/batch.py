@@ -297,11 +297,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Neighbouring segments of one parent and similar length, computed in one padded call.
-
-    Padding is at the end of each segment, where causal attention never sees it. The outputs of its
-    queries are dropped.
-    """
+    """Neighbouring segments of one parent and similar length, padded at their ends."""
 
     start: int
     """Packed position of the first token."""

@@ -68,11 +68,7 @@ UNWRITABLE = (OSError, CheckpointError)
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder.
-
-    Example: ``checkpoints.save(policy, step=10)``, and in a later process
-    ``state = checkpoints.load_latest(policy)`` with ``state["step"] == 10``.
-    """
+    """The checkpoints of one run, in one folder: `save`, and later `load_latest`."""
 
     def __init__(self, folder: Path, *, tokenizer: Any, keep: int, main: bool = True) -> None:
         """Keep the `keep` newest checkpoints in `folder`, each with the tokenizer and its template.
@@ -146,10 +142,7 @@ class Checkpoints:
         return None if self._writing is None else self._writing.step
 
     def finish(self, world: World, *, wait: bool = True) -> Path | None:
-        """Complete the checkpoint that was begun and return its folder. All processes together.
-
-        None: none was begun, or without `wait` a process is still writing. Raises what `save` does.
-        """
+        """Complete the begun checkpoint, with `wait` once it is written; return its folder."""
         writing = self._writing
         if writing is None:
             return None
@@ -219,10 +212,9 @@ class Checkpoints:
         return self._writing
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Restore weights, optimizer and random states from `path`. Return the saved state.
+        """Restore weights, optimizer and random states; return the state.
 
-        Any number of processes may have written it. Raises CheckpointError, before anything
-        changes, if a file is not what was written.
+        Raises CheckpointError.
         """
         world = policy.world
         with world.together(f"{path.name}: its files", CheckpointError, patient=True):

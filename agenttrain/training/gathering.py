@@ -33,11 +33,7 @@ ALIGNMENT = 16
 def gather_by_layer(
     model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full weights with their names in `model`. All processes iterate together.
-
-    `weights` are in the model's order, one layer after the other. A weight that is not sharded is
-    yielded as it is.
-    """
+    """Yield the full weights by name, layer by layer. All processes iterate together."""
     if not is_sharded(model):
         yield from weights
         return

@@ -36,10 +36,7 @@ class _Usage(ctypes.Structure):
 
 
 def return_free_memory(least: int = LEAST_FREE) -> None:
-    """Return the C library's free memory to the system if it is at least `least` bytes.
-
-    Does nothing if the C library has no such call (macOS, musl, glibc before 2.33).
-    """
+    """Return free memory of glibc to the system if it is at least `least` bytes."""
     library: Any = ctypes.CDLL(None)
     if not (hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim")):
         return

@@ -123,11 +123,7 @@ class Scorer(nn.Module):
         world: World | None = None,
         autocast: AbstractContextManager[None] | None = None,
     ) -> None:
-        """Set `packed`, `varlen` and `kernels` by trying the model on `device`.
-
-        All processes of `world` call it together and reach the same result. `autocast` is the one
-        of training. Raises UnsupportedModel.
-        """
+        """Set `packed`, `varlen` and `kernels` by a trial. Raises UnsupportedModel."""
         world = world or World()
         model, inside = self.model, self.inside
         where: dict[str, Any] = {"device": device, "inside": inside}
@@ -198,11 +194,7 @@ class Scorer(nn.Module):
     def pack(
         self, sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device
     ) -> list[Microbatch]:
-        """Pack sequences into microbatches of at most `token_budget` tokens.
-
-        Common prefixes are shared where that pays. Their tokens then count once. Sequences whose
-        lengths have different rotary frequencies never share a microbatch.
-        """
+        """Pack sequences of one kind of length into microbatches, with shared prefixes."""
         kinds: dict[tuple[int, ...], list[TrainingSequence]] = {}
         for sequence in sequences:
             kinds.setdefault(self.lengths.kind(sequence.length), []).append(sequence)
@@ -383,11 +375,7 @@ def check_head(
     inside: Inside | None = None,
     key: str = "model.path",
 ) -> None:
-    """Raise UnsupportedModel if the model changes its logits in a way that `logit_transform` lacks.
-
-    Otherwise training would silently use wrong logits. `device` and `inside` are those of
-    `why_not_packed`. `key` is the setting that names the model.
-    """
+    """Raise UnsupportedModel if the model changes its logits as `logit_transform` cannot."""
     token_ids_T = torch.arange(4, device=device or model.device)
 
     def compute_both(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

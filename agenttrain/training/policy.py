@@ -232,11 +232,7 @@ class Policy:
     def kl_penalties(
         self, groups: Sequence[Sequence[TrainingSequence]]
     ) -> tuple[dict[str, float], MetricParts]:
-        """Return each rollout's KL to the reference by id, and the parts of the metric ``kl``.
-
-        Both are empty unless the KL is subtracted from the reward. `algorithm.behaviour` names the
-        probabilities that are compared with the reference's.
-        """
+        """Return each rollout's KL by id if it is part of the reward, and the metric's parts."""
         penalty = self.algorithm.kl_in_reward
         if penalty is None:
             return {}, {}
@@ -262,11 +258,7 @@ class Policy:
         return self._scorer.ready()
 
     def minibatches(self, groups: Sequence[Sequence[TrainingSequence]]) -> Iterator[Minibatch]:
-        """Yield the minibatches of a step, cut by group: `num_epochs` times `minibatches`.
-
-        A minibatch is left out if no process has a token to learn from in it. Otherwise all
-        processes get it, also those without a sequence in it.
-        """
+        """Yield a step's minibatches, the same number in all processes."""
         first = True
         for epoch in range(self.algorithm.num_epochs):
             for part in split(groups, self.algorithm.minibatches):
@@ -370,11 +362,7 @@ class Policy:
         return metrics
 
     def end_step(self, averages: Averages) -> dict[str, float]:
-        """Finish the step: update the reference, free memory; return the step's metrics.
-
-        The names are always the same. If no rollout had a gradient, `loss`, `grad_norm` and
-        `train/tokens` are 0 and the others NaN.
-        """
+        """Finish the step; return its metrics, always under the same names."""
         lr = learning_rate(self._config, self.step + 1, self._steps)
         self.step += 1
         if self._reference is not None:

@@ -134,11 +134,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def load_whole(folder: Path, dtype: torch.dtype | str) -> Any:
-    """Load the model in a folder with all of its weights.
-
-    transformers draws weights that the files lack at random, and casts integers to them: raises
-    WrongWeights for these, for other shapes and for cut files.
-    """
+    """Load the model in a folder with all weights. Raises WrongWeights."""
     try:
         is_safetensors = any((folder / name).is_file() for name in (INDEX, SINGLE))
         stored = stored_tensors(folder) if is_safetensors else {}
@@ -186,11 +182,7 @@ def _check_format(where: str, weight: Tensor, stored: StoredTensor) -> None:
 
 
 class SlicedWeights:
-    """Where each weight of a model is in the files of a folder.
-
-    Example: ``weights = SlicedWeights(model, folder)`` while `model` is on the meta device, and
-    ``weights.fill(model, world)`` when it is sharded and has storage.
-    """
+    """Where each weight of a model is in the files of a folder."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
         """Find the weights of `model`, which has no adapters yet. Raises WrongWeights."""
@@ -262,11 +254,7 @@ class SlicedWeights:
         _check_format(where, weight, stored)
 
     def fill(self, model: nn.Module, world: World) -> None:
-        """Read this process's rows of every weight into a model that has storage, and buffers.
-
-        Each weight is progress of `world`. Adapters are left alone. Raises WrongWeights for a file
-        that changed or is cut.
-        """
+        """Read this process's rows of every weight, and buffers. Raises WrongWeights."""
         try:
             for _, tensor, place in self._weights_of(model):
                 self._read(place, own_rows(tensor), local_part(tensor))
@@ -320,11 +308,7 @@ class SlicedWeights:
         return {name: t[0] if isinstance(t, list) else t for name, t in weights.items()}
 
     def check_copies(self, model: nn.Module, world: World) -> None:
-        """Raise WrongWeights in all processes if some read a copy that differs from the main one's.
-
-        Processes that have the main process's files read the parts of those that have others, and
-        compare checksums.
-        """
+        """Raise WrongWeights in all processes if some read another copy than the main one."""
         identities = world.gather([self._identity()], "the files of the weights")
         main_files = identities[0]
         main_readers = [rank for rank, files in enumerate(identities) if files == main_files]

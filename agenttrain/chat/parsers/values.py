@@ -150,11 +150,7 @@ _DECODER = json.JSONDecoder(
 
 
 def portable(value: Any, text: str) -> bool:
-    """Return True if other code can write the value: no lone surrogates, no extreme nesting.
-
-    Both occur in valid JSON (``"\\ud800"``, a thousand brackets) and would only raise later, in a
-    template or while rollouts are written.
-    """
+    """Return True if other code can write the value: no lone surrogate, no extreme nesting."""
     if text.count("[") + text.count("{") > MAX_DEPTH and not _shallow(value, MAX_DEPTH):
         return False
     if "\\" in text:

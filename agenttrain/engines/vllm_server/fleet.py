@@ -166,10 +166,7 @@ class Fleet(WatchedServers):
         return completion
 
     async def load(self, files: WeightFiles) -> None:
-        """Send new weights to every server. Nothing is sampled until `verify` has passed.
-
-        A server that fails is killed, and gets them once it has started again. Raises FleetLost.
-        """
+        """Send new weights to every server; `verify` comes next. Raises FleetLost."""
         await self._await_start()
         self._probe = None
         async with self._syncing:

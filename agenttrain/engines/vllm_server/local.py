@@ -46,10 +46,7 @@ WRAPPER = "agenttrain.engines.vllm_server.wrapper"
 
 
 def weights_folder(run: Path, chosen: str | None, size: int, servers: ServersConfig) -> Path:
-    """Create a folder for the weight files of a run: in `chosen`, in memory, or in the run.
-
-    `size`: bytes of one version. Servers on other machines do not see this one's memory.
-    """
+    """Create a folder for weights of `size` bytes: in `chosen`, in memory, or in the run."""
     is_local = not servers.outside and not servers.nodes and scratch.MEMORY.is_dir()
     if chosen is not None:
         parent = Path(chosen).expanduser()

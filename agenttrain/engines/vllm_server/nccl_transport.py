@@ -214,11 +214,7 @@ class FanOut:
                 task.result()
 
     async def settle(self) -> None:
-        """Clean up after a failed broadcast, waiting a little for each server.
-
-        Servers that do not answer are lost. The update of those that have received everything is
-        finished.
-        """
+        """Clean up after a failed broadcast. Servers that do not answer soon are lost."""
         if calls := [task for task in self._calls if not task.done()]:
             await asyncio.wait(calls, timeout=GRACE_S)
         for task in calls:

@@ -163,11 +163,7 @@ class BroadcastEngine(ServerEngine[BroadcastFleet]):
         self._sender = sender
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Broadcast the weights, and repeat it until a server has got them. `verify` comes next.
-
-        A server that fails is killed and started again. It gets the weights of the next update.
-        Raises EngineError for a failure of this process, and FleetLost.
-        """
+        """Broadcast the weights until a server has got them. Raises EngineError, FleetLost."""
         assert isinstance(weights, Regathered), "a failed broadcast has to begin anew"
         has_arrived = False
         while not has_arrived:

@@ -91,11 +91,7 @@ class Connection:
         return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool and return an `mcp_types.CallToolResult`.
-
-        The call is sent again if the connection breaks. Raises ToolUnavailable if the server does
-        not come back, MCPError for an error of the protocol.
-        """
+        """Call a tool, again if the connection breaks. Raises ToolUnavailable, MCPError."""
         if self._closed:
             raise ToolUnavailable("the connection to the MCP server is closed")
         future = asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)

@@ -31,11 +31,7 @@ _pools: dict[SandboxSettings, Pool] = {}
 
 
 class Pool:
-    """The sandboxes of all rollouts under one kind of settings; `Pool.of` finds it.
-
-    A sandbox starts with a rollout's first call and ends with `release`. After a call that had to
-    be ended by force, the next one finds a new sandbox.
-    """
+    """The sandboxes of all rollouts under one kind of settings, until `release`."""
 
     def __init__(self, settings: SandboxSettings, backend: str) -> None:
         self._settings, self._backend = settings, backend

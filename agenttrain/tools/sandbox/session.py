@@ -117,11 +117,7 @@ class Output:
 
 
 async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) -> CodeOutcome:
-    """Run `code` in the sandbox's interpreter of this kind, within the limits of `settings`.
-
-    The sandbox is dead after any end but `done`, `failed` and `exited`, and after a cancellation.
-    Raises SandboxError if it was dead before, or died by itself.
-    """
+    """Run `code` within the limits of `settings`. Raises SandboxError."""
     try:
         return await _Call(jail, kind, settings).run(code)
     except OSError as error:
