@@ -1,17 +1,11 @@
 """Grammars that make an engine sample only calls that fit their tools.
 
-A grammar is a structural tag of xgrammar, which vLLM accepts
-(https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). A completion may hold any
-tokens, except behind the opening mark of a call: there it must be a call of one of the tools, in
-the form that the chat template writes, up to the closing mark. The grammar reads a completion as
-`MarkedSpec` does: a mark inside the reasoning opens no call, and no reasoning begins behind a call.
-vLLM's compiler tries a grammar before an engine is built.
-
-An `AnswerForm` leaves less: a call at once, or a text that is JSON. Reasoning stays free before it.
-
-The grammar lets some calls pass that the parser or the tool refuses: a number beyond the range of
-floats, half of a surrogate pair, a key given twice in an object whose schema leaves its keys open,
-over 16 marks in a string, and violations of keywords that xgrammar ignores (`multipleOf`).
+A grammar is a structural tag of xgrammar
+(https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). Behind the opening mark of a
+call a completion must be a call of one of the tools, as the template writes it. An `AnswerForm`
+leaves less: a call at once, or JSON. Some calls pass that the parser or the tool refuses: floats
+beyond their range, half of a surrogate pair, a key given twice in an open object, over 16 marks in
+a string, and violations of keywords that xgrammar ignores (`multipleOf`).
 """
 
 from __future__ import annotations

@@ -282,11 +282,7 @@ class _Conversation:
 
 
 def assistant_turn(message: Message, number: int) -> AssistantTurn:
-    """Read an assistant message of a dataset as a turn, its calls numbered as the loop does.
-
-    Arguments may be an object or its JSON text. Raises BadDemonstration for a call without a name
-    or with other arguments.
-    """
+    """Read an assistant message of a dataset as a turn. Raises BadDemonstration."""
     try:
         message = normal_message(message)
     except ValueError as error:

@@ -69,11 +69,7 @@ class RolloutProcess:
         """It has answered a request: it now notices Stop at any time."""
 
     async def restart(self) -> None:
-        """Start it again once it has ended, with the request that it began with.
-
-        Returns when its engine is there, which has no weights of the policy yet. Raises as `answer`
-        does.
-        """
+        """Start it again, by its first request, without weights. Raises as `answer`."""
         assert self._begin is not None, "it has begun before"
         if self._channel is not None:
             self._channel.close()
@@ -178,11 +174,7 @@ class Rollouts:
         return answers[0] if answers else None
 
     async def call(self, request: Any, what: str, failure: Exception | None = None) -> Any:
-        """Return the answer in all processes; no signal cuts it short.
-
-        A `failure` of the first process is raised in all, and nothing is asked. Raises as `ask`,
-        but not Preempted.
-        """
+        """Return the answer in all processes, or raise a `failure` in all, without asking."""
         value = None
         if self.process is not None and failure is None:
             try:

@@ -233,11 +233,7 @@ class Components:
 
     @cached_property
     def rubric(self) -> Rubric:
-        """The run's rewards, those of its environments among them.
-
-        Raises ValueError for a reward on a tool that neither the run nor a row has; the tools of an
-        outside agent are its own and cannot be checked.
-        """
+        """The run's rewards, those of its environments among them. Raises ValueError."""
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
         rubric = rubric_of(self.config, self.environments.rewards, self.roles)
         if not self.config.agent.outside:
@@ -371,10 +367,7 @@ class Components:
         return self.chat.prompt_ids(task.messages, self.schemas(task))
 
     def probe_prompt(self) -> list[int]:
-        """Return the ids of the first task's prompt, for the probe of a weight sync.
-
-        If all prompts come from environments: an id that ends a turn.
-        """
+        """Return the first task's prompt for the probe of a sync, or an id that ends a turn."""
         sources = (source for source in (self.train_tasks, self.test_tasks) if len(source))
         for task in (task for source in sources for task in source.tasks(0, 1)):
             if task.messages:
@@ -408,11 +401,7 @@ def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:
 def rubric_of(
     config: RunConfig, rewarding: Sequence[str], roles: Mapping[str, RoleServers] | None = None
 ) -> Rubric:
-    """Build the rewards of a run; the environments `rewarding` have a reward of their own.
-
-    `roles` are the servers that ``role:<name>`` stands for, where they run. Raises ValueError if
-    the run hides an environment's reward, or uses one that does not exist.
-    """
+    """Build a run's rewards, also of the environments `rewarding`. Raises ValueError."""
     sections = reward_sections(config, rewarding=bool(rewarding))
     targets = [section.get("_target_") for section in sections.values()]
     if rewarding and REWARD_TARGET not in targets:

@@ -140,11 +140,7 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
 
 
 def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
-    """Write the manifest, apply the umask to all files, force everything to disk.
-
-    `digests` are the sha256 by name of files that were hashed while they were written, and are on
-    disk.
-    """
+    """Write the manifest and force all files to disk. `digests`: sha256 known from writing."""
     written_digests = digests or {}
     files = sorted(path for path in part.rglob("*") if path.is_file())
     names = {str(path.relative_to(part)): path for path in files}

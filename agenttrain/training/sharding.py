@@ -1,24 +1,11 @@
 """FSDP2: every process holds a part of each weight, of its gradient and of its optimizer state.
 
-Uses torch's `fully_shard`, layer by layer. accelerate's plugin for it is ignored without a GPU
-(1.15) and adds nothing that is needed. A layer's weights are gathered before it runs and dropped
-after it. Embeddings, the last norm and the head, which may share weights, form a group of their own
-that stays gathered from the forward pass to the end of the backward pass.
-
-All processes gather together, so all of them run the same number of forward passes.
-
-With `distributed.shard_within=node` the processes of each node hold the parts of a whole model, and
-the processes with the same part, one on each node, sum their gradients.
-
-In a checkpoint each process of the first node, or of all nodes together, writes its part of the
-policy. Any number of processes can read them.
-
-policy-0.pt, policy-1.pt, …   like the policy.pt of an unsharded policy, but a tensor of which the
-                              process has a part is ``{"part": tensor, "shape": [full shape]}``
-
-Parts follow each other along the first dimension, in rank order. As many processes as wrote them
-read their own files. Others map all files into memory and read the rows of their parts
-(`TensorParts`).
+Uses torch's `fully_shard`, layer by layer: accelerate's plugin is ignored without a GPU (1.15). All
+processes gather together, so all of them run the same number of forward passes. With
+`distributed.shard_within=node` each node holds a whole model, and processes with the same part sum
+their gradients. In a checkpoint policy-0.pt, policy-1.pt, … hold ``{"part": tensor, "shape": [full
+shape]}`` for each sharded tensor: parts follow each other along the first dimension, in rank order,
+and any number of processes can read them (`TensorParts`).
 """
 
 from __future__ import annotations
@@ -234,11 +221,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def read_state(folder: Path, shard: Shard | None = None) -> Any:
-    """Read the state of a policy, written by any number of processes.
-
-    Tensors are on the CPU, as TensorParts if several processes wrote them. If as many processes
-    read as wrote, each reads only its own file.
-    """
+    """Read a policy's state, as TensorParts if several processes wrote it."""
     if (folder / WHOLE).exists():
         return read_tensors(folder / WHOLE)
     count = len(list(folder.glob(PART.format("*"))))

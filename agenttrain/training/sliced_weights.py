@@ -1,13 +1,8 @@
 """Weights of a model that is sharded before they are read: each process reads only its rows.
 
-The model has its shapes and no storage (the meta device) until it is sharded. Then `SlicedWeights`
-reads this process's rows of each weight from the safetensors files, converted to the format of the
-model, and under the names that transformers gives them. Weights that transformers converts are
-converted here by the same operations, one weight at a time. Fused experts are made from the files
-of this process's experts alone, any other weight from all of its parts.
-
-Processes of several machines may read different copies of a model. Copies are told apart by inode,
-size and time, and compared by checksums of the shards that were read from them.
+The model has no storage (the meta device) until it is sharded. Weights that transformers converts
+are converted here by the same operations, one at a time. Fused experts are made from the files of
+this process's experts alone. Copies of a model on several machines are compared by checksums.
 """
 
 from __future__ import annotations
@@ -366,12 +361,7 @@ def rows_of(model: nn.Module) -> dict[str, RowRange]:
 
 
 def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world: World) -> None:
-    """Give the sharded `scorer.model` storage on `device` and read its weights.
-
-    Processes wait for one another as long as each of them shows life, because a file system that
-    answers for the first time may take minutes. Raises WrongWeights. If another process failed,
-    raises PeerFailed.
-    """
+    """Give the sharded model storage and its weights. Raises WrongWeights, PeerFailed."""
     give_storage(scorer, device)
     with world.together("the weights in every process", WrongWeights, patient=True):
         weights.fill(scorer.model, world)

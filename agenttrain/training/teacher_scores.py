@@ -154,11 +154,7 @@ class ServedTeacher:
 def with_teacher_prompt(
     sequence: TrainingSequence, prompt_ids: PromptIds | None
 ) -> TrainingSequence:
-    """Return the sequence with the teacher's prompt in place of the policy's.
-
-    A sequence that does not begin with the main trajectory's whole prompt stays the same: a
-    sub-agent's prompt is not about the row.
-    """
+    """Return the sequence with the teacher's prompt, if it begins with the main one's."""
     # Go back to the trajectory that this one branches from, and count the tokens they share.
     root, shared = sequence.trajectory, sequence.length
     while root.parent is not None:
@@ -205,11 +201,7 @@ def add_teacher(
     sequences: Sequence[Sequence[TrainingSequence]],
     config: AlgorithmConfig,
 ) -> MetricParts:
-    """Mix the teacher's part into the advantages of the scored rollouts. Return its metrics.
-
-    A rollout that has a reward but was not scored gets no advantage: the rewards' part alone would
-    teach something else than the other rollouts do.
-    """
+    """Mix the teacher's part into the advantages; unscored rollouts get none."""
     teacher = config.teacher
     scored_ids = {sequence.rollout.rollout_id for sequence in chain(*sequences)}
     differences, gated_in, too_long = [], [], []

@@ -146,12 +146,7 @@ class Journal:
             self._entries[serial] = entry
 
     def prune(self, *, step: int, oldest: int, newest: int) -> None:
-        """Remove files of groups that no resume can use, once `step` was trained.
-
-        A resume begins at one of the run's checkpoints, from step `oldest` to step `newest`, or at
-        a later one: what was consumed can then only be used if the weights that sampled it are in
-        such a checkpoint.
-        """
+        """Remove files of groups that no resume from a checkpoint can use."""
         for serial, entry in list(self._entries.items()):
             after = max(entry.versions, default=0)
             if entry.step <= oldest or (entry.step <= step and after > newest):
