@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from agenttrain.agents.attempt import EndpointRollout
 from agenttrain.agents.replays import Delivery, Replays
-from agenttrain.chat.wire.dialects import DIALECTS, Dialect
+from agenttrain.chat.wire.dialects import DIALECTS, WireDialect
 from agenttrain.chat.wire.fields import quote
 from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
@@ -82,7 +82,7 @@ class AnswerResponse(Response):
     """Writes an answer once it is sampled, which goes on if the client leaves."""
 
     def __init__(
-        self, entry: Open, delivery: Delivery, dialect: Dialect, question: Question
+        self, entry: Open, delivery: Delivery, dialect: WireDialect, question: Question
     ) -> None:
         super().__init__()
         self.entry, self.delivery = entry, delivery

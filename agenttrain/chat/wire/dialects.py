@@ -13,7 +13,7 @@ from agenttrain.chat.wire.openai import RequestError, read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class WireDialect:
     """How one API asks, answers and reports errors."""
 
     read: Callable[[Mapping[str, Any], Mapping[str, str]], Question]
@@ -50,14 +50,14 @@ def _message_events(answer: Answer, include_usage: bool) -> Iterator[str]:
 
 
 DIALECTS = {
-    "chat/completions": Dialect(
+    "chat/completions": WireDialect(
         read=openai.read_question,
         body=openai.completion_body,
         events=_completion_events,
         error=RequestError.body,
         text_arguments=True,
     ),
-    "messages": Dialect(
+    "messages": WireDialect(
         read=lambda data, roles: anthropic.read_question(data),
         body=anthropic.message_body,
         events=_message_events,
