@@ -35,10 +35,10 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.rewards.function import RewardUnavailable as RewardUnavailable
     from agenttrain.rewards.rubric import Rubric as Rubric
     from agenttrain.rollout.config import RolloutConfig as RolloutConfig
+    from agenttrain.rollout.config import RolloutRequest as RolloutRequest
     from agenttrain.rollout.loop import run_rollout as run_rollout
     from agenttrain.rollout.request import PromptTooLong as PromptTooLong
     from agenttrain.rollout.request import RolloutContext as RolloutContext
-    from agenttrain.rollout.request import RolloutRequest as RolloutRequest
     from agenttrain.tools.build import build_toolbox as build_toolbox
     from agenttrain.tools.tool import FunctionTool as FunctionTool
     from agenttrain.tools.tool import Tool as Tool
@@ -103,7 +103,7 @@ _MODULES = {
     "Rollout": "agenttrain.types",
     "RolloutConfig": "agenttrain.rollout.config",
     "RolloutContext": "agenttrain.rollout.request",
-    "RolloutRequest": "agenttrain.rollout.request",
+    "RolloutRequest": "agenttrain.rollout.config",
     "RowTool": "agenttrain.types",
     "Rubric": "agenttrain.rewards.rubric",
     "Sampling": "agenttrain.engines.config",

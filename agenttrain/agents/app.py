@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
@@ -23,17 +22,21 @@ from starlette.types import Receive, Scope, Send
 
 from agenttrain.agents.attempt import EndpointRollout
 from agenttrain.agents.replays import Delivery, Replays
-from agenttrain.chat.wire import anthropic, openai
+from agenttrain.chat.wire.dialects import DIALECTS, WireDialect
 from agenttrain.chat.wire.fields import quote
 from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
+    KEEP_ALIVE,
     KEPT_ALIVE_S,
     read,
     read_body,
     request_error,
+    send_text,
+    start_response,
+    to_json,
     wait_until_disconnected,
 )
-from agenttrain.chat.wire.normal import Answer, Question
+from agenttrain.chat.wire.normal import Question
 from agenttrain.chat.wire.openai import RequestError, read_object
 from agenttrain.rewards.function import LARGEST
 from agenttrain.types import Message
@@ -75,53 +78,15 @@ class Open:
             self._leaving = asyncio.get_running_loop().call_later(LOST_S, self.on_lost)
 
 
-class Api:
-    """Shapes of one API: how it asks, answers and reports errors."""
-
-    def __init__(self, kind: str) -> None:
-        self.anthropic = kind == "anthropic"
-
-    def question(self, body: bytes, roles: Mapping[str, str]) -> Question:
-        """Read a request; `roles` are those of `chat_template.roles`. Raises RequestError."""
-        return replace(self.question_of(read_object(body), roles), size=len(body))
-
-    def question_of(self, data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
-        """Read a request that is parsed. Raises RequestError."""
-        if self.anthropic:
-            return anthropic.read_question(data)
-        return openai.read_question(data, roles)
-
-    def body(self, answer: Answer) -> dict[str, Any]:
-        """Return an answer in one piece."""
-        return anthropic.message_body(answer) if self.anthropic else openai.completion_body(answer)
-
-    def stream(self, answer: Answer, question: Question) -> Iterator[str]:
-        """Yield an answer as the texts of server-sent events."""
-        if self.anthropic:
-            for name, data in anthropic.message_events(answer):
-                yield f"event: {name}\ndata: {_json({'type': name, **data})}\n\n"
-            return
-        for chunk in openai.completion_chunks(answer, include_usage=question.include_usage):
-            yield f"data: {_json(chunk)}\n\n"
-        yield "data: [DONE]\n\n"
-
-    def error(self, error: RequestError) -> dict[str, Any]:
-        """Return an error's body."""
-        return anthropic.error_body(error) if self.anthropic else error.body()
-
-
-APIS = {"chat/completions": Api("openai"), "messages": Api("anthropic")}
-
-
 class AnswerResponse(Response):
-    """Writes an answer once it is sampled. A stream has comments meanwhile.
+    """Writes an answer once it is sampled, which goes on if the client leaves."""
 
-    The sampling goes on if the client leaves: the same request then gets its answer.
-    """
-
-    def __init__(self, entry: Open, delivery: Delivery, api: Api, question: Question) -> None:
+    def __init__(
+        self, entry: Open, delivery: Delivery, dialect: WireDialect, question: Question
+    ) -> None:
         super().__init__()
-        self.entry, self.delivery, self.api, self.question = entry, delivery, api, question
+        self.entry, self.delivery = entry, delivery
+        self.dialect, self.question = dialect, question
         self._written = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,9 +124,9 @@ class AnswerResponse(Response):
                 return False
             if streams and not task.done():
                 if not has_started:
-                    await _start(send, 200, "text/event-stream")
+                    await start_response(send, 200, "text/event-stream")
                     has_started = True
-                await _send(send, ": keep-alive\n\n", more=True)
+                await send_text(send, KEEP_ALIVE, more=True)
         error: RequestError | None = None
         try:
             answer = task.result()
@@ -170,18 +135,18 @@ class AnswerResponse(Response):
         except Exception as problem:
             error = request_error(problem)
         if error is not None and has_started:
-            event = "event: error\n" if self.api.anthropic else ""
-            await _send(send, f"{event}data: {_json(self.api.error(error))}\n\n", more=False)
+            await send_text(send, self.dialect.error_event(error), more=False)
         elif error is None and streams:
             if not has_started:
-                await _start(send, 200, "text/event-stream")
-            await _send(send, "".join(self.api.stream(answer, self.question)), more=False)
+                await start_response(send, 200, "text/event-stream")
+            events = self.dialect.events(answer, self.question.include_usage)
+            await send_text(send, "".join(events), more=False)
         elif error is not None:
-            await _start(send, error.status, "application/json")
-            await _send(send, _json(self.api.error(error)), more=False)
+            await start_response(send, error.status, "application/json")
+            await send_text(send, to_json(self.dialect.error(error)), more=False)
         else:
-            await _start(send, 200, "application/json")
-            await _send(send, _json(self.api.body(answer)), more=False)
+            await start_response(send, 200, "application/json")
+            await send_text(send, to_json(self.dialect.body(answer)), more=False)
         return not leaving.done()
 
 
@@ -189,11 +154,11 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
     """Return the application. `find` returns the open rollout of a name."""
 
     async def complete(request: Request) -> Response:
-        api = APIS[request.url.path.partition("/v1/")[2]]
+        dialect = DIALECTS[request.url.path.partition("/v1/")[2]]
         entry = _authorize(request, find)
         try:
             body = await read_body(request, entry.rollout.max_context)
-            question = await read(len(body), api.question, body, entry.roles)
+            question = await read(len(body), dialect.question, body, entry.roles)
         except (RequestError, RecursionError) as error:
             entry.rollout.refuse(request_error(error))
             raise
@@ -203,14 +168,14 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
             body,
             key=request.headers.get("idempotency-key"),
             retry=retries.isdecimal() and bool(retries.strip("0")),
-            sample=lambda: entry.rollout.answer(question, text_arguments=not api.anthropic),
+            sample=lambda: entry.rollout.answer(question, text_arguments=dialect.text_arguments),
         )
-        return AnswerResponse(entry, delivery, api, question)
+        return AnswerResponse(entry, delivery, dialect, question)
 
     async def count_tokens(request: Request) -> Response:
         entry = _authorize(request, find)
         body = await read_body(request, entry.rollout.max_context)
-        question = await read(len(body), APIS["messages"].question, body, entry.roles)
+        question = await read(len(body), DIALECTS["messages"].question, body, entry.roles)
         count = await asyncio.to_thread(entry.rollout.count_tokens, question)
         return JSONResponse({"input_tokens": count})
 
@@ -242,15 +207,15 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
 
     async def refuse(request: Request, error: Exception) -> Response:
         problem = request_error(error)
-        api = APIS["messages" if "/v1/messages" in request.url.path else "chat/completions"]
-        return JSONResponse(api.error(problem), status_code=problem.status)
+        dialect = DIALECTS["messages" if "/v1/messages" in request.url.path else "chat/completions"]
+        return JSONResponse(dialect.error(problem), status_code=problem.status)
 
     def post(path: str, handler: Callable[..., Any]) -> Route:
         return Route(path, handler, methods=["POST"])
 
     return Starlette(
         routes=[
-            *(post(f"/{{rollout}}/v1/{path}", complete) for path in APIS),
+            *(post(f"/{{rollout}}/v1/{path}", complete) for path in DIALECTS),
             post("/{rollout}/v1/messages/count_tokens", count_tokens),
             Route("/{rollout}/v1/models", models),
             post("/{rollout}/reward", reward),
@@ -267,10 +232,10 @@ def _read_ending(data: Mapping[str, Any], roles: Mapping[str, str]) -> list[Mess
         return []
     if not isinstance(messages, list):
         raise RequestError("messages: needs a list of messages", param="messages")
-    api = APIS["messages" if data.get("api") == "anthropic" else "chat/completions"]
+    dialect = DIALECTS["messages" if data.get("api") == "anthropic" else "chat/completions"]
     # A request must end with a message of the user, and this conversation may end with an answer.
     question_messages = [*messages, {"role": "user", "content": ""}]
-    return api.question_of({"messages": question_messages}, roles).messages[:-1]
+    return dialect.read({"messages": question_messages}, roles).messages[:-1]
 
 
 def read_reward(value: object) -> float:
@@ -297,19 +262,3 @@ def _authorize(request: Request, find: Callable[[str], Open | None]) -> Open:
         )
     entry.on_request()
     return entry
-
-
-async def _start(send: Send, status: int, kind: str) -> None:
-    """Send the status and the headers of a response."""
-    headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def _send(send: Send, text: str, *, more: bool) -> None:
-    """Send a part of a response's body. Without `more` it is the last one."""
-    body = text.encode("utf-8", "replace")
-    await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

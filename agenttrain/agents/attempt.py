@@ -8,29 +8,22 @@ Sampled tokens keep their ids, as in the run's own loop.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, find_served
-from agenttrain.agents.issued_turns import (
-    IssuedTurn,
-    Match,
-    Restart,
-    in_call_order,
-    tools_digest,
-)
 from agenttrain.agents.plans import Plan, RequestPlanner, Suffix
-from agenttrain.agents.transcript import Transcript, call_error
+from agenttrain.agents.restarts import Restart, find_restart
+from agenttrain.agents.transcript import AgentTurn, Transcript, call_error
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.wire.fields import MOST_SHOWN, quote
 from agenttrain.chat.wire.http import read, request_error
-from agenttrain.chat.wire.normal import Answer, Question, issued_calls, issued_message
+from agenttrain.chat.wire.issued_turns import Match, in_call_order, tools_digest
+from agenttrain.chat.wire.normal import Answer, Question, issue
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine, EngineDead, EngineError
-from agenttrain.engines.config import Sampling
-from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.types import (
     MAIN,
     Completion,
@@ -39,7 +32,6 @@ from agenttrain.types import (
     Origin,
     Rollout,
     StopReason,
-    Task,
     ToolResult,
     Trajectory,
 )
@@ -49,18 +41,6 @@ SIDE = "agent"
 """Role of the trajectories of conversations that begin unlike the first one."""
 BUSY = "one_request_at_a_time"
 """Code of the error that a request gets while another one is in flight, in lockstep."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A rollout to make."""
-
-    task: Task
-    sampling: Sampling
-    """Sampling of every turn. `seed` is the rollout's."""
-    rollout_id: str
-    group_id: str = ""
-    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,25 +72,27 @@ class _Request:
     """Its messages in the order of the calls."""
     tools: bytes
     """Digest of its tools."""
-    match: Match
+    match: Match[AgentTurn]
     plan: Plan
 
 
 class EndpointRollout:
     """The requests of one outside agent, and the rollout that they make."""
 
-    def __init__(self, attempt: Attempt, policy: ServedPolicy, settings: AgentConfig) -> None:
-        self.attempt, self.policy, self.settings = attempt, policy, settings
+    def __init__(
+        self, request: RolloutRequest, policy: ServedPolicy, settings: AgentConfig
+    ) -> None:
+        self.request, self.policy, self.settings = request, policy, settings
         self.rollout = Rollout(
-            task=attempt.task,
-            rollout_id=attempt.rollout_id,
-            group_id=attempt.group_id,
-            sample=attempt.sample,
+            task=request.task,
+            rollout_id=request.rollout_id,
+            group_id=request.group_id,
+            sample=request.sample,
         )
-        self.trained = Transcript(self.rollout, attempt.rollout_id, trained=True)
-        shadow = Rollout(task=attempt.task, rollout_id=f"{attempt.rollout_id}/untrained")
+        self.trained = Transcript(self.rollout, request.rollout_id, trained=True)
+        shadow = Rollout(task=request.task, rollout_id=f"{request.rollout_id}/untrained")
         self.untrained = Transcript(shadow, shadow.rollout_id)
-        self._planner = RequestPlanner(policy.chat, attempt.rollout_id, attempt.sampling.seed)
+        self._planner = RequestPlanner(policy.chat, request.rollout_id, request.sampling.seed)
         self._changing = asyncio.Lock()
         """Held while a request is planned, and while its turn is recorded."""
         self.counts: Counter[str] = Counter()
@@ -126,7 +108,7 @@ class EndpointRollout:
         self._closed = False
         self._in_engine: set[str] = set()
         """Sessions with a request in flight."""
-        self._answered: set[IssuedTurn] = set()
+        self._answered: set[AgentTurn] = set()
         """Turns whose calls have their results recorded."""
 
     @property
@@ -135,10 +117,7 @@ class EndpointRollout:
         return self.policy.engine.max_context
 
     async def answer(self, question: Question, *, text_arguments: bool = True) -> Answer:
-        """Sample the answer to a request. Raises RequestError.
-
-        With `text_arguments`, the API's arguments of calls are a text, which may be malformed.
-        """
+        """Sample the answer to a request. Raises RequestError."""
         self.counts["agent/requests"] += 1
         try:
             problem = await self.policy.check(question)
@@ -165,11 +144,7 @@ class EndpointRollout:
         return len(self._planner.render(in_call_order(question.messages), question.schemas))
 
     async def finish(self, messages: Sequence[Message] = (), *, size: int = 0) -> None:
-        """End the rollout. The replies to its last turn's calls become part of it.
-
-        `messages` is the conversation with these replies. `size` is the request's in bytes. Raises
-        RequestError for messages that do not continue the newest turn.
-        """
+        """End the rollout after the replies to its last calls. Raises RequestError."""
         if messages:
             if self._changing.locked():
                 raise RequestError(
@@ -189,7 +164,7 @@ class EndpointRollout:
                     trajectory.messages += replies
         self.end(StopReason.completed, "the agent has finished")
 
-    def _read_ending(self, messages: Sequence[Message]) -> tuple[IssuedTurn, list[Message], Suffix]:
+    def _read_ending(self, messages: Sequence[Message]) -> tuple[AgentTurn, list[Message], Suffix]:
         """Return the turn that a conversation ends, the replies behind it, and their ids."""
         transcript = self.trained
         match = _match(transcript, in_call_order(messages))
@@ -200,8 +175,8 @@ class EndpointRollout:
                 "conversation with the replies to its last calls, or leave them out",
                 param="messages",
             )
-        replies = self._planner.replies(turn, match.new_messages)
-        suffix = self._planner.suffix(turn, replies, generation_prompt=False) if replies else []
+        replies = turn.replies(match.new_messages)
+        suffix = turn.suffix(self.policy.chat, replies, generation_prompt=False) if replies else []
         return turn, replies, suffix
 
     def end(self, reason: StopReason, message: str) -> None:
@@ -215,10 +190,10 @@ class EndpointRollout:
         self._closed = True
         for transcript in (self.untrained, self.trained):
             for session in reversed(transcript.sessions):
-                if session != self.attempt.rollout_id:
+                if session != self.request.rollout_id:
                     await self.policy.engine.release(session)
-        await self.policy.engine.release(self.attempt.rollout_id)
-        for turn in self.trained.conversations.turns:
+        await self.policy.engine.release(self.request.rollout_id)
+        for turn in self.trained.issued.turns:
             self._record_results(turn, ())
         self.rollout.counts = dict(self.counts)
         return self.rollout
@@ -237,11 +212,7 @@ class EndpointRollout:
             raise RequestError(f"the rollout has ended: {message}", code=str(reason), status=403)
 
     def _admit(self, question: Question, problem: RequestError | None) -> Transcript:
-        """Check a request's parameters, and return the transcript that it belongs to.
-
-        `problem` is the error of its tools and its form, raised after those of the model and the
-        sampling.
-        """
+        """Check a request's parameters, and return the transcript that it belongs to."""
         kind = find_served(self.settings.models, question.model)
         if not isinstance(kind, Served):
             raise RequestError(kind, param="model", code="model_not_found", status=404)
@@ -265,11 +236,8 @@ class EndpointRollout:
         return self.untrained if kind is Served.frozen else self.trained
 
     def _check_sampling(self, question: Question) -> None:
-        """Raise RequestError for fields that would change samples or prompt.
-
-        With `agent.on_sampling=override` they are counted instead.
-        """
-        ours = self.attempt.sampling
+        """Raise RequestError for fields that would change samples, or count them."""
+        ours = self.request.sampling
         neutral: dict[str, tuple[object, ...]] = {
             "temperature": (ours.temperature, self.policy.limits.temperature),
             "top_p": (ours.top_p, 1),
@@ -315,7 +283,7 @@ class EndpointRollout:
                 self.counts["agent/ambiguous"] += 1
             if plan.restart is not None:
                 self.counts[f"agent/restarts/{plan.restart}"] += 1
-                self.policy.on_restart(plan.restart, self.attempt.rollout_id, plan.difference)
+                self.policy.on_restart(plan.restart, self.request.rollout_id, plan.difference)
             self.policy.on_request(plan.session, question)
             self._in_engine.add(plan.session)
             if plan.extends is not None:
@@ -332,13 +300,13 @@ class EndpointRollout:
     def _read(self, transcript: Transcript, question: Question) -> _Request:
         """Match a request with the turns of its transcript, and plan its ids."""
         messages, tools = in_call_order(question.messages), tools_digest(question.schemas)
-        match = transcript.conversations.match(messages, tools)
+        match = transcript.issued.match(messages, tools)
         if transcript.trained and self.settings.train is Trained.main:
-            is_new = match.turn is None and match.restart is None
             # agent.train=main: a conversation that begins unlike the first one is not trained.
-            if is_new and not transcript.conversations.begins_alike(messages):
+            is_new = match.turn is None and not transcript.begins_alike(messages)
+            if is_new and find_restart(messages, transcript.issued.turns, match)[0] is None:
                 transcript = self.untrained
-                match = transcript.conversations.match(messages, tools)
+                match = transcript.issued.match(messages, tools)
         plan = self._planner.plan(transcript, messages, question.schemas, match)
         return _Request(
             transcript=transcript, messages=messages, tools=tools, match=match, plan=plan
@@ -356,23 +324,16 @@ class EndpointRollout:
         if self.policy.parsed is not None:
             self.policy.parsed(trajectory, completion.token_ids, message, turn=index, after=role)
         trajectory.messages.append(message)
-        # The client gets new ids for the calls: the model's own may occur twice.
-        client_calls = issued_calls(turn, text_arguments=text_arguments)
-        ids = [f"call_{secrets.token_hex(12)}" for _ in client_calls]
-        handle = secrets.token_hex(16)
-        client_message = issued_message(turn, ids, handle, text_arguments=text_arguments)
-        next_ids = iter(ids)
-        request.transcript.conversations.add(
-            IssuedTurn(
+        client_message, call_ids = issue(turn, text_arguments=text_arguments)
+        request.transcript.issued.add(
+            AgentTurn(
                 trajectory=trajectory.index,
-                index=index,
                 end=trajectory.length,
                 message_count=len(trajectory.messages),
                 turn=turn,
-                completion=completion,
-                call_ids=tuple(
-                    next(next_ids) if call in client_calls else "" for call in turn.calls
-                ),
+                completion_ids=completion.token_ids,
+                finish=completion.finish,
+                call_ids=call_ids,
                 conversation=(*request.messages, client_message),
                 tools=request.tools,
                 request_digest=request.match.digest,
@@ -391,10 +352,7 @@ class EndpointRollout:
         )
 
     def _budget(self, transcript: Transcript, plan: Plan, max_tokens: int | None) -> int:
-        """Return the tokens that may be sampled. Raises RequestError if there are none.
-
-        `max_tokens` is the request's own limit.
-        """
+        """Return the tokens that may be sampled. Raises RequestError if there are none."""
         limits, engine = self.policy.limits, self.policy.engine
         context_room = engine.max_context - len(plan.ids)
         if context_room < 1:
@@ -428,7 +386,7 @@ class EndpointRollout:
         self, transcript: Transcript, plan: Plan, budget: int, question: Question
     ) -> Completion:
         """Sample a turn. Raises RequestError, and ends the rollout, if the engine fails."""
-        attempt, chat, grammar = self.attempt, self.policy.chat, None
+        request, chat, grammar = self.request, self.policy.chat, None
         if self.policy.limits.structured_calls:
             role = plan.messages[-1]["role"]
             grammar = chat.grammar(question.schemas, after=role, form=question.form)
@@ -437,19 +395,19 @@ class EndpointRollout:
             seed = transcript.seeds[plan.extends.index]
             turns = plan.extends.turns
         sampling = replace(
-            attempt.sampling,
+            request.sampling,
             max_tokens=budget,
             seed=derive_seed(seed, turns),
-            stop_token_ids=attempt.sampling.stop_token_ids or chat.stop_token_ids,
+            stop_token_ids=request.sampling.stop_token_ids or chat.stop_token_ids,
             grammar=grammar,
         )
-        guest = None if plan.session == attempt.rollout_id else attempt.rollout_id
+        guest = None if plan.session == request.rollout_id else request.rollout_id
         try:
             completion = await self.policy.engine.generate(
                 plan.ids, sampling, session=plan.session, parent=guest
             )
             if not completion.token_ids:
-                raise EngineError(f"rollout {attempt.rollout_id}: the engine returned no token")
+                raise EngineError(f"rollout {request.rollout_id}: the engine returned no token")
             return completion
         except EngineError as error:
             if isinstance(error, EngineDead):
@@ -462,7 +420,7 @@ class EndpointRollout:
         transcript, plan = request.transcript, request.plan
         rollout, trajectory = transcript.rollout, plan.extends
         if trajectory is None:
-            is_main = transcript.conversations.begins_alike(request.messages)
+            is_main = transcript.begins_alike(request.messages)
             role = MAIN if is_main else SIDE
             if not rollout.trajectories[0].spans:  # a rollout begins with an empty trajectory
                 trajectory = rollout.trajectories[0]
@@ -482,7 +440,7 @@ class EndpointRollout:
         trajectory.append_sampled(completion, plan.ids)
         return trajectory
 
-    def _record_results(self, turn: IssuedTurn, replies: Sequence[Message]) -> None:
+    def _record_results(self, turn: AgentTurn, replies: Sequence[Message]) -> None:
         """Record the results of a turn's calls, once: when a request first answers them."""
         if turn in self._answered:
             return
@@ -503,10 +461,10 @@ class EndpointRollout:
             )
 
 
-def _match(transcript: Transcript, messages: Sequence[Message]) -> Match:
+def _match(transcript: Transcript, messages: Sequence[Message]) -> Match[AgentTurn]:
     """Match a conversation under the tools of the turn that it continues."""
-    for tools in {turn.tools for turn in transcript.conversations.turns}:
-        match = transcript.conversations.match(messages, tools)
+    for tools in {turn.tools for turn in transcript.issued.turns}:
+        match = transcript.issued.match(messages, tools)
         if match.turn is not None:
             return match
     return Match()

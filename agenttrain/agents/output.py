@@ -25,10 +25,7 @@ class BoundedLog:
     """
 
     def __init__(self, path: Path, *, limit: int = LOG_BYTES, append: bool = False) -> None:
-        """Replace the file of an earlier attempt, or `append` to it.
-
-        `limit` bytes of the beginning are kept.
-        """
+        """Replace the file of an earlier attempt, or `append` to it."""
         self._path, self._room, self._mode = path, limit, "ab" if append else "wb"
         self._file: IO[Any] | None = None
         self._tail = bytearray()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from agenttrain.agents.issued_turns import IssuedTurn, Match, Restart, text_ids
-from agenttrain.agents.transcript import Transcript
+from agenttrain.agents.restarts import Restart, find_restart
+from agenttrain.agents.transcript import AgentTurn, Transcript
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.wire.issued_turns import Match, without_handle
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.types import Message, Origin, Trajectory
 from agenttrain.utils.arrays import common_prefix
@@ -36,7 +39,7 @@ class Plan:
     extends: Trajectory | None = None
     """Trajectory that goes on. None: a new one begins."""
     seed: int = 0
-    answers: IssuedTurn | None = None
+    answers: AgentTurn | None = None
     """The turn whose calls the request answers."""
     restart: Restart | None = None
     """Why the request does not continue the turns that it holds. None: it does, or holds none."""
@@ -55,13 +58,11 @@ class RequestPlanner:
         transcript: Transcript,
         messages: Sequence[Message],
         schemas: Sequence[dict[str, Any]],
-        match: Match,
+        match: Match[AgentTurn],
     ) -> Plan:
-        """Return the ids to continue: those behind the matched turn, or else a rendered prompt.
-
-        Raises RequestError.
-        """
-        turn, restart, difference = match.turn, match.restart, match.difference
+        """Return the ids behind the matched turn, or a rendered prompt. Raises RequestError."""
+        turn = match.turn
+        restart, difference = find_restart(messages, transcript.issued.turns, match)
         if turn is not None:
             with suppress(ChatError):  # a role that the template refuses behind an answer
                 return self._continue_turn(transcript, turn, match)
@@ -85,11 +86,13 @@ class RequestPlanner:
             difference=difference,
         )
 
-    def _continue_turn(self, transcript: Transcript, turn: IssuedTurn, match: Match) -> Plan:
+    def _continue_turn(
+        self, transcript: Transcript, turn: AgentTurn, match: Match[AgentTurn]
+    ) -> Plan:
         """Return a plan behind an issued turn. Raises ChatError if the template refuses it."""
         trajectory = transcript.rollout.trajectories[turn.trajectory]
-        replies = self.replies(turn, match.new_messages)
-        suffix = self.suffix(turn, replies, generation_prompt=True)
+        replies = turn.replies(match.new_messages)
+        suffix = turn.suffix(self._chat, replies, generation_prompt=True)
         suffix_ids = [token_id for _, ids in suffix for token_id in ids]
         ids = [*trajectory.token_ids[: turn.end], *suffix_ids]
         if transcript.is_tail(turn):
@@ -122,33 +125,6 @@ class RequestPlanner:
         except ChatError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
 
-    def replies(self, turn: IssuedTurn, new_messages: Sequence[Message]) -> list[Message]:
-        """Return the messages behind a turn, the replies under the ids that the model's calls have.
-
-        The client never saw a malformed call that was part of the text, and the template shows a
-        reply to each call. Such a call gets our own reply.
-        """
-        contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
-        replies: list[Message] = []
-        for call_id, call in zip(turn.call_ids, turn.turn.calls, strict=True):
-            content = contents.get(call_id, call.malformed_reply)
-            replies.append(
-                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
-            )
-        return [*replies, *(without_handle(m) for m in new_messages if m["role"] != "tool")]
-
-    def suffix(
-        self, turn: IssuedTurn, replies: Sequence[Message], *, generation_prompt: bool
-    ) -> Suffix:
-        """Return the ids that follow a turn, by origin."""
-        return self._chat.suffix(
-            turn.turn,
-            replies,
-            completion_ids=turn.completion.token_ids,
-            finish=turn.completion.finish,
-            generation_prompt=generation_prompt,
-        )
-
     def _session(self, transcript: Transcript) -> str:
         """Return the engine's session of a new trajectory. The first has the rollout's."""
         transcript.trajectory_count += 1
@@ -164,11 +140,6 @@ class RequestPlanner:
         """
         if transcript.trajectory_count == 1 and transcript.trained:
             return self._seed
-        digest = text_ids(ids)
+        digest = hashlib.sha256(array("q", ids).tobytes()).hexdigest()
         transcript.openings[digest] += 1
         return derive_seed(self._seed, transcript.prefix, digest, transcript.openings[digest])
-
-
-def without_handle(message: Message) -> Message:
-    """Return a message without the keys that templates do not know."""
-    return {key: value for key, value in message.items() if key != "handle"}

@@ -102,10 +102,7 @@ def make_command(command: Callable[[], Sequence[str]]) -> Sequence[str]:
 
 
 def parse_result(line: str | bytes) -> dict[str, Any] | None:
-    """Return the JSON object that a line is; None for any other line.
-
-    Raises AgentFailed for JSON that cannot be read: nested too deeply, or with an endless number.
-    """
+    """Return the JSON object that a line is, or None. Raises AgentFailed for a broken one."""
     try:
         result = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -118,8 +115,5 @@ def parse_result(line: str | bytes) -> dict[str, Any] | None:
 
 
 def result_reward(line: str) -> float | None:
-    """Return the reward in a line that is a JSON object with one; None for any other line.
-
-    Raises AgentFailed for a reward that is no number, NaN and Infinity among them.
-    """
+    """Return the reward in a line, or None. Raises AgentFailed unless it is a finite number."""
     return agent_reward((parse_result(line) or {}).get("reward"))

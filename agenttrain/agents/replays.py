@@ -33,10 +33,8 @@ class Delivery:
 class Replays:
     """The answers of one rollout, by the key and by the body of their requests.
 
-    A request is a replay in three cases. It has the Idempotency-Key of an earlier one. Or it says
-    that it is a retry (X-Stainless-Retry-Count) and has an equal body. Or its body equals that of a
-    request whose answer no client was sent in full. Any other request is a new sample, also with an
-    equal body.
+    A replay has an earlier Idempotency-Key, or says that it is a retry of an equal body, or equals
+    a request whose answer no client was sent in full. Any other request is a new sample.
     """
 
     joins: bool = False

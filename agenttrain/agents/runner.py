@@ -1,7 +1,7 @@
 """The agents of a run: one is started for each rollout, and its requests become the rollout.
 
 agents = Agents(settings, chat, folder)
-rollout = await agents.attempt(Attempt(task=task, …), engine, limits)
+rollout = await agents.attempt(RolloutRequest(task=task, …), engine, limits)
 await agents.aclose()
 """
 
@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import uvicorn
 
 from agenttrain.agents.app import ON_RESET, Open, build_app
-from agenttrain.agents.attempt import Attempt, EndpointRollout, ServedPolicy
+from agenttrain.agents.attempt import EndpointRollout, ServedPolicy
 from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
-from agenttrain.agents.issued_turns import Restart
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
+from agenttrain.agents.restarts import Restart
 from agenttrain.agents.sandbox import check_sandbox, sandbox_command
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.agents.transport import EndpointTransport
@@ -41,7 +41,7 @@ from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine
 from agenttrain.engines.registry import names_with
 from agenttrain.rewards.function import copy_task
-from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.tools.arguments import ArgumentSchema
 from agenttrain.types import Finish, Rollout, StopReason
 from agenttrain.utils.locate import locate
@@ -64,10 +64,7 @@ class OutsideAgent(Protocol):
     """Whatever attempts rollouts."""
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Attempt a task. Return the reward that the agent gives, if any. Raises AgentFailed.
-
-        `log` is the path of its output, without a suffix.
-        """
+        """Attempt a task. Return the agent's reward, if any. Raises AgentFailed."""
         ...
 
     async def aclose(self) -> None:
@@ -123,10 +120,7 @@ class ExternalAgent:
 
 
 class EndpointProtocol(BoundedHead):
-    """uvicorn's HTTP, which also says when a client has not read an answer that was written.
-
-    A client that closes its connection with unread bytes resets it.
-    """
+    """uvicorn's HTTP, which also says when a client resets its connection unread."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Pass on a reset to the last request of the connection."""
@@ -186,7 +180,7 @@ class Agents:
 
     async def attempt(
         self,
-        attempt: Attempt,
+        request: RolloutRequest,
         engine: Engine,
         limits: RolloutConfig,
         parsed: Callable[..., None] | None = None,
@@ -204,7 +198,7 @@ class Agents:
                 on_restart=self._on_restart,
                 on_request=self._on_request,
             )
-            requests = EndpointRollout(attempt, policy, self.settings)
+            requests = EndpointRollout(request, policy, self.settings)
             entry = Open(rollout=requests)
             entry.replays.joins = self.lockstep
             if isinstance(self._agent, ExternalAgent):
@@ -252,14 +246,14 @@ class Agents:
         """Run the agent of a rollout to its end. Return its failure and its reward."""
         rollout, url = entry.rollout, f"{self.address}/{entry.name}"
         assignment = AgentTask(
-            rollout_id=rollout.attempt.rollout_id,
-            task=copy_task(rollout.attempt.task),
+            rollout_id=rollout.request.rollout_id,
+            task=copy_task(rollout.request.task),
             url=url,
             api_key=entry.key,
             model=self._model,
             transport=lambda: EndpointTransport(self._app, url, entry.key),
         )
-        log = self.folder / rollout.attempt.rollout_id
+        log = self.folder / rollout.request.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
         working = asyncio.ensure_future(self._agent.attempt(assignment, log))
         over = asyncio.ensure_future(rollout.over.wait())
@@ -304,8 +298,8 @@ class Agents:
             rollout.stop_reason = StopReason.error
             rollout.error = f"the agent ended without a turn{hint}"
         else:
-            turns = requests.trained.conversations.turns
-            is_cut = turns[-1].completion.finish is Finish.length
+            turns = requests.trained.issued.turns
+            is_cut = turns[-1].finish is Finish.length
             rollout.stop_reason = StopReason.max_tokens if is_cut else StopReason.completed
         gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
         if gives_zero and rollout.stop_reason is StopReason.error and requests.ended is None:
@@ -446,10 +440,7 @@ def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
 def make_agent(
     settings: AgentConfig, folder: Path, command: Callable[[], Sequence[str]] = tuple
 ) -> OutsideAgent:
-    """Return the agent that the settings describe. Raises ValueError.
-
-    `folder` is for output. `command` returns the command of a process when one is started.
-    """
+    """Return the agent that the settings describe. Raises ValueError."""
     if settings._target_ is not None:
         function = locate(settings._target_, key="agent._target_")
         if not asyncio.iscoroutinefunction(function):

@@ -64,11 +64,7 @@ def check_sandbox(settings: AgentConfig) -> None:
 def sandbox_command(
     settings: AgentConfig, *, socket: Path | None = None, port: int = 0
 ) -> list[str]:
-    """Return the beginning of a command that runs another, such as `agent.command`, in a sandbox.
-
-    `socket` is the one on which the endpoint listens; in the sandbox it has its usual address, that
-    of `port`. Raises ValueError for files that cannot be shown.
-    """
+    """Return the beginning of a command that runs another in a sandbox. Raises ValueError."""
     visible, user = visible_files(settings.command, settings.read), next_user()
     root = Root(
         # The first process ends all with a reason before the disk is full.

@@ -19,10 +19,7 @@ class AgentFailed(AgenttrainError):
 
 
 def agent_reward(value: object) -> float | None:
-    """Return the reward that an agent printed or returned, None if it is None. Raises AgentFailed.
-
-    Numbers of numpy and torch are numbers, as in reward functions. True is not a number.
-    """
+    """Return the reward that an agent gave, also a number of numpy or torch. Raises AgentFailed."""
     # The repr of an object of the agent's own class would run its code.
     is_trusted = type(value).__module__.partition(".")[0] in TRUSTED_PACKAGES
     if isinstance(value, bool) or not is_trusted:
@@ -81,10 +78,7 @@ class AgentTask:
         return EndpointClient(self.transport(), **options)
 
     def line(self) -> str:
-        """Return the task as the line of JSON that a program reads from its standard input.
-
-        Raises AgentFailed for columns that JSON cannot hold.
-        """
+        """Return the task as a line of JSON. Raises AgentFailed for columns without JSON."""
         try:
             return json.dumps(
                 {

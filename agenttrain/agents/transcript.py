@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from agenttrain.agents.issued_turns import IssuedTurn, IssuedTurns
+from agenttrain.agents.restarts import opening_of
+from agenttrain.chat.wire.issued_turns import IssuedTurn, IssuedTurns
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
-from agenttrain.types import Rollout, ToolCall, ToolError
+from agenttrain.types import Message, Rollout, ToolCall, ToolError
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AgentTurn(IssuedTurn):
+    """A turn with its place in the rollout."""
+
+    trajectory: int
+    """Index of its trajectory."""
+    end: int
+    """Position behind its last sampled token in the trajectory."""
+    message_count: int
+    """Messages of the trajectory up to and with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +36,7 @@ class Transcript:
     """Beginning of the names of its sessions in the engine."""
     trained: bool = False
     """True for the rollout's own turns, which are trained."""
-    conversations: IssuedTurns = field(default_factory=IssuedTurns)
+    issued: IssuedTurns[AgentTurn] = field(default_factory=IssuedTurns)
     sessions: list[str] = field(default_factory=list)
     """Session of each trajectory."""
     seeds: list[int] = field(default_factory=list)
@@ -35,10 +48,15 @@ class Transcript:
     trajectory_count: int = 0
     """Trajectories that were planned, some of which may not have begun yet."""
 
-    def is_tail(self, turn: IssuedTurn) -> bool:
+    def is_tail(self, turn: AgentTurn) -> bool:
         """Return True if nothing follows a turn in its trajectory, and nothing is about to."""
         trajectory = self.rollout.trajectories[turn.trajectory]
         return trajectory.length == turn.end and trajectory.index not in self.growing
+
+    def begins_alike(self, messages: Sequence[Message]) -> bool:
+        """Return True if a conversation begins like the first that was issued."""
+        turns = self.issued.turns
+        return not turns or opening_of(messages) == opening_of(turns[0].conversation)
 
 
 @lru_cache(maxsize=1024)
@@ -48,10 +66,7 @@ def _argument_schema(parameters: str) -> ArgumentSchema:
 
 
 def call_error(call: ToolCall, parameters: Mapping[str, Mapping[str, Any]]) -> ToolError | None:
-    """Return the error of a call that its tool could not have run. None: the tool may have run it.
-
-    `parameters` maps the names of the tools to the schemas of their parameters.
-    """
+    """Return the error of a call that its tool could not have run, by `parameters` of tools."""
     if call.malformed is not None:
         return ToolError.malformed
     if call.name not in parameters:

@@ -124,19 +124,13 @@ class Visible:
                 self.programs.add(path)
 
     def _is_private(self, folder: str) -> bool:
-        """Return True if a folder is of one program or project.
-
-        The system's folders, a home and the folders above it are not.
-        """
+        """Return True if a folder is of one program or project: no home, no system folder."""
         is_system = folder in SYSTEM or is_within(folder, *PROGRAMS, "/proc", "/sys", "/dev")
         return not is_system and not is_within(self.home, folder)
 
 
 def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
-    """Return the files that the program of a command can read, besides the system's programs.
-
-    `read` are files and folders of the user's. Raises ValueError.
-    """
+    """Return the files that a command's program can read. Raises ValueError."""
     work, links = os.getcwd(), dict[str, str]()
     visible = Visible(home=follow(_homes()[0], links), work=work, links=links)
     secrets = _secrets()

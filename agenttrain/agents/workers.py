@@ -93,10 +93,7 @@ class Worker:
                 result.set_exception(AgentFailed(f"{how}{quoted}"))
 
     def _take(self, line: bytes) -> None:
-        """Hand a printed line to its rollout if it is a result, else to the log.
-
-        Raises AgentFailed for a line that cannot be read: the result of a rollout may be lost.
-        """
+        """Hand a line to its rollout if it is a result, else to the log. Raises AgentFailed."""
         printed = parse_result(line)
         if printed is not None:
             only = next(iter(self.pending), None) if len(self.pending) == 1 else None
@@ -129,10 +126,7 @@ class WorkerAgent:
         *,
         at_once: int = 1,
     ) -> None:
-        """`command` returns that of a new worker; `at_once`: rollouts of a worker at a time.
-
-        `folder` gets their common output.
-        """
+        """`command` returns a new worker's, which attempts `at_once` rollouts at a time."""
         self._command, self._env = command, env
         self._folder, self._at_once = folder, at_once
         self._workers: list[Worker] = []

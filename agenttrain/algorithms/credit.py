@@ -244,10 +244,7 @@ def _by_group(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
 def _by_state(
     groups: Sequence[Sequence[TurnRewards]], returns_PGK: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Compare turns of a group that began in equal states: their advantages, and which they are.
-
-    Both are [P, G, K]. Without another rollout in that state they are 0 and False.
-    """
+    """Compare turns of a group that began in equal states, [P, G, K]: advantages, and where."""
     result = torch.zeros_like(returns_PGK)
     compared = torch.zeros_like(returns_PGK, dtype=torch.bool)
     for p, row in enumerate(groups):
@@ -273,10 +270,7 @@ def _by_state(
 
 
 def _subtract_mean(values_RK: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Subtract the mean of the rollouts' means, or of the other rollouts' means, [R, K].
-
-    Exactly 0 if all values are equal, and for a single rollout.
-    """
+    """Subtract the mean of the rollouts' means, or of the others', [R, K]. 0 for one."""
     means_R = values_RK.nanmean(1)
     has_reward_R = ~means_R.isnan()
     count = int(has_reward_R.sum())

@@ -116,10 +116,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
 
 
 def _check_output(output: object, inputs: LossInputs, config: AlgorithmConfig) -> None:
-    """Raise ValueError unless an objective of the user's returned a loss for each token.
-
-    A loss of another shape, say its mean, would be broadcast without an error.
-    """
+    """Raise ValueError unless an objective of the user's returned a loss for each token."""
     name, expected = config.objective.name, tuple(inputs.logprobs_S.shape)
     if not isinstance(output, ObjectiveOutput):
         raise ValueError(
@@ -135,10 +132,7 @@ def _check_output(output: object, inputs: LossInputs, config: AlgorithmConfig) -
 
 
 def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | None, MetricParts]:
-    """Return the weight for the engine's mismatch, and its metrics.
-
-    The weight is [S] on token level, [B] above it.
-    """
+    """Return the weight for the engine's mismatch, [S] or [B], and its metrics."""
     correction = config.correction
     if correction is None:
         return None, {}
@@ -167,10 +161,7 @@ def mean_parts(values: Tensor) -> Tensor:
 
 
 def extremes(name: str, values: Tensor) -> MetricParts:
-    """Return `<name>/min` and `<name>/max` of values of any shape, without the NaN ones.
-
-    Of no values they are inf and -inf, which change no minimum and no maximum.
-    """
+    """Return `<name>/min` and `<name>/max`, without NaN; of no values inf and -inf."""
     valid = values.float()[~values.isnan()]
     infinity = valid.new_tensor([torch.inf])
     lowest, highest = torch.cat((valid, infinity)).min(), torch.cat((valid, -infinity)).max()
@@ -235,10 +226,7 @@ class Averages:
             )
 
     def means(self, accelerator: Any) -> dict[str, float]:
-        """Return the value of each name over all processes, which must have added the same names.
-
-        NaN for a name without any value.
-        """
+        """Return each name's value over all processes, which need the same names. NaN: none."""
         if not self._parts:
             return {}
         names = sorted(self._parts)

@@ -56,10 +56,8 @@ def placeholder(index: int) -> str:
 class TurnBoundary:
     """Splits the text behind the assistant's own into the end of its turn and the rest.
 
-    The end of an answer is read from an answer that nothing follows. A turn with calls ends the
-    same way, or with the last control token that closes its calls (``<|call|>`` in harmony,
-    ``<|tool_response>`` in Gemma 4). Where answers have no end of their own (GLM), a turn ends with
-    the control token that begins the next message.
+    A turn with calls ends as an answer that nothing follows, or with the last control token that
+    closes its calls. Where answers have no end (GLM), it ends with the token of the next message.
     """
 
     render: Render
@@ -68,11 +66,7 @@ class TurnBoundary:
     def split(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
     ) -> tuple[str, str]:
-        """Return (end of turn, text behind it), marked: ``("<|im_end|>", "\\n<|im_start|>…")``.
-
-        The end is empty if the template writes no control token there. Raises ChatError if the
-        boundary cannot be found.
-        """
+        """Return (end of turn, text behind it), marked. Raises ChatError without a boundary."""
         # A short message of the turn's shape, with BODY at the end of its text. Content and
         # reasoning beside calls are left out: a model writes them before its calls, but some
         # templates refuse them there (GPT-OSS) or render them after the replies (Gemma 4).
@@ -157,10 +151,7 @@ class ReplyTexts:
         return clean(content) if self._is_verbatim(role) else self._transformed(role, content)
 
     def beside_images(self, reply: Message) -> list[str]:
-        """Return the texts of a reply with images, as they are rendered.
-
-        Raises ChatError if the template changes the texts of such replies.
-        """
+        """Return the texts of a reply with images, as rendered. Raises ChatError."""
         if not self._is_verbatim(reply["role"]):
             raise ChatError(
                 f"the chat template changes the texts of replies of the role {reply['role']}, so "
@@ -265,16 +256,16 @@ def fill_suffix(
         # A token that holds any character of a reply is the tool's, every other the template's.
         pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
         ids, offsets = encoder.encode_plain_offsets("".join(pieces))
-        done = position = 0
+        filled = position = 0
         for part, piece in zip(block.parts, pieces, strict=True):
             position += len(piece)
             if isinstance(part, str) or not piece:
                 continue
-            first = bisect_right(offsets, position - len(piece), lo=done, key=lambda o: o[1])
+            first = bisect_right(offsets, position - len(piece), lo=filled, key=lambda o: o[1])
             last = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
-            unmerged += [(Origin.template, ids[done:first]), (Origin.tool, ids[first:last])]
-            done = last
-        unmerged.append((Origin.template, ids[done:]))
+            unmerged += [(Origin.template, ids[filled:first]), (Origin.tool, ids[first:last])]
+            filled = last
+        unmerged.append((Origin.template, ids[filled:]))
     spans: Spans = []
     for origin, ids in unmerged:
         if spans and spans[-1][0] is origin:

@@ -88,14 +88,17 @@ def with_images(schemas: Sequence[dict]) -> Iterator[tuple[str, Message, list[St
     """Yield probe conversations with images by name, each with its first message."""
     one, two, three = PICTURES
     answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
-    seen: Message = {"role": "user", "content": content_of(["Read ", one, " and ", two, "."])}
-    shown: Message = {"role": "user", "content": content_of([three, "And this?"])}
-    yield "images in the prompt", seen, [(answer, [{"role": "user", "content": "Again."}])]
-    yield "image in a user reply", QUESTION[0], [(answer, [shown])]
+    first_message: Message = {
+        "role": "user",
+        "content": content_of(["Read ", one, " and ", two, "."]),
+    }
+    second_message: Message = {"role": "user", "content": content_of([three, "And this?"])}
+    yield "images in the prompt", first_message, [(answer, [{"role": "user", "content": "Again."}])]
+    yield "image in a user reply", QUESTION[0], [(answer, [second_message])]
     if not schemas:
         return
     tools = [schema.get("function", schema) for schema in schemas]
-    yield "image in a tool reply", seen, [_step(0, tools[:1], ["it: "], images=[one])]
+    yield "image in a tool reply", first_message, [_step(0, tools[:1], ["it: "], images=[one])]
     calls = _step(0, [tools[0], tools[-1]], ["", "both"], images=[two, three])
     plain = _step(1, tools[:1], ["8"])
     yield "several images in a turn", QUESTION[0], [calls, plain, _step(2, tools[:1], ["9"])]
@@ -243,11 +246,7 @@ class Certificate:
 
 
 def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
-    """Render probe conversations whole, and as prompt, completions and suffixes, and compare.
-
-    A template that does not fit raises nothing: its probes are refused. The same probes are made
-    with the model's own template if it was fixed, so that they show what the fix repairs.
-    """
+    """Render probe conversations whole and turn by turn, and compare."""
     probes = _probes(chat, schemas)
     preserving = all(probe.passed or probe.name in FEATURES for probe in probes)
     if chat.fix.changes:
@@ -412,11 +411,7 @@ class _Mismatch(Exception):
 def _ledger(
     chat: Chat, schemas: Sequence[dict], question: Message, steps: list[Step]
 ) -> tuple[list[int], list[str]]:
-    """Replay a conversation as the loop does; return the ids between turns, and remarks.
-
-    The remarks say what the template leaves out. Raises _Mismatch if the full rendering has other
-    ids, or if a call is not parsed as it was rendered.
-    """
+    """Replay a conversation as the loop does; return ids and remarks. Raises _Mismatch."""
     messages: list[Message] = [question]
     ledger = chat.rendered_ids(messages, schemas)
     context: list[int] = []
@@ -439,11 +434,11 @@ def _ledger(
         _require_equal(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
         parsed = chat.parse(sampled, schemas, turn=0, after=after)
         calls = [(call.name, call.arguments) for call in turn.calls]
-        read = [(call.name, call.arguments) for call in parsed.calls]
-        if calls != read or any(call.malformed for call in parsed.calls):
+        read_calls = [(call.name, call.arguments) for call in parsed.calls]
+        if calls != read_calls or any(call.malformed for call in parsed.calls):
             raise _Mismatch(
                 "the response schema does not read the calls that the template renders",
-                f"{_short(chat.decode(sampled))} parses to {_short(read)} "
+                f"{_short(chat.decode(sampled))} parses to {_short(read_calls)} "
                 f"instead of {_short(calls)}",
                 Misfit.response_schema,
             )
@@ -461,11 +456,7 @@ def _ledger(
 
 
 def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
-    """Return the turn as a completion could hold it.
-
-    It has reasoning if the prompt opens reasoning, and none if the prompt already closes it. Empty
-    reasoning would not do: in the full rendering alone its line break merges with the prompt's.
-    """
+    """Return the turn as a completion could hold it: with reasoning if the prompt opens it."""
     if chat.thinking_is_off:
         return replace(turn, reasoning=None)
     opened = chat.opens_reasoning(after) and not turn.reasoning

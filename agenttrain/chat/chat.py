@@ -96,11 +96,7 @@ class Chat:
         no_images: str = "this model reads text only",
         roles: Mapping[str, str] | None = None,
     ) -> None:
-        """`plain` maps added tokens that are ordinary text to the reason, as in `Family.plain`.
-
-        `placeholders` are those of the model's images; None: it reads none, because of `no_images`.
-        `roles` maps roles of messages to those to render.
-        """
+        """`plain`: added tokens that are text, with the reason. `placeholders`: those of images."""
         self.tokenizer = tokenizer
         self.template = template
         self.fix = fix or Fix(family=None, stock=template, template=template)
@@ -141,10 +137,7 @@ class Chat:
 
     @property
     def saved_template(self) -> str:
-        """The template with `kwargs` as its defaults.
-
-        It is saved beside the weights, so that a server builds the contexts of the training.
-        """
+        """The template with `kwargs` as its defaults, so that servers render as training does."""
         defaults = [
             f"{{%- set {key} = {key} if {key} is defined else {json.dumps(value)} %}}\n"
             for key, value in self.kwargs.items()
@@ -205,10 +198,7 @@ class Chat:
         return normal
 
     def _role(self, name: str) -> str:
-        """Return the role to render: the setting's, or the usual one if the template has no such.
-
-        Example: `system` for `developer`, unless the template renders messages of developers.
-        """
+        """Return the role to render: the setting's, or the usual one if the template lacks it."""
         if name in self.roles:
             return self.roles[name]
         if name in ROLES or (usual := role_of(name)) is None:
@@ -219,10 +209,7 @@ class Chat:
         return self._usual_roles[name]
 
     def _omits_role(self, name: str, usual: str) -> bool:
-        """Return True if the template refuses or leaves out a message of this role.
-
-        It stands where messages of the role `usual` do.
-        """
+        """Return True if the template refuses or leaves out a message of this role."""
         message: Message = {"role": name, "content": WORD}
         conversation = [message] if usual == "user" else [message, USER]
         if usual == "assistant":
@@ -243,10 +230,7 @@ class Chat:
         may_omit: Collection[str],
         marked: Sequence[Message] = (),
     ) -> None:
-        """Raise ChatError if a rendering of messages lacks the text or the calls of one of them.
-
-        `marked` are the messages as they were rendered, with control tokens marked.
-        """
+        """Raise ChatError if a rendering lacks the text or calls of one of the messages."""
         for index, message in enumerate(messages):
             role = str(message.get("role"))
             if message.get("tool_calls") and not self.renders_calls and role not in may_omit:
@@ -255,31 +239,27 @@ class Chat:
                     f"the role {role}: remove them, or set chat_template to one that renders them, "
                     "such as hermes"
                 )
-        seen = places(messages)
+        message_places = places(messages)
         close = getattr(self.response, "reasoning_close", "")
-        if self._shown_places.issuperset(seen.values()) and texts_stand_in(
+        if self._shown_places.issuperset(message_places.values()) and texts_stand_in(
             marked, rendering, close
         ):
             return
         omitted = find_omitted(messages, lambda changed: self._prompt(changed, schemas))
         if len(self._shown_places) >= CACHED_SHAPES:
             self._shown_places.clear()
-        self._shown_places.update(place for i, place in seen.items() if i not in omitted)
+        self._shown_places.update(place for i, place in message_places.items() if i not in omitted)
         for index in omitted:
             role = str(messages[index].get("role"))
             if role not in may_omit:
-                shown = [name for name in ROLES if not self._omits_role(name, name)]
+                rendered_roles = [name for name in ROLES if not self._omits_role(name, name)]
                 raise ChatError(
                     f"messages[{index}]: the chat template leaves out the text of this message of "
-                    f"the role {role}: {advice(messages, index, shown)}"
+                    f"the role {role}: {advice(messages, index, rendered_roles)}"
                 )
 
     def check_places(self, messages: Sequence[Message], schemas: Sequence[dict]) -> None:
-        """Raise ChatError if the template leaves out the text of a message.
-
-        A conversation all of whose places were seen before is not rendered: `prompt_ids` checks its
-        texts.
-        """
+        """Raise ChatError if the template leaves out a message in a place not seen before."""
         messages = self.normal_messages(messages)
         if not self._shown_places.issuperset(places(messages).values()):
             self._check_texts(messages, schemas, "", (), messages)
@@ -295,18 +275,15 @@ class Chat:
         schemas: Sequence[dict],
         marked: Sequence[Message] | None = None,
     ) -> str:
-        """Render messages and the generation prompt to marked text. Raises ChatError.
-
-        `marked` are the messages with control tokens marked; None: they are marked here.
-        """
+        """Render messages and the generation prompt to marked text. Raises ChatError."""
         for message in messages:
             content = message.get("content")
             for part in content if isinstance(content, list | tuple) else ():
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 is_image = kind == "image" and isinstance(part.get("image"), Image)
                 if kind != "text" and not (is_image and self.placeholders):
-                    known = "only texts and images that were read are supported"
-                    why = known if self.placeholders else self.no_images
+                    supported = "only texts and images that were read are supported"
+                    why = supported if self.placeholders else self.no_images
                     raise ChatError(
                         f"a message of the role {message.get('role')} holds a part of type "
                         f"{kind!r}: {why}; remove it from the data"
@@ -397,11 +374,7 @@ class Chat:
         after: str = "user",
         form: AnswerForm = ANY_FORM,
     ) -> str:
-        """Return the grammar of completions whose calls fit these tools, for `Sampling.grammar`.
-
-        `after` is the role of the message before. Raises ChatError if calls in this format have no
-        grammar.
-        """
+        """Return the grammar of completions whose calls fit these tools. Raises ChatError."""
         if self._grammar is None:
             self._grammar = CallGrammar(self.response, self.render)
         return self._grammar.grammar_for(
@@ -447,8 +420,8 @@ class Chat:
         """Give the placeholders of each image a span of their own, of the origin `tool`."""
         if self.placeholders is None:
             raise ChatError(f"a reply holds an image: {self.no_images}")
-        ids = self._expand([token_id for _, own in spans for token_id in own], replies)
-        origins = iter([origin for origin, own in spans for _ in own])
+        ids = self._expand([token_id for _, span_ids in spans for token_id in span_ids], replies)
+        origins = iter([origin for origin, span_ids in spans for _ in span_ids])
         images = iter(self.place(ids, replies))
         split: list[tuple[Origin, list[int]]] = []
         position, image = 0, next(images, None)
@@ -482,14 +455,14 @@ class Chat:
         if not self.one_call_per_turn or len(turn.calls) < 2:
             return turn, replies
         tools = [reply for reply in replies if reply["role"] == "tool"]
-        others = [reply for reply in replies if reply["role"] != "tool"]
+        other_messages = [reply for reply in replies if reply["role"] != "tool"]
         merged: list[str | Image] = []
         for reply in tools:
-            own = parts(reply.get("content"))
-            merged += ["\n"] if merged and any(own) else []
-            merged += [part for part in own if part]
-        one = [{**tools[0], "content": content_of(merged)}] if tools else []
-        return replace(turn, calls=turn.calls[:1]), [*one, *others]
+            reply_parts = parts(reply.get("content"))
+            merged += ["\n"] if merged and any(reply_parts) else []
+            merged += [part for part in reply_parts if part]
+        merged_reply = [{**tools[0], "content": content_of(merged)}] if tools else []
+        return replace(turn, calls=turn.calls[:1]), [*merged_reply, *other_messages]
 
     def end_ids(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
@@ -499,11 +472,7 @@ class Chat:
         return self._suffix(turn, replies, generation_prompt).end_ids
 
     def answer_end_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ends of an answer that nothing follows, and of one before a user's message.
-
-        They differ in harmony: the last answer ends with ``<|return|>``, earlier ones with
-        ``<|end|>``.
-        """
+        """Return the ends of the last answer and of earlier ones: they differ in harmony."""
         suffix = self._suffix(ANSWER, [USER], True)
         return suffix.last_end_ids or suffix.end_ids, suffix.end_ids
 
@@ -564,11 +533,7 @@ class Chat:
     def _suffix(
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
     ) -> Suffix:
-        """Return the cached suffix of the turn's shape.
-
-        The shape is everything about a turn that may change the text around its replies: names and
-        ids of the calls, and every key of a reply but its content.
-        """
+        """Return the cached suffix of a turn's shape: its calls and the replies' other keys."""
         indices = {call.id: index for index, call in enumerate(turn.calls)}
         shows_ids = self._behaviour.shows_ids
         shapes = []
@@ -584,9 +549,9 @@ class Chat:
                     kinds = tuple(type(part).__name__ for part in parts(value))
                     shape.append((key, kinds))
             shapes.append(tuple(shape))
-        named = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
-        known = (generation_prompt, named, tuple(shapes))
-        cached = self._suffixes.get(known)  # one look-up: another thread may clear the cache
+        call_names = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
+        cache_key = (generation_prompt, call_names, tuple(shapes))
+        cached = self._suffixes.get(cache_key)  # one look-up: another thread may clear the cache
         if cached is not None:
             return cached
         mark = self.encoder.mark
@@ -616,14 +581,11 @@ class Chat:
             suffix = replace(suffix, last_end_ids=() if same else last)
         if len(self._suffixes) >= CACHED_SHAPES:
             self._suffixes.clear()
-        self._suffixes[known] = suffix
+        self._suffixes[cache_key] = suffix
         return suffix
 
     def _turn_ends(self) -> list[int]:
-        """Return the ids of the control tokens that end a turn, before replies of either role.
-
-        A token that also occurs inside a turn is left out: harmony's <|end|> closes the reasoning.
-        """
+        """Return the ids that end a turn and never occur inside of one."""
         inside: list[int] = []
         with suppress(ChatError):
             # The ids between the generation prompt and the content of an answer with reasoning.

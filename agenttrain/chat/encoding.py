@@ -40,10 +40,7 @@ class ChatError(AgenttrainError):
 
 
 def clean(text: str) -> str:
-    """Replace lone surrogates and the reserved noncharacters in a text by U+FFFD.
-
-    Surrogates cannot be encoded as UTF-8, and the noncharacters are the marks of this package.
-    """
+    """Replace lone surrogates and this package's marks in a text by U+FFFD."""
     return text if text.isascii() else _RESERVED.sub("\ufffd", text)
 
 
@@ -113,10 +110,7 @@ class Encoder:
         self._by_piece = self._encodes_by_piece()
 
     def encode(self, rendering: str) -> list[int]:
-        """Encode a rendering: control tokens are tokens, except those that `mark` wrapped.
-
-        Without marks the result is the tokenizer's own.
-        """
+        """Encode a rendering: control tokens are tokens, except those that `mark` wrapped."""
         if not self._by_piece and OPEN not in rendering and CLOSE not in rendering:
             ids = _encoding(self._full, rendering).ids
             # A normalizer can turn text into a control token, e.g. ＜think＞ into <think>.
@@ -137,11 +131,7 @@ class Encoder:
         return ids
 
     def _encodes_by_piece(self) -> bool:
-        """Return True if encoding each piece alone gives the ids of the whole text.
-
-        Some SentencePiece tokenizers put a blank before the beginning of a text, but not behind a
-        control token in it.
-        """
+        """Return True if encoding piece by piece gives the ids of the whole text."""
         probe = "".join(f"a b{text} c\nd{text}\n e{text}f" for text in self.control)
         ids: list[int] = []
         for control, piece in self.pieces(probe):
@@ -163,10 +153,7 @@ class Encoder:
         return self._full.decode(token_ids, skip_special_tokens=False)
 
     def mark(self, value: Any, bare: Collection[str] = ()) -> Any:
-        """Copy a message, schema or text with its control tokens wrapped.
-
-        Control tokens in `bare` stay as they are. Keys whose value is None are left out.
-        """
+        """Copy a message, schema or text with its control tokens wrapped, but for `bare`."""
         if isinstance(value, str):
             return self._control.sub(
                 lambda token: token[0] if token[0] in bare else f"{OPEN}{token[0]}{CLOSE}",

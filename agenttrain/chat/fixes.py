@@ -113,11 +113,11 @@ def pattern(find: str) -> re.Pattern[str]:
 
 def parse_family(name: str, content: Mapping[str, Any]) -> Family:
     """Make a family of the content of its YAML file. Raises ChatError that names a wrong key."""
-    known = {field.name for field in fields(Family)}
-    if unknown := sorted(set(map(str, content)) - known):
+    field_names = {field.name for field in fields(Family)}
+    if unknown := sorted(set(map(str, content)) - field_names):
         raise ChatError(
             f"chat_template={name}: family.{unknown[0]} is no key; they are "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(field_names))}"
         )
     lists = {
         key: tuple(content.get(key) or ())
@@ -185,10 +185,7 @@ class Fix:
 
 
 def apply_fix(name: str, family: Family, stock: str) -> Fix:
-    """Apply the first of the family's fixes whose edits all apply to a template.
-
-    An edit that the template already contains changes nothing. Raises ChatError if no fix applies.
-    """
+    """Apply the first of the family's fixes that fits the template. Raises ChatError."""
     if not family.fixes:
         return Fix(family=name, stock=stock, template=stock)
     problem = ""

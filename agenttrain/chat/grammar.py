@@ -1,17 +1,11 @@
 """Grammars that make an engine sample only calls that fit their tools.
 
-A grammar is a structural tag of xgrammar, which vLLM accepts
-(https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). A completion may hold any
-tokens, except behind the opening mark of a call: there it must be a call of one of the tools, in
-the form that the chat template writes, up to the closing mark. The grammar reads a completion as
-`MarkedSpec` does: a mark inside the reasoning opens no call, and no reasoning begins behind a call.
-vLLM's compiler tries a grammar before an engine is built.
-
-An `AnswerForm` leaves less: a call at once, or a text that is JSON. Reasoning stays free before it.
-
-The grammar lets some calls pass that the parser or the tool refuses: a number beyond the range of
-floats, half of a surrogate pair, a key given twice in an object whose schema leaves its keys open,
-over 16 marks in a string, and violations of keywords that xgrammar ignores (`multipleOf`).
+A grammar is a structural tag of xgrammar
+(https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). Behind the opening mark of a
+call a completion must be a call of one of the tools, as the template writes it. An `AnswerForm`
+leaves less: a call at once, or JSON. Some calls pass that the parser or the tool refuses: floats
+beyond their range, half of a surrogate pair, a key given twice in an open object, over 16 marks in
+a string, and violations of keywords that xgrammar ignores (`multipleOf`).
 """
 
 from __future__ import annotations
@@ -107,11 +101,7 @@ class CallGrammar:
         in_reasoning: bool,
         form: AnswerForm = ANY_FORM,
     ) -> str:
-        """Return the grammar, as JSON, of a completion that may call these tools.
-
-        `in_reasoning`: the completion begins inside the reasoning. Arguments are as
-        `ArgumentSchema` reads them.
-        """
+        """Return the grammar, as JSON, of a completion that may call these tools."""
         key = json.dumps(schemas), in_reasoning, form
         if key not in self._cache:
             if len(self._cache) >= CACHED_GRAMMARS:
@@ -168,17 +158,17 @@ class CallGrammar:
     ) -> Format:
         """Return the format of a completion that must have a form; reasoning may come first."""
         spec = self._spec
-        chosen = [
+        calls_of_tool = [
             call
             for schema, call in zip(schemas, calls, strict=True)
             if form.tool in (None, schema["function"]["name"])
         ]
         # Behind a call of a named tool there is text at most.
-        others = [] if form.tool is not None else [(spec.call_open, _either(calls))]
-        rest = _dispatch(others, [spec.call_open] if not others else [], loop=True)
+        call_tags = [] if form.tool is not None else [(spec.call_open, _either(calls))]
+        after_form = _dispatch(call_tags, [spec.call_open] if not call_tags else [], loop=True)
         answers = []
-        if chosen:
-            answers.append(_sequence(_text(spec.call_open), _either(chosen), rest))
+        if calls_of_tool:
+            answers.append(_sequence(_text(spec.call_open), _either(calls_of_tool), after_form))
         if form.schema is not None and not form.call:
             schema = _schema(json.loads(form.schema))
             value = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": BLANKS}
@@ -250,10 +240,7 @@ _PLACE = re.compile(r"^\[.*?\] \S+: ")
 
 
 def grammar_problem(grammar: str) -> str | None:
-    """Return xgrammar's objection to a structural tag, or None; None too without xgrammar.
-
-    vLLM brings xgrammar along, so it is installed wherever grammars are used.
-    """
+    """Return xgrammar's objection to a structural tag. None also without xgrammar."""
     try:
         import xgrammar
     except ImportError:

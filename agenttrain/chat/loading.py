@@ -80,13 +80,13 @@ def load_chat(
     `placeholders` are those of the model's images, or the reason why it reads none. Raises
     ChatError that names the group and the key to change.
     """
-    known = dict(families())
+    bundled = dict(families())
     if template.family:
-        known[template.name] = parse_family(template.name, template.family)
-    source, chosen = _template_source(tokenizer, template, known, tools=tools)
-    fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
+        bundled[template.name] = parse_family(template.name, template.family)
+    source, note = _template_source(tokenizer, template, bundled, tools=tools)
+    fix = replace(make_fix(tokenizer, source, template, bundled), chosen=note)
     _check_variables(fix.template, template.kwargs)
-    family = known.get(fix.family or "")
+    family = bundled.get(fix.family or "")
     # The tokenizer's end of sequence, then those in the generation config beside it.
     eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
@@ -94,7 +94,9 @@ def load_chat(
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         eos_token_ids += ids if isinstance(ids, list) else [] if ids is None else [ids]
     # A template to which another family added tools keeps the ordinary tokens of its own family.
-    taken = [other for other in known.values() if other == family or matches_source(source, other)]
+    matching = [
+        other for other in bundled.values() if other == family or matches_source(source, other)
+    ]
     make = partial(
         Chat,
         tokenizer,
@@ -102,7 +104,12 @@ def load_chat(
         kwargs=template.kwargs,
         eos_token_ids=eos_token_ids,
         fix=fix,
-        plain={text: plain.why for one in taken for plain in one.plain for text in plain.tokens},
+        plain={
+            text: plain.why
+            for matched in matching
+            for plain in matched.plain
+            for text in plain.tokens
+        },
         placeholders=None if isinstance(placeholders, str) else placeholders,
         no_images=placeholders if isinstance(placeholders, str) else "",
         roles=template.roles,
@@ -168,10 +175,7 @@ def make_fix(
 def _template_source(
     tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family], *, tools: bool
 ) -> tuple[str, str | None]:
-    """Return the template before fixes, and a note on which of several it is.
-
-    It is the user's file, or a template that the tokenizer carries.
-    """
+    """Return the template before fixes, and a note on which of several it is."""
     names = sorted(["auto", "none", "file", *known])
     if config.name not in names:
         close = get_close_matches(config.name, names, n=1)
@@ -221,8 +225,8 @@ def reads_back(
     completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
     for completion in completions or [rendering]:
         calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
-        read = [(call.name, call.arguments, call.malformed) for call in calls]
-        if read == [("forecast", CALL_ARGUMENTS, None)]:
+        parsed = [(call.name, call.arguments, call.malformed) for call in calls]
+        if parsed == [("forecast", CALL_ARGUMENTS, None)]:
             return True
     return False
 
@@ -276,10 +280,7 @@ def template_of_tokenizer(carried: Any, *, tools: bool) -> tuple[str, str | None
 
 
 def read_template(path: str, revision: str | None = None, *, tools: bool = True) -> str:
-    """Read the template of `chat_template.path`: a Jinja file, or the one that a model carries.
-
-    Raises ChatError if there is none.
-    """
+    """Read `chat_template.path`: a Jinja file, or a model's template. Raises ChatError."""
     try:
         file = template_file(path, revision)
         text = file.read_text(encoding="utf-8")
@@ -334,10 +335,7 @@ def load_spec(name: str) -> ResponseSpec:
 
 
 def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
-    """Return vLLM's name for a parser of the chat's calls; raises ChatError if none is known.
-
-    `response_schema.server_parser` names it, else the file of the bundled format that the chat has.
-    """
+    """Return vLLM's name for a parser of the chat's calls. Raises ChatError."""
     if config.server_parser is not None:
         return config.server_parser
     strict = replace(cast(Any, chat.response), lenient=False)
@@ -354,16 +352,15 @@ def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
 
 
 def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
-    """Return the response schema that the group selects.
+    """Return the response schema of the group; `auto` asks tokenizer, then `family`.
 
-    `auto` is the one in the tokenizer's configuration, in either dialect, else `family`, the name
-    of the template's own format. Raises ChatError that names the key to set.
+    Raises ChatError.
     """
-    own = getattr(tokenizer, "init_kwargs", None) or {}
+    tokenizer_config = getattr(tokenizer, "init_kwargs", None) or {}
     carried = {
         key: content
         for key in ("response_template", "response_schema")
-        if (content := getattr(tokenizer, key, None) or own.get(key))
+        if (content := getattr(tokenizer, key, None) or tokenizer_config.get(key))
     }
     if config.path is not None:
         spec = read_spec(Path(config.path))

@@ -72,10 +72,7 @@ def places(messages: Sequence[Message]) -> dict[int, Place]:
 
 
 def find_omitted(messages: Sequence[Message], render: Render) -> list[int]:
-    """Return the numbers of the messages whose texts a rendering of the conversation lacks.
-
-    Empty too if the template refuses the conversation with words of ours in it.
-    """
+    """Return the numbers of the messages whose texts a rendering lacks."""
     try:
         rendering = render([_with_word(m, i) for i, m in enumerate(messages)])
     except ChatError:
@@ -91,11 +88,7 @@ def find_omitted(messages: Sequence[Message], render: Render) -> list[int]:
 
 
 def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close: str) -> bool:
-    """Return True if all texts stand in a rendering, in their order and none within another.
-
-    Templates may trim texts, write them as JSON, and leave out reasoning at the beginning of an
-    assistant's.
-    """
+    """Return True if all texts stand in a rendering, in order, as templates change them."""
     position = 0
     for message in messages:
         for text in _texts(message.get("content")):
@@ -113,10 +106,7 @@ def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close:
 
 
 def advice(messages: Sequence[Message], index: int, roles: Sequence[str]) -> str:
-    """Return what to write in place of a message that is left out.
-
-    `roles` are the roles of which the template renders messages.
-    """
+    """Return what to write in place of a message that is left out."""
     message = messages[index]
     role, before = str(message.get("role")), [str(m.get("role")) for m in messages[:index]]
     usual = role_of(role)

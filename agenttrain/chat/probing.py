@@ -39,10 +39,7 @@ def render(
     generation_prompt: bool = False,
     kwargs: Mapping[str, Any],
 ) -> str:
-    """Render messages with `template`; `kwargs` are the template's own variables.
-
-    Raises ChatError when the template refuses the messages, or is no template.
-    """
+    """Render messages with `template` and its `kwargs`. Raises ChatError."""
     try:
         return tokenizer.apply_chat_template(
             list(messages),

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import OnFailure
-from agenttrain.agents.issued_turns import Restart
+from agenttrain.agents.restarts import Restart
 from agenttrain.agents.runner import Agents
 from agenttrain.chat.wire.normal import Question
 from agenttrain.commands.rehearse.command import CONTEXT
@@ -24,6 +23,7 @@ from agenttrain.commands.rehearse.stub import example, task_texts, turn_ids
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.registry import spec_of
 from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import (
@@ -133,7 +133,7 @@ async def _attempt(
             on_restart=lambda kind, rollout_id, difference: differences.append((kind, difference)),
         )
         sampling = Sampling(temperature=config.rollout.temperature)
-        attempt = Attempt(task=task, sampling=sampling, rollout_id=NAME)
+        attempt = RolloutRequest(task=task, sampling=sampling, rollout_id=NAME)
         try:
             return await agents.attempt(
                 attempt, ScriptedEngine(model, keeps_sent=False, max_context=context), limits

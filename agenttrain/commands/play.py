@@ -157,8 +157,8 @@ class Player:
     async def ask(self, task: Task, text: str | None, number: int) -> None:
         """Let the model answer; `task` begins conversation `number`, `text` continues one."""
         from agenttrain.engines.base import Streaming
+        from agenttrain.rollout.config import RolloutRequest
         from agenttrain.rollout.conversation import Conversation
-        from agenttrain.rollout.request import RolloutRequest
 
         config = self.components.config
         if self.conversation is None:

@@ -27,13 +27,13 @@ from agenttrain.environments.environment import EnvironmentKind, Episode, Instan
 from agenttrain.environments.environments import Environments
 from agenttrain.environments.user import SimulatedUser
 from agenttrain.evaluation import limits_of, restricted
-from agenttrain.rollout.config import OnToolFailure
+from agenttrain.rollout.config import OnToolFailure, RolloutRequest
 from agenttrain.rollout.declared import read_declared
 from agenttrain.rollout.demonstration import BadDemonstration
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.recorded import difference as other_rendering
 from agenttrain.rollout.recorded import read_again
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox

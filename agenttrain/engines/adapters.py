@@ -13,11 +13,7 @@ LARGEST_RANK = 512
 
 
 def adapter_config(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Any]:
-    """Return the content of adapter_config.json for adapters by peft's names.
-
-    Example: "….q_proj.lora_A.weight" of 16 rows has rank 16. Adapters of embeddings are named
-    "….embed_tokens.lora_embedding_A".
-    """
+    """Return adapter_config.json for adapters by peft's names and shapes."""
     lora_a = [name for name in tensors if ".lora_A." in name or name.endswith(".lora_embedding_A")]
     return {
         "peft_type": "LORA",

@@ -27,10 +27,7 @@ class EngineDead(EngineError):
 
 
 class EngineRestarted(EngineError):
-    """The engine died and was started again: it needs the policy's weights, then the request again.
-
-    All training processes raise it at this point.
-    """
+    """The engine was started again and needs the weights, in all training processes."""
 
 
 class ImagesRefused(EngineError):
@@ -106,10 +103,7 @@ class Separate(Protocol):
 
 @runtime_checkable
 class Replicated(Protocol):
-    """A `Separate` engine with several copies of the weights, each of which is checked.
-
-    After `update` it samples nothing for rollouts before `verify` has passed a copy.
-    """
+    """A `Separate` engine with several copies of the weights, each of which is checked."""
 
     async def verify(
         self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
@@ -197,11 +191,7 @@ class Streaming(Protocol):
     """An engine that reports tokens while it samples them."""
 
     def watch(self, session: str, listener: Callable[[int], None]) -> None:
-        """Call `listener` with every token that is sampled for a session, until its release.
-
-        The calls are made on the event loop of `generate`, in order. All calls for a completion
-        are made before `generate` returns it.
-        """
+        """Call `listener` on the event loop with every token that is sampled for a session."""
         ...
 
 

@@ -17,10 +17,7 @@ Fleets = Mapping[str, StartedServers]
 
 
 def placement_problems(fleets: Fleets, gpus: int, trainers: int = 1) -> Iterator[str]:
-    """Yield why servers do not fit on a machine with `gpus` GPUs. With 0 they run on the CPU.
-
-    The training processes have the first `trainers` GPUs.
-    """
+    """Yield why servers do not fit on a machine with `gpus` GPUs. With 0 they run on the CPU."""
     owners: dict[int, str] = {}
     for key, servers in fleets.items():
         numbers = servers.gpus
@@ -63,10 +60,7 @@ def placement_problems(fleets: Fleets, gpus: int, trainers: int = 1) -> Iterator
 def gpu_numbers(
     servers: StartedServers, trainers: int = 1, taken: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Return the numbers of the servers' GPUs: the named ones, or the first free ones.
-
-    Free is what neither the `trainers` processes nor `taken` use.
-    """
+    """Return the numbers of the servers' GPUs: the named ones, or the first free ones."""
     free = (gpu for gpu in count(trainers) if gpu not in taken)
     return tuple(servers.gpus or islice(free, servers.gpu_count))
 

@@ -73,11 +73,7 @@ def names_with(**abilities: bool) -> str:
 
 
 def chosen(section: Any) -> EngineSettings:
-    """Return the section `engine` as settings of the engine that it names.
-
-    Raises InvalidSettings with lines ``key=value: problem; remedy``. With `_target_`, `name` must
-    be the default engine's: any other engine was chosen as well.
-    """
+    """Return the section `engine` as its engine's settings. Raises InvalidSettings."""
     if isinstance(section, EngineSettings):
         return section
     if not isinstance(section, Mapping):
@@ -106,11 +102,7 @@ def chosen(section: Any) -> EngineSettings:
 
 
 def admit(settings: EngineSettings) -> EngineSettings:
-    """Import an engine from outside and return its settings, checked by its own class.
-
-    Settings of a bundled engine are returned unchanged. Raises ConfigError if the path names no
-    engine, or the engine's settings are invalid.
-    """
+    """Import an outside engine and return its checked settings. Raises ConfigError."""
     if not isinstance(settings, OutsideEngine):
         return settings
     key, path = f"engine.{TARGET}", settings.name

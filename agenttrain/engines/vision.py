@@ -108,10 +108,7 @@ class Layout:
         return np.concatenate(columns, axis=1)[:, first:last]
 
     def pieces(self, first: int, last: int, start: int) -> Iterator[Piece]:
-        """Yield the placeholders among tokens `first` to `last` - 1 of the sequence.
-
-        `start` is the position of token `first` in the forward pass.
-        """
+        """Yield the placeholders among tokens `first` to `last` - 1 of the sequence."""
         for placed in self.images:
             low, high = max(placed.start, first), min(placed.end, last)
             if low < high:
@@ -142,10 +139,7 @@ class Vision:
         frozen: bool = True,
         settings: bytes = b"",
     ) -> None:
-        """`frozen`: the vision tower is not trained, so features stay valid for the whole run.
-
-        `settings` is the content of the processor's file, for checkpoints.
-        """
+        """`frozen`: features stay valid for the whole run. `settings`: for checkpoints."""
         self.settings = settings
         self.placeholders, self.frozen = placeholders, frozen
         self._processor = processor
@@ -180,10 +174,7 @@ class Vision:
         return features
 
     def compute(self, model: Any, images: Sequence[Image], *, grad: bool) -> list[Features]:
-        """Compute the features of images in one pass of the tower. No image attends to another.
-
-        Raises BadImage if an image has not as many features as placeholders.
-        """
+        """Compute the features of images in one pass of the tower. Raises BadImage."""
         self.computed += len(images)
         merge = self.placeholders.merge
         pixels, grids = [], []

@@ -128,10 +128,7 @@ class EnvironmentKind:
         return [*(episode.instance for episode in self.episodes.values()), *self._closed_busy]
 
     async def start(self, start: Start) -> Episode:
-        """Give the rollout an instance, new or from the pool, and reset it.
-
-        Raises ToolUnavailable if it cannot be made or reset, after closing the instance.
-        """
+        """Give the rollout an instance and reset it. Raises ToolUnavailable."""
         if start.rollout_id in self.episodes:
             raise ValueError(f"rollout {start.rollout_id!r} has an environment already")
         if self.idle:
@@ -248,11 +245,7 @@ class Episode:
         return await self.instance.call(await_and_read_done if is_async else call_and_read_done)
 
     async def user(self, message: Message) -> str | TurnReward | None:
-        """Call the class's `user` for its reply to an answer without a call. None: no reply.
-
-        Raises ToolUnavailable if the hook fails, or returns something other than a text, None or
-        a TurnReward of these.
-        """
+        """Call the class's `user` for its reply to an answer. Raises ToolUnavailable."""
         if not self.kind.has_user:
             return None
         limit = self.kind.settings.hook_timeout_s
@@ -269,10 +262,7 @@ class Episode:
         return cast("str | TurnReward | None", reply)
 
     async def state(self) -> str | None:
-        """Return a digest of the class's `state`. None: there is no such hook.
-
-        Raises ToolUnavailable if the hook fails, or returns something other than a JSON value.
-        """
+        """Return a digest of the class's `state`, if it has that. Raises ToolUnavailable."""
         if not self.kind.has_state:
             return None
         limit = self.kind.settings.hook_timeout_s
@@ -300,10 +290,7 @@ class Episode:
             raise self.kind.unavailable("its reward", error) from error
 
     async def finish(self, *, again: bool = True) -> None:
-        """End the episode, once: return its instance to the pool, or close it.
-
-        With `again` another rollout may use the instance, if the class is pooled.
-        """
+        """End the episode, once. With `again` a pooled instance may be used again."""
         if self._finished:
             return
         self._finished = True
@@ -328,10 +315,7 @@ def _digest(state: Any) -> str:
 
 
 def _to_messages(prompt: Any) -> tuple[Message, ...]:
-    """Make messages of the value that `reset` returned. A text is a user message.
-
-    A content may be a list of texts and images.
-    """
+    """Make messages of the value that `reset` returned. A text is a user message."""
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
     items = [prompt] if isinstance(prompt, Mapping) else prompt
@@ -363,10 +347,7 @@ class TookTooLong(TimeoutError):
 
 
 async def limit_time(work: Awaitable[Any], seconds: float) -> Any:
-    """Await `work` for at most `seconds`. Then cancel and abandon it, and raise TookTooLong.
-
-    Unlike asyncio.timeout, this does not wait for work that ignores its cancellation.
-    """
+    """Await `work` for at most `seconds`, and abandon it then. Raises TookTooLong."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
@@ -449,10 +430,7 @@ class Instance:
             self.running -= 1
 
     async def close(self, seconds: float) -> None:
-        """Close the object, once, and raise the errors of its `close`.
-
-        Does not wait for an abandoned call: closing the object may be the way to end it.
-        """
+        """Close the object, once, without waiting for an abandoned call. Raises its errors."""
         with self._lock:
             if self._closing:
                 return

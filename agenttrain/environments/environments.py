@@ -39,10 +39,7 @@ class Environments:
         stop_tools: Sequence[str] = (),
         max_stuck: int = 32,
     ) -> None:
-        """Names of other toolboxes in `stop_tools` are ignored. `max_stuck` is for `check_stuck`.
-
-        Raises ValueError, with the text to add, for a method of which no schema can be made.
-        """
+        """`max_stuck` is for `check_stuck`. Raises ValueError for methods without schema."""
         self.kinds = dict(kinds or {})
         self.toolboxes: dict[str, Toolbox] = {}
         for name, kind in self.kinds.items():
@@ -98,10 +95,7 @@ class Environments:
         return tuple(name for name, kind in self.kinds.items() if kind.has_reward)
 
     def kind_of(self, task: Task) -> EnvironmentKind | None:
-        """Return the task's environment. None: the run has none.
-
-        Raises ValueError, with a remedy, for a row that names none of several, or an unknown one.
-        """
+        """Return the task's environment, if the run has any. Raises ValueError."""
         if not self.kinds:
             return None
         names = ", ".join(self.kinds)

@@ -52,10 +52,7 @@ class SimulatedUser:
     async def reply(
         self, task: Task, spoken: Sequence[Message], *, replies: int, seed: int
     ) -> str | None:
-        """Return the user's reply after `replies` earlier ones. None ends the conversation.
-
-        Raises ToolUnavailable if there is no reply.
-        """
+        """Return the user's reply after `replies` earlier ones. Raises ToolUnavailable."""
         if replies >= self.settings.max_turns:
             return None
         async with self._slots:
@@ -113,10 +110,7 @@ class Dialogue:
         self.said += 1
 
     async def reply(self, task: Task) -> str | None:
-        """Return the simulated user's reply to the last answer. None: there is no reply.
-
-        Raises ToolUnavailable if it fails.
-        """
+        """Return the simulated user's reply to the last answer. Raises ToolUnavailable."""
         if self._user is None:
             return None
         prompt = [m for m in task.messages if m["role"] in ("user", "assistant")]
@@ -198,10 +192,7 @@ def _not_empty(text: str) -> str:
 
 
 def build_user(section: Mapping[str, Any]) -> SimulatedUser | None:
-    """Build the user of a `user:` section. None: the section is empty.
-
-    Raises ValueError with key, value and remedy.
-    """
+    """Build the user of a `user:` section, if there is one. Raises ValueError."""
     if not section:
         return None
     located = locate_section(section, key="user")

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from os import getpid, kill
 from pathlib import Path
@@ -48,10 +48,6 @@ class Watched(Protocol):
 
     def waiting(self) -> list[Waiting]:
         """Return the rollouts and what each waits for. Callable from any thread."""
-        ...
-
-    def print_stacks(self) -> None:
-        """Print the stacks of the process that makes them, if it is another one."""
         ...
 
 
@@ -91,6 +87,7 @@ class Watchdog:
         self._count = 0
         """Counter of progress. The run raises it, and the thread only compares it."""
         self._collector: Watched | None = None
+        self._print_stacks: Callable[[], None] | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._former_handler: Any = None
@@ -135,9 +132,17 @@ class Watchdog:
         finally:
             self.begin(None, step)
 
-    def watch(self, collector: Watched | None, embeddings: Any = None) -> None:
-        """Watch a collector's rollouts. Each forward pass of a model's `embeddings` is progress."""
-        self._collector = collector
+    def watch(
+        self,
+        collector: Watched | None,
+        embeddings: Any = None,
+        print_stacks: Callable[[], None] | None = None,
+    ) -> None:
+        """Watch a collector's rollouts. Each forward pass of a model's `embeddings` is progress.
+
+        `print_stacks` prints the stacks of the collector's process, if that is another one.
+        """
+        self._collector, self._print_stacks = collector, print_stacks
         if embeddings is not None:
             # A weak reference: a model may outlive its run if several runs share a process.
             reference = weakref.ref(self)
@@ -187,8 +192,8 @@ class Watchdog:
                 update_summary(folder, status="stalled", stalled_phase=phase, error=message)
 
         tasks = [] if self._collector is None else self._collector.in_flight.tasks()
-        if self._collector is not None:
-            self._collector.print_stacks()
+        if self._print_stacks is not None:
+            self._print_stacks()
         end_run(Stall(message=message, waiting=self._waiting(), tasks=tasks), path, record)
 
     def _progress(self) -> int:

@@ -182,10 +182,7 @@ class FunctionScorer:
         return gate
 
     async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Run calls in a thread for a moment. Return the outcomes of at least one.
-
-        A call that sets an alarm, or returns an awaitable, ends the visit: it goes on elsewhere.
-        """
+        """Run calls in a thread for a moment. Return the outcomes of at least one."""
         if self.sets_alarms:
             return [await self._run(calls[0])]
         started_calls: list[Call] = []
@@ -326,11 +323,7 @@ LARGEST = 1e100
 
 
 def as_score(value: Any, rollout: Rollout) -> float | tuple[float, ...] | None:
-    """Return `value` as a reward, or as one for each turn of the rollout if it is a list of them.
-
-    Lists, tuples, and arrays of one dimension are lists. Raises ValueError as `as_reward` does, and
-    for a list that is not as long as the rollout has turns, or has a None.
-    """
+    """Return `value` as a reward, or as one for each turn. Raises ValueError."""
     if hasattr(value, "tolist") and getattr(value, "ndim", 0) == 1:
         value = value.tolist()
     if type(value) not in (list, tuple):
@@ -452,10 +445,7 @@ class ChangedRollout(AgenttrainError):
 
 
 def copy_rollout(rollout: Rollout) -> Rollout:
-    """Return a copy that shares nothing with the rollout that can be changed.
-
-    Costs O(messages) and one copy of the ids. Immutable strings and spans are shared.
-    """
+    """Return a copy that shares nothing with the rollout that can be changed."""
     results = [
         replace(result, call=replace(result.call, arguments=copy_value(result.call.arguments)))
         for result in rollout.tool_results

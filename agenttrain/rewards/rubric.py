@@ -43,10 +43,7 @@ class Rubric:
         *,
         on_unavailable: Mapping[str, OnUnavailable] | None = None,
     ) -> None:
-        """Take functions by name. Weights default to 1, `on_unavailable` to `stop`.
-
-        Raises ValueError for a weight without a function, or one that is not finite.
-        """
+        """Take functions by name. Raises ValueError for wrong weights."""
         weights = weights or {}
         for name, weight in weights.items():
             if name not in functions:

@@ -90,14 +90,8 @@ class Collector(RolloutContext):
         calls = (call for toolbox in toolboxes for call in toolbox.running_calls)
         return self.in_flight.waiting(calls)
 
-    def print_stacks(self) -> None:
-        """Do nothing: the watchdog prints the stacks of this process."""
-
     def blocking(self, limit_s: float) -> str | None:
-        """Return the async tool that has blocked the event loop for longer than `limit_s`.
-
-        Callable from any thread.
-        """
+        """Return the async tool that has blocked the event loop for over `limit_s`."""
         for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
             if (name := toolbox.blocking(limit_s)) is not None:
                 return name
@@ -220,10 +214,7 @@ async def collect(collector: Collector, request: BatchRequest) -> Collected:
 
 
 async def _score(rubric: Rubric, rollouts: Sequence[Rollout]) -> Sequence[str]:
-    """Score rollouts; return why some of them could not be scored. Raises RewardError.
-
-    A rollout whose outside agent failed gets 0 (`agent.on_failure=zero`).
-    """
+    """Score rollouts; return why some could not be. Raises RewardError."""
     failed = [rollout for rollout in rollouts if rollout.stop_reason is StopReason.agent_failed]
     for rollout in failed:
         rollout.rewards, rollout.reward = dict.fromkeys(rubric.names, 0.0), 0.0
@@ -239,10 +230,7 @@ async def _score(rubric: Rubric, rollouts: Sequence[Rollout]) -> Sequence[str]:
 def _rollout_requests(
     collector: Collector, request: BatchRequest, collected: Collected
 ) -> list[RolloutRequest]:
-    """Return the requests for single rollouts; count overlong prompts and bad rows.
-
-    Raises ChatError with the row's place, unless bad rows are skipped.
-    """
+    """Return the single requests; count overlong prompts and bad rows. Raises ChatError."""
     requests: list[RolloutRequest] = []
     for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
@@ -270,10 +258,7 @@ def _rollout_requests(
 async def _run_all(
     collector: Collector, requests: Sequence[RolloutRequest], schemas: Schemas
 ) -> list[Rollout | _NoRollout]:
-    """Run all rollouts at once, up to `rollout.concurrency`; return the results in their order.
-
-    Verifies the ledger of each and adds the schemas of its tools to `schemas`.
-    """
+    """Run all rollouts and verify their ledgers. Return the results in their order."""
     engine, concurrency = collector.engine, collector.limits.concurrency
     if collector.limits.deterministic is not False and isinstance(engine, Lockstep):
         engine.expect([request.rollout_id for request in requests])
@@ -320,10 +305,7 @@ def _group_results(
     results: Sequence[Rollout | _NoRollout],
     collected: Collected,
 ) -> int:
-    """Add the complete groups to `collected`; return the rollouts of groups not overlong.
-
-    Leaves out, and counts, groups with an overlong prompt or a broken ledger.
-    """
+    """Add the complete groups to `collected`; return the rollouts of groups not overlong."""
     by_place: dict[int, list[Rollout | _NoRollout]] = {}
     for request, result in zip(requests, results, strict=True):
         by_place.setdefault(request.place, []).append(result)
@@ -344,10 +326,7 @@ def _group_results(
 
 
 def check_usable(collected: Collected, tasks: int, attempts: int, max_context: int) -> None:
-    """Raise NoRollouts if no rollout of these tasks can be scored.
-
-    `attempts` counts the rollouts of tasks whose prompt is neither overlong nor refused.
-    """
+    """Raise NoRollouts if no rollout of these tasks can be scored."""
     if not attempts and collected.bad_rows:
         raise NoRollouts(
             f"the chat template refuses the prompts of {collected.bad_rows} of all {tasks} tasks "
@@ -394,10 +373,7 @@ def why_unrewarded(rollouts: Sequence[Rollout]) -> str | None:
 
 
 def may_be_scored(rollout: Rollout) -> bool:
-    """Return True unless the rollout failed for a reason that is not the model's fault.
-
-    Such a rollout has no reward, which is not the same as a reward of 0.
-    """
+    """Return True unless the rollout failed for a reason that is not the model's fault."""
     failed = rollout.stop_reason in (StopReason.error, StopReason.aborted)
     return rollout.turns > 0 and not failed
 
@@ -405,10 +381,7 @@ def may_be_scored(rollout: Rollout) -> bool:
 def step_metrics(
     names: MetricNames, collected: Collected, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the metrics of a step's rollouts, those of all processes.
-
-    `seconds` are the step's wall seconds by phase; `rollout` is one of them.
-    """
+    """Return the metrics of a step's rollouts, those of all processes."""
     tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
     return {
         **rollout_metrics(collected.groups, tools=names.tools, rewards=names.rewards),

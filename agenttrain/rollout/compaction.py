@@ -103,11 +103,7 @@ class Summary:
 
 
 class DropToolResults:
-    """Keeps every turn.
-
-    Before the last `rollout.keep_turns`, a tool's text that is longer than the marker becomes the
-    marker.
-    """
+    """Keeps every turn. A marker replaces the tools' texts of all but the last ones."""
 
     request: str | None = None
     resume = ""
@@ -130,10 +126,7 @@ class DropToolResults:
 
 
 def make_compaction(limits: RolloutConfig) -> Compaction | None:
-    """Return the compaction of one rollout; None for `rollout.compaction=none`.
-
-    Raises ValueError, with key and remedy, for a class that cannot be imported or made.
-    """
+    """Return the compaction of one rollout, or None. Raises ValueError."""
     if limits.compaction == NO_COMPACTION:
         return None
     path = COMPACTIONS.get(limits.compaction, limits.compaction)
@@ -149,10 +142,7 @@ def make_compaction(limits: RolloutConfig) -> Compaction | None:
 
 
 def check_compaction(limits: RolloutConfig, chat: Chat, max_context: int | None) -> None:
-    """Raise ConfigError if a summary cannot be asked for or may not fit.
-
-    Raises ValueError as `make_compaction`.
-    """
+    """Raise ConfigError if a summary cannot be asked for or may not fit."""
     compaction = make_compaction(limits)
     if compaction is None:
         return
@@ -183,10 +173,7 @@ def check_compaction(limits: RolloutConfig, chat: Chat, max_context: int | None)
 
 
 def summary_room(compaction: Compaction, limits: RolloutConfig, chat: Chat) -> int:
-    """Return the tokens that asking for a summary and sampling it may take; 0 without a summary.
-
-    Raises ChatError if the template refuses a user's message after a tool's reply.
-    """
+    """Return the tokens that a summary may take, 0 without one. Raises ChatError."""
     if compaction.request is None:
         return 0
     call = ToolCall(id="call_0_0", name="f", arguments={})

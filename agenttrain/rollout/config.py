@@ -1,8 +1,10 @@
-"""Settings of rollouts and of evaluation, and the number of tasks of a round."""
+"""Settings of rollouts and of evaluation, the tasks of a round, and the request for a rollout."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -10,6 +12,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.engines.config import Sampling
+from agenttrain.types import Task
 from agenttrain.utils.data_fields import Data, DataWhere
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
@@ -225,3 +228,24 @@ def tasks_of_round(missing: int, oversample: float) -> int:
     """
     # 10 * 1.1 is a little above 11 in floats.
     return math.ceil(round(missing * oversample, 6))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRequest:
+    """Request for one rollout: its task, its ids and its seeds."""
+
+    task: Task
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    """Sampling of every turn. `seed` is the rollout's; the loop derives each turn's from it and
+    sets `max_tokens`."""
+    rollout_id: str = "rollout"
+    """Unique among the rollouts in flight: engines and tools file a rollout's state under it."""
+    group_id: str = ""
+    place: int = 0
+    """Position of its task among those of the step."""
+    sample: int = 0
+    """Position in the group, 0 … G-1."""
+    group_seed: int = 0
+    """Seed for the environment, the same in all rollouts of a group."""
+    prompt_ids: Sequence[int] | None = None
+    """The rendered prompt, if the rollouts of the group share it; None: the loop renders it."""

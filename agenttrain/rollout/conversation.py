@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.types import Message, Rollout, StopReason
 
 
@@ -29,10 +30,7 @@ class Conversation:
     """
 
     def __init__(self, context: RolloutContext, request: RolloutRequest) -> None:
-        """`request.task` has the messages that the conversation begins with.
-
-        The limit `timeout_s` holds for each message, for people think between them.
-        """
+        """The limit `timeout_s` holds for each message, for people think between them."""
         self.rollout: Rollout | None = None
         """The rollout so far; None before its first turn."""
         self._limit_s = context.limits.timeout_s

@@ -57,10 +57,7 @@ def write_declared(folder: Path, toolbox: Toolbox, environments: Environments) -
 
 
 def read_declared(folder: Path) -> tuple[Toolbox, Environments] | None:
-    """Read tools.json as tools that cannot be called; None if there is no such file.
-
-    Raises ValueError, naming the file, if it is not what `write_declared` writes.
-    """
+    """Read tools.json as tools that cannot be called, or None. Raises ValueError."""
     path = folder / FILE
     if not path.exists():
         return None

@@ -181,11 +181,7 @@ class SubAgents:
         return trajectory
 
     async def run(self, sub_agent: Coroutine[Any, Any, Delegated]) -> Delegated:
-        """Run a sub-agent in a task of its own, for a tool that awaits it.
-
-        Raises ToolFailure if a limit of the rollout ended it, and ToolUnavailable for faults, which
-        `check` raises again.
-        """
+        """Run a sub-agent for a tool. Raises ToolFailure and ToolUnavailable."""
         self.used = True
         task = asyncio.create_task(sub_agent)
         self._running.add(task)
@@ -210,10 +206,7 @@ class SubAgents:
             raise ToolUnavailable(f"a sub-agent of this rollout failed: {self.failure}")
 
     async def check(self, results: Sequence[ToolResult], order: CallOrder) -> None:
-        """Raise a sub-agent's failure, or ToolUnavailable for a tool that returned without it.
-
-        A call that timed out may still be ending its sub-agent.
-        """
+        """Raise a sub-agent's failure, or ToolUnavailable for a tool that returned without it."""
         running = order.delegating
         if self.failure is None and running is not None:
             await self.aclose()

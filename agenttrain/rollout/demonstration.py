@@ -170,10 +170,7 @@ class _Conversation:
             self._append_question(turn, completion, replies)
 
     def _append_sampled(self, turn: AssistantTurn, number: int) -> tuple[AssistantTurn, Completion]:
-        """Append a turn as if it had been sampled; return it as parsed from its tokens.
-
-        Its ids are those that were sampled, if they read as the turn, or those of the template.
-        """
+        """Append a turn as if it had been sampled; return it as parsed from its ids."""
         sent = self.trajectory.token_ids
         after = self.trajectory.messages[-1]["role"]
 
@@ -285,11 +282,7 @@ class _Conversation:
 
 
 def assistant_turn(message: Message, number: int) -> AssistantTurn:
-    """Read an assistant message of a dataset as a turn, its calls numbered as the loop does.
-
-    Arguments may be an object or its JSON text. Raises BadDemonstration for a call without a name
-    or with other arguments.
-    """
+    """Read an assistant message of a dataset as a turn. Raises BadDemonstration."""
     try:
         message = normal_message(message)
     except ValueError as error:

@@ -23,11 +23,7 @@ REWARD = "environment"
 async def start_episode(
     rollout: Rollout, environments: Environments, *, seed: int, group_seed: int
 ) -> Episode | None:
-    """Start the environment of the rollout's task, and add the messages of its reset to the task.
-
-    None if the task has no environment. Raises ToolUnavailable when it cannot be started or when
-    neither the row nor the reset gives a message; StuckTools.
-    """
+    """Start the task's environment and add its reset's messages. Raises ToolUnavailable."""
     environments.check_stuck()
     kind = environments.kind_of(rollout.task)
     if kind is None:
@@ -52,11 +48,7 @@ async def start_episode(
 
 
 async def score_episode(rollout: Rollout, episode: Episode | None) -> None:
-    """Set the rollout's `environment_reward`, unless it failed or has no sampled turn.
-
-    Raises RewardError when the environment's reward raises or returns no number. NaN is kept: the
-    rubric handles it, as it does for reward functions.
-    """
+    """Set the rollout's `environment_reward`, unless it failed. Raises RewardError."""
     unscored = (StopReason.error, StopReason.aborted)
     if episode is None or not episode.kind.has_reward:
         return

@@ -15,10 +15,7 @@ _warned: set[str] = set()
 
 
 def readable(results: Sequence[ToolResult], chat: Chat) -> list[ToolResult]:
-    """Return the results; those with images are errors for a model that reads no images.
-
-    The first such error of each tool is logged.
-    """
+    """Return the results; those with images are errors for a model that reads no images."""
     if chat.placeholders is not None:
         return list(results)
     replaced = []

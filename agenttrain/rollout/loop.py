@@ -31,13 +31,18 @@ from agenttrain.rollout.compaction import (
     request_message,
     summary_room,
 )
-from agenttrain.rollout.config import OnMalformedCall, OnParallelCalls, OnToolFailure
+from agenttrain.rollout.config import (
+    OnMalformedCall,
+    OnParallelCalls,
+    OnToolFailure,
+    RolloutRequest,
+)
 from agenttrain.rollout.delegation import Agent, CallOrder, SubAgentRequest, SubAgents
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
 from agenttrain.rollout.image_replies import readable
 from agenttrain.rollout.monitoring import Throttle
 from agenttrain.rollout.replies import Suffix, append_suffix, fit_replies, reply_message
-from agenttrain.rollout.request import RolloutContext, RolloutRequest, append_prompt
+from agenttrain.rollout.request import RolloutContext, append_prompt
 from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.types import (
     MAIN,
@@ -484,10 +489,7 @@ class _Loop:
         return self._reason_without_room() if wrapper + 1 > self._room() else None
 
     async def _execute(self, calls: list[ToolCall], *, stops: bool) -> list[ToolResult]:
-        """Run the calls of a turn; return one result per call, in call order.
-
-        Calls over a limit do not run and get an error result. `stops`: one is to a stop tool.
-        """
+        """Run the calls of a turn. Calls over a limit get an error result instead."""
         surplus: list[ToolCall] = []
         if not stops and self.chat.one_call_per_turn:
             calls, surplus = calls[:1], calls[1:]

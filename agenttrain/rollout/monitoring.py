@@ -68,10 +68,7 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """The rollouts of a collector in flight, and what each waits for.
-
-    Written on the event loop; read by any thread, also while the loop is blocked.
-    """
+    """The rollouts in flight, and what each waits for. Any thread may read it."""
 
     progress: int = 0
     """Counter of engine requests sent and answered, and of rollouts that ended."""
@@ -336,14 +333,10 @@ class _Heap:
 
 @contextmanager
 def light_gc() -> Iterator[None]:
-    """Restrict Python's garbage collector to new objects for the block, and run it less often.
+    """Freeze existing objects and collect new ones less often for the block.
 
-    A full collection visits every object of the process, which blocks the event loop for a third of
-    a second with torch and transformers imported. Rollouts make so many objects that it would come
-    about every second.
-
-    Objects that exist already are frozen until the end of the block. Does nothing inside another
-    `light_gc`, or in a process that has frozen its heap itself.
+    A full collection blocks the event loop for a third of a second with torch imported, and would
+    come every second. Does nothing in a process that has frozen its heap already.
     """
     _Heap.theirs = _Heap.theirs or (not _Heap.ours and gc.get_freeze_count() > 0)
     if _Heap.ours or _Heap.theirs:

@@ -51,11 +51,7 @@ class RolloutRows:
         min_reward: Data[float | None] = None,
         limit: Data[int | None] = None,
     ) -> None:
-        """Take the first `limit` of the rollouts that are selected, or all.
-
-        Raises ValueError, beginning with the argument, for a file that cannot be read or holds
-        other rows, and if no rollout is selected.
-        """
+        """Take the first `limit` selected rollouts, or all. Raises ValueError."""
         check_rollout_files(path, min_reward, limit)
         self._file = FileRows(path)
         self._selected: list[int] = []
@@ -145,10 +141,7 @@ def _left_out(record: Mapping[str, Any], min_reward: float | None) -> str | None
 def read_again(
     record: Mapping[str, Any], task: Task, rollout_id: str, stop_token_ids: Sequence[int]
 ) -> Rollout:
-    """Return a recorded rollout under a new id: its ids and messages, without scores and rewards.
-
-    Raises LedgerError for a record whose parts do not fit together.
-    """
+    """Return a recorded rollout under a new id, without scores. Raises LedgerError."""
     again = {**record, "rollout_id": rollout_id, "group_id": rollout_id, "rewards": {}}
     try:
         rollout = read_rollout({**again, "reward": None}, task, stop_token_ids)

@@ -10,7 +10,7 @@ from agenttrain.engines.base import Engine
 from agenttrain.engines.config import Sampling
 from agenttrain.environments.environments import Environments
 from agenttrain.environments.user import SimulatedUser
-from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.rollout.ledger import ParsedTurns
 from agenttrain.rollout.monitoring import Throttle
 from agenttrain.rollout.row_tools import RowTools
@@ -21,27 +21,6 @@ from agenttrain.utils.seeds import derive_seed
 
 class PromptTooLong(AgenttrainError):
     """A prompt leaves no room for one sampled token (counted as ``data/overlong``)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutRequest:
-    """Request for one rollout: its task, its ids and its seeds."""
-
-    task: Task
-    sampling: Sampling = field(default_factory=Sampling)
-    """Sampling of every turn. `seed` is the rollout's; the loop derives each turn's from it and
-    sets `max_tokens`."""
-    rollout_id: str = "rollout"
-    """Unique among the rollouts in flight: engines and tools file a rollout's state under it."""
-    group_id: str = ""
-    place: int = 0
-    """Position of its task among those of the step."""
-    sample: int = 0
-    """Position in the group, 0 … G-1."""
-    group_seed: int = 0
-    """Seed for the environment, the same in all rollouts of a group."""
-    prompt_ids: Sequence[int] | None = None
-    """The rendered prompt, if the rollouts of the group share it; None: the loop renders it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +112,7 @@ def append_prompt(
     tools: RowTools,
     prompt_ids: Sequence[int] | None,
 ) -> None:
-    """Begin the rollout's trajectory with its task's messages.
-
-    `prompt_ids` is the rendered prompt if the rollouts of a group share it; None: render it here.
-    Raises PromptTooLong as `check_room` does.
-    """
+    """Begin the rollout's trajectory with its task's messages. Raises PromptTooLong."""
     task, trajectory = rollout.task, rollout.trajectories[0]
     trajectory.messages.extend(dict(message) for message in task.messages)
     trajectory.prompt_messages = len(trajectory.messages)

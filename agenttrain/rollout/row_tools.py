@@ -108,10 +108,7 @@ class RowTools:
         context_of: ContextOf,
         answered: Callable[[str], None] = lambda call_id: None,
     ) -> list[ToolResult]:
-        """Run calls; return one result per call, in call order. Faults are error results.
-
-        `answered` is called with the id of each call that has its result.
-        """
+        """Run calls, in call order. `answered` gets the id of each call with a result."""
         steps = [self._prepare(call) for call in calls]
         for step in steps:
             if isinstance(step, ToolResult):
@@ -261,10 +258,7 @@ def turn_sampling(
     *,
     budget: int,
 ) -> Sampling:
-    """Return the sampling of a rollout's next turn, with `budget` tokens and a seed of its own.
-
-    Raises ChatError under `rollout.structured_calls` if the model's format of calls has no grammar.
-    """
+    """Return the sampling of a rollout's next turn. Raises ChatError without a grammar."""
     grammar = None
     if limits.structured_calls:
         grammar = chat.grammar(tools.schemas, after=trajectory.messages[-1]["role"])
@@ -316,11 +310,7 @@ def row_tool_sets(
     *,
     executed: bool = True,
 ) -> Iterator[Schemas]:
-    """Yield the tool sets of the rows of `source` that list their tools, each set once.
-
-    `executed` is that of `RowTools`. Of an endless source only the first rows are checked. Raises
-    RowError, which begins with `key` (data.train) and names the row.
-    """
+    """Yield the tool sets of the rows of `source`, each once. Raises RowError."""
     seen: set[str] = set()
     for index in range(checked_rows(source)):
         try:
@@ -339,10 +329,7 @@ KEY = "rollout.structured_calls=true"
 
 
 def check_grammars(chat: Chat, sets: Iterable[Sequence[Mapping[str, Any]]]) -> None:
-    """Raise ChatError, naming the tool, if calls to one of these tools have no grammar.
-
-    Tools of rows that are not among those checked here fail their rollouts instead.
-    """
+    """Raise ChatError, naming the tool, if calls to one of these tools have no grammar."""
     chat.grammar(())  # raises if the format of calls has no grammar at all
     tools = {repr(schema): schema for schemas in sets for schema in schemas}
     for schema in tools.values():

@@ -32,10 +32,9 @@ async def sample_groups(
 ) -> StepBatch:
     """Sample this process's share of a step's groups; choose the `count` groups to train on.
 
-    `request` is the first round, with `oversample` tasks per wanted group. As long as informative
-    groups are missing, up to `dynamic_sampling` further rounds take as many tasks per missing
-    group: `draw_tasks(start, n)` returns n tasks, from the start-th after the data cursor. Raises
-    as `collect` does, in the first round only.
+    `request` is the first round, with `oversample` tasks per wanted group. Up to `dynamic_sampling`
+    more rounds follow, of `draw_tasks(start, n)`. Raises as `collect` does, in the first round
+    only.
     """
     peers, costs = peers or SingleProcess(), costs or Costs()
     weights = collector.rubric.weights

@@ -35,10 +35,7 @@ class Peers(Protocol):
         *,
         patient: bool = False,
     ) -> list[Item]:
-        """Return the objects of all processes, by rank; raise in all if one passes a `failure`.
-
-        `patient`: wait for a process as long as it is alive, without a time limit.
-        """
+        """Return the objects of all processes, by rank. A `failure` of one is raised in all."""
         ...
 
 

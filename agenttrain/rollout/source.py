@@ -36,10 +36,7 @@ SAMPLER_METRICS = "sampling/"
 
 @dataclass(slots=True, kw_only=True)
 class RolloutSource:
-    """Samples the groups of a step, each process its share of the tasks.
-
-    `cursor` counts the tasks that finished steps took.
-    """
+    """Samples a step's groups, each process its share. `cursor` counts finished tasks."""
 
     phase = "rollout"
     collector: Collector
@@ -56,10 +53,7 @@ class RolloutSource:
     cursor: int = 0
 
     async def batch(self, step: int) -> StepBatch:
-        """Sample and score the groups of a step, without changing the source's state.
-
-        Raises NoRewards, in all processes, if no rollout of any process has a reward.
-        """
+        """Sample and score the groups of a step. Raises NoRewards, in all processes."""
         first_round = tasks_of_round(self.tasks_per_step, self.algorithm.oversample)
         batch = await sample_groups(
             self.collector,
@@ -139,10 +133,7 @@ def merge_batches(
     training: dict[str, float],
     seconds: Mapping[str, float],
 ) -> tuple[dict[str, float], list[Rollout]]:
-    """Merge the sampled batches of all processes: return the step's metrics and rollouts.
-
-    `training` are the metrics of the update, `seconds` the slowest process's time by phase.
-    """
+    """Merge the sampled batches of all processes into a step's metrics and rollouts."""
     collected = merge_shares([batch.collected for batch in batches])
     metrics = {**step_metrics(names, collected, seconds), **training}
     metrics["tools/stuck"] = sum(batch.stuck for batch in batches)

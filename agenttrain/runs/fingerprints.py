@@ -78,10 +78,7 @@ def fingerprints(components: Components) -> Fingerprints:
 
 
 def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart]) -> None:
-    """Compare `now` with the fingerprints in `folder`; only `allowed` parts may have changed.
-
-    Raises ConfigError with the names of the others that have.
-    """
+    """Raise ConfigError if parts other than the `allowed` differ from the fingerprints."""
     before = read(folder)
     if before is None:
         return
@@ -166,10 +163,7 @@ def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _files(sections: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digests of the files that bundled tools read.
-
-    That of a folder covers the names and contents of all files in it.
-    """
+    """Return the digests of the files and folders that bundled tools read."""
     digests = {}
     for name, section in sections.items():
         if not isinstance(section, Mapping) or not str(section.get("_target_")).startswith(OURS):

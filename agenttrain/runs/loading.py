@@ -39,11 +39,7 @@ from agenttrain.utils.seeds import derive_seed
 
 
 def check_model(config: RunConfig, *, sampled: bool = True) -> None:
-    """Raise if the model's architecture cannot do what the run needs, or if weights are missing.
-
-    The model is built without weights, before they are loaded. `sampled`: an engine samples from
-    it.
-    """
+    """Raise if the model cannot do what the run needs. No weights are loaded."""
     import torch
     from transformers import AutoConfig
 
@@ -146,10 +142,7 @@ def sharding_of(config: RunConfig) -> Sharding | None:
 
 
 def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -> Engine:
-    """Build the engine that samples from the policy; its log goes to the run's folder.
-
-    Raises ConfigError for an engine that is to get weights and has no methods for them.
-    """
+    """Build the policy's engine, with its log in the folder. Raises ConfigError."""
     inputs = engine_inputs(
         config,
         None if run_spec(config).own_weights else policy.sampler,
@@ -168,10 +161,7 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
 def make_standalone_engine(
     config: RunConfig, folder: Path, verb: str, *, on_gpu: bool, trainers: int
 ) -> Engine:
-    """Build the engine of a run of `verb` in a process that has no policy, as `make_engine`.
-
-    `trainers` is the number of training processes of this machine.
-    """
+    """Build the engine of a run of `verb` in a process that has no policy."""
     inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
     taken = named_gpus(config, verb)
     return _build_engine(config, replace(inputs, trainers=trainers, taken=taken))

@@ -18,11 +18,7 @@ from agenttrain.tracking.run_folder import PACKAGES, write_atomically
 def write_config(
     folder: Path, config: dict[str, Any], certificate: str | None, kernel: str | None = None
 ) -> None:
-    """Write config.yaml: the resolved settings, and under `provenance` the versions they ran with.
-
-    `certificate` is the chat template's hash; None before the template was certified. `kernel`
-    computes the policy's attention; None before the model was loaded.
-    """
+    """Write config.yaml: the settings, and under `provenance` the versions they ran with."""
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:

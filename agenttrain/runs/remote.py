@@ -67,11 +67,7 @@ async def start_rollouts(
 async def make_remote_engine(
     rollouts: Rollouts, dtype: str, make_sender: Callable[[], WeightSender] | None = None
 ) -> Engine:
-    """Wait until the rollout process has built its engine; return that engine.
-
-    `dtype` is the number format of the policy's weights, `make_sender` the engine's own. Raises the
-    error that the other process had in building its components.
-    """
+    """Wait until the rollout process has built its engine. Raises its error."""
     ready, failure = None, None
     if rollouts.process is not None:
         try:
@@ -91,10 +87,7 @@ async def make_remote_engine(
 
 
 class RemoteEngine:
-    """The engine of the rollout process, for the training processes together.
-
-    They sync it. Only the rollout process samples from it, but for the text of the probe.
-    """
+    """The engine of the rollout process, which the training processes sync together."""
 
     def __init__(self, rollouts: Rollouts, ready: Ready) -> None:
         self.max_context = ready.max_context
@@ -211,11 +204,7 @@ class RemoteCopy(RemoteReplica):
         self._writer: WeightWriter | None = None
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write the weights to files and have the engine load them; `verify` comes next.
-
-        Raises EngineError for weights that differ in name or form from those before, or that cannot
-        be written.
-        """
+        """Write weights to files and have the engine load them. Raises EngineError."""
         files: WeightFiles | None = None
         failure: Exception | None = None
         iterator = iter(weights)
@@ -263,10 +252,7 @@ class RemoteSource:
     """Starts of the rollout process, after the first, that have the state of the run."""
 
     async def batch(self, step: int) -> StepBatch:
-        """Return this process's share of the rollouts of a step.
-
-        Raises, in all processes, what the rollout process has raised, and Preempted.
-        """
+        """Return this process's share of a step's rollouts. Raises in all processes."""
         if self._restarts < self.rollouts.restarts:
             self._restored = self._state or None  # None: the run has no finished step
         want = Want(step=step, state=self._restored)
@@ -297,10 +283,7 @@ class RemoteSource:
 
 
 def split_batch(batch: StepBatch, processes: int, minibatches: int) -> list[StepBatch]:
-    """Return the share of each training process, whose groups have about as many tokens.
-
-    The first one also has the groups that are not trained on, the counts and the source's state.
-    """
+    """Return each process's share. The first also has what is not trained on."""
     collected = batch.collected
     group_at = dict(zip(collected.places, collected.groups, strict=True))
     tokens = [float(sum(rollout.length for rollout in group)) for group in batch.groups]
@@ -323,10 +306,7 @@ class RemoteEvaluator(Evaluator):
     rollouts: Rollouts
 
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
-        """Return the sampled evaluation and, if `eval.greedy`, a greedy one.
-
-        Only the first process has their rollouts.
-        """
+        """Return the sampled evaluation and, if `eval.greedy`, a greedy one."""
         evaluations = await self.rollouts.ask(Evaluate(), "an evaluation")
         results = evaluations and [replace(one, rollouts=[]) for one in evaluations]
         results = self.world.broadcast(results, "the results of an evaluation")
@@ -340,10 +320,7 @@ class RemoteEvaluator(Evaluator):
 def make_remote_source(
     config: RunConfig, components: Components, rollouts: Rollouts
 ) -> tuple[RemoteSource, RemoteEvaluator]:
-    """Return the source and the evaluation of a run whose rollouts have a process of their own.
-
-    Its engine has the weights: from now on it is started again if it ends.
-    """
+    """Return source and evaluation. From now on the rollout process is restarted."""
     rollouts.restartable = True
     source = RemoteSource(
         rollouts=rollouts,

@@ -31,10 +31,7 @@ def print_scores(
     dashboards: Sequence[str],
     best: Mapping[str, Any] | None,
 ) -> None:
-    """Print the scores before and after, the best one, and some sampled rollouts.
-
-    These are the longest of the solved ones, and last an unsolved one.
-    """
+    """Print the scores before and after, the best one, and some sampled rollouts."""
     rollouts = [
         rollout
         for evaluation in after[:1]
@@ -62,10 +59,7 @@ def print_losses(
     dashboards: Sequence[str],
     words: Sequence[str],
 ) -> None:
-    """Print the held-out losses of supervised learning, and the commands to run next.
-
-    `words` are the arguments of the run's own command.
-    """
+    """Print the held-out losses of supervised learning, and the commands to run next."""
     if before and after:
         print(
             f"held-out loss  {before['loss']:.4f} -> {after['loss']:.4f} nats per token, "

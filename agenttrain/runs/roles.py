@@ -50,10 +50,7 @@ def start_roles(
     world: World | None = None,
     module: str = SERVER,
 ) -> StartedRoles:
-    """Start the servers that a run needs, in its first process; the stack ends them.
-
-    `module` is the one whose `main` is a server.
-    """
+    """Start the role servers of a run, in its first process. The stack ends them."""
     import torch
 
     world, roles = world or World(), used_roles(config, verb)

@@ -69,11 +69,7 @@ class RolloutProcess:
         """It has answered a request: it now notices Stop at any time."""
 
     async def restart(self) -> None:
-        """Start it again once it has ended, with the request that it began with.
-
-        Returns when its engine is there, which has no weights of the policy yet. Raises as `answer`
-        does.
-        """
+        """Start it again, by its first request, without weights. Raises as `answer`."""
         assert self._begin is not None, "it has begun before"
         if self._channel is not None:
             self._channel.close()
@@ -103,10 +99,7 @@ class RolloutProcess:
             raise await self._gone() from error
 
     async def answer(self) -> Any:
-        """Return the answer to the last request.
-
-        Raises RolloutsDead, and the error that the request has led to.
-        """
+        """Return the answer to the last request. Raises RolloutsDead, or its error."""
         assert self._channel is not None, "a request was sent"
         while True:
             try:
@@ -152,10 +145,7 @@ class RolloutProcess:
 
 @dataclass(slots=True, kw_only=True)
 class Rollouts:
-    """The rollout process of a run, for all training processes together.
-
-    One that ends by itself is started again, unless it did so in the same step before.
-    """
+    """The rollout process, for all training processes. It is started again once a step."""
 
     process: RolloutProcess | None
     """None in all processes but the first."""
@@ -184,11 +174,7 @@ class Rollouts:
         return answers[0] if answers else None
 
     async def call(self, request: Any, what: str, failure: Exception | None = None) -> Any:
-        """Return the answer in all processes; no signal cuts it short.
-
-        A `failure` of the first process is raised in all, and nothing is asked. Raises as `ask`,
-        but not Preempted.
-        """
+        """Return the answer in all processes, or raise a `failure` in all, without asking."""
         value = None
         if self.process is not None and failure is None:
             try:

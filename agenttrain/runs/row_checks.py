@@ -34,10 +34,9 @@ def check_rows(
     executed: bool = True,
     on_bad_row: OnBadRow = OnBadRow.error,
 ) -> set[str]:
-    """Check the rows of each source, and the template with their tools; return these tools' names.
+    """Check the rows of each source with their tools; return these tools' names.
 
-    `executed` is that of `RowTools`. Raises RowError with the name of the row, CertificateError as
-    `Certificate.raise_if_refused`, and ChatError as `check_grammars`.
+    Raises RowError with the name of the row, CertificateError and ChatError.
     """
     names: set[str] = set()
     if structured_calls:
@@ -84,10 +83,7 @@ def _check_messages(chat: Chat, key: str, source: TaskSource, on_bad_row: OnBadR
 
 
 def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> int:
-    """Return the tokens of a prompt, after rendering each later user turn behind an answer.
-
-    Raises ChatError if the template cannot render them.
-    """
+    """Return the tokens of a prompt and its later user turns. Raises ChatError."""
     if any(message["role"] == "system" for message in task.messages):
         problem = system_problem(chat, schemas)
         if problem is not None:

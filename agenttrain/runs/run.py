@@ -112,11 +112,7 @@ PHASES = {
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One process of an execution of a verb in its folder.
-
-    Every process of `world` makes the same calls. Checkpoints and times aside, only the main one
-    writes into the folder. It also reports errors, which the other processes raise.
-    """
+    """One process of an execution of a verb. The main one writes its folder."""
 
     verb: str
     config: RunConfig
@@ -210,10 +206,7 @@ class Run:
 
     @no_collections()
     def prepare(self) -> Components:
-        """Build the run's components, and record them in the folder.
-
-        config.yaml is written before anything slow, so that a stopped run can go on.
-        """
+        """Build the components and record them, config.yaml before anything slow."""
         if not self.world.is_main:
             return prepare(self.config, self.verb, self.folder, world=self.world)
         path = self.folder / "config.yaml"
@@ -340,10 +333,7 @@ class Run:
     def phase(
         self, name: str, step: int, *, label: str = "", rollouts: Sequence[Rollout] = ()
     ) -> Iterator[None]:
-        """Put the run into a phase of a step for the block: see PHASES.
-
-        `label` is shown instead of the name; `rollouts` are the step's so far, for a crash bundle.
-        """
+        """Put the run into a phase of a step for the block: see PHASES."""
         phase = PHASES[name]
         with ExitStack() as stack:
             if phase.evidence and self.evidence is not None:
@@ -408,10 +398,7 @@ class Run:
         return Checkpoints(folder, tokenizer=tokenizer, keep=keep, main=self.world.is_main)
 
     def restore(self, checkpoints: Checkpoints, policy: Policy) -> dict[str, Any] | None:
-        """Load the newest checkpoint of a run that goes on, into the policy too; return its state.
-
-        None: the run starts at step 0. Raises CheckpointError when its checkpoint is gone.
-        """
+        """Load the newest checkpoint; return its state or None. Raises CheckpointError."""
         if self.config.resume is None:
             return None
         exists = False
@@ -507,10 +494,7 @@ class Run:
 
 
 async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) -> Trainer:
-    """Build the trainer at the run's newest checkpoint, or at its start.
-
-    The stack closes the components, the engine and the tracker, which become the run's.
-    """
+    """Build the trainer at the run's newest checkpoint, or at its start."""
     config, world, supervised = run.config, run.world, run.verb == "sft"
     roles = start_roles(config, run.verb, run.folder, stack, world=world)
     stack.callback(components.close_roles)
@@ -535,7 +519,11 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     if engine is not None and rollouts is None:
         collector = components.collector(engine, run.folder, run.timeline)
     process = None if rollouts is None else rollouts.process
-    run.watchdog.watch(process or collector, policy.model.get_input_embeddings())
+    run.watchdog.watch(
+        process or collector,
+        policy.model.get_input_embeddings(),
+        None if process is None else process.print_stacks,
+    )
     set_stop_tokens(policy.model, components.chat.stop_token_ids)
     checkpoints = run.checkpoints(saved_tokenizer(components.chat))
     state = run.restore(checkpoints, policy)
@@ -571,10 +559,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
 async def _start_rollout_process(
     run: Run, components: Components, stack: AsyncExitStack
 ) -> Rollouts | None:
-    """Start the process that makes the rollouts; None if this one makes them, or there are none.
-
-    It starts before the policy is built: both load at the same time.
-    """
+    """Start the process that makes the rollouts, if the run has one."""
     if run.verb == "sft" or not has_rollout_process(run.config):
         return None
     await components.aclose()  # the other process has tools of its own

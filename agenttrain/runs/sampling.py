@@ -40,10 +40,7 @@ longer than they compute: the bundled agent takes 1.5 times as long with two."""
 
 
 def verify_model(config: RunConfig, index: int = 0, count: int = 1) -> None:
-    """Raise CheckpointError for a model that is a torn checkpoint of ours.
-
-    Of `count` processes that verify it together, each reads a part of the files.
-    """
+    """Raise CheckpointError for a model that is a torn checkpoint of ours."""
     folder = model_folder(config.model.path, revision=config.model.revision)
     if (folder / MANIFEST).is_file():
         verify(folder, index, count)
@@ -78,10 +75,7 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
 
 
 def vision_of(config: RunConfig) -> Vision | None:
-    """Load what reads the images of the run's model; None: the run has no images.
-
-    Raises ConfigError for model.vision=trained in such a run.
-    """
+    """Load what reads the images of the run's model, or None. Raises ConfigError."""
     placeholders = placeholders_of(config)
     trained = config.model.vision is VisionTower.trained
     if isinstance(placeholders, str):
@@ -101,10 +95,7 @@ def _base(config: RunConfig) -> Path:
 
 
 def load_model(config: RunConfig) -> Any:
-    """Load the model of `model.path`, or build it with random weights for model.init=random.
-
-    A small one computes with one thread, unless OMP_NUM_THREADS says otherwise.
-    """
+    """Load the model of `model.path`, or build it with random weights."""
     from agenttrain.training.kernels import disable_cudnn_attention
 
     disable_cudnn_attention()
@@ -115,10 +106,7 @@ def load_model(config: RunConfig) -> Any:
 
 
 def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
-    """Return the model without storage and its `SlicedWeights`, to be read once it is sharded.
-
-    None: its weights can only be loaded whole; the main process prints why.
-    """
+    """Return the model without storage and its `SlicedWeights`. None: load it whole."""
     import torch
 
     from agenttrain.training.kernels import disable_cudnn_attention
@@ -203,11 +191,7 @@ def _load(config: RunConfig) -> Any:
 
 
 def sampling_engine(config: RunConfig) -> Engine:
-    """Load the model and build an engine on it, on the GPU if there is one.
-
-    An engine with weights of its own takes long to start; in its place comes
-    engine=transformers with the same context.
-    """
+    """Load the model and build an engine on it, one that starts fast."""
     import torch
 
     model = load_model(config).eval().requires_grad_(False)

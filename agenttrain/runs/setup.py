@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.runner import Agents, make_agent
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.chat import Chat
@@ -30,10 +29,10 @@ from agenttrain.environments.user import SimulatedUser, build_user
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.compaction import check_compaction
-from agenttrain.rollout.config import RolloutConfig, tasks_of_round
+from agenttrain.rollout.config import RolloutConfig, RolloutRequest, tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
 from agenttrain.rollout.monitoring import InFlight
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import RowTools, check_collisions, tool_sets
 from agenttrain.runs.row_checks import RENDERED_TASKS, certify_tool_sets, check_rows, prompt_length
 from agenttrain.runs.sampling import placeholders_of, verify_model
@@ -60,11 +59,7 @@ def prepare(
     *,
     world: World | None = None,
 ) -> Components:
-    """Build and check the components of a run of `verb`; errors name the key to change.
-
-    `folder` is the run's. A model that is one of our checkpoints is verified by all processes of
-    `world` together: CheckpointError if it is torn.
-    """
+    """Build and check the components of a run of `verb`. Raises CheckpointError."""
     from agenttrain.runs.loading import check_model  # torch comes with it
 
     components = Components(config, verb, folder)
@@ -82,10 +77,7 @@ def prepare(
 
 
 def complete(components: Components) -> None:
-    """Build and check the components that come after the certificate.
-
-    `prepare` calls it. `agenttrain check` does so itself, after it has printed the certificate.
-    """
+    """Build and check the components that come after the certificate."""
     from agenttrain.runs.loading import check_model  # torch comes with it
 
     config, verb = components.config, components.verb
@@ -129,10 +121,7 @@ class Components:
         *,
         tools: tuple[Toolbox, Environments] | None = None,
     ) -> None:
-        """`tools` are those recorded by an earlier run; None: build the configuration's.
-
-        `folder` is that of a run that has the servers of its roles; None: there are none.
-        """
+        """`tools`: those that an earlier run recorded. `folder`: that of a run with roles."""
         self.config = config
         self.verb = verb
         self.folder = folder
@@ -140,10 +129,7 @@ class Components:
         self._agents: Agents | None = None
 
     def with_config(self, config: RunConfig) -> Components:
-        """Return components of another configuration that share these tools, chat and certificate.
-
-        The settings that these depend on must be the same.
-        """
+        """Return components of another configuration that share tools, chat and certificate."""
         shared = Components(config, self.verb, self.folder, tools=(self.toolbox, self.environments))
         shared.tokenizer, shared.chat = self.tokenizer, self.chat
         shared.certificate = self.certificate
@@ -203,10 +189,7 @@ class Components:
 
     @cached_property
     def certificate(self) -> Certificate:
-        """The certificate of the template with the run's tools: a failed one if there is any.
-
-        With several environments the template is certified with the tools of each.
-        """
+        """The certificate of the template with the run's tools: a failed one if there is any."""
         return certify_tool_sets(self.chat, tool_sets(self.toolbox, self.environments))
 
     @cached_property
@@ -250,11 +233,7 @@ class Components:
 
     @cached_property
     def rubric(self) -> Rubric:
-        """The run's rewards, those of its environments among them.
-
-        Raises ValueError for a reward on a tool that neither the run nor a row has; the tools of an
-        outside agent are its own and cannot be checked.
-        """
+        """The run's rewards, those of its environments among them. Raises ValueError."""
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
         rubric = rubric_of(self.config, self.environments.rewards, self.roles)
         if not self.config.agent.outside:
@@ -263,10 +242,7 @@ class Components:
 
     @cached_property
     def prompt_lengths(self) -> dict[str, list[int]]:
-        """Tokens of the first prompts of each split, by its key. Their user turns are rendered too.
-
-        Raises ChatError with key, task and remedy if the template cannot render one.
-        """
+        """Tokens of the first prompts of each split, by its key. Raises ChatError."""
         lengths: dict[str, list[int]] = {}
         for key, source in self.tasks.by_key.items():
             first = source.tasks(0, min(RENDERED_TASKS, len(source)))
@@ -336,11 +312,7 @@ class Components:
     def collector(
         self, engine: Engine, folder: Path | None = None, timeline: Timeline | None = None
     ) -> Collector:
-        """Return a collector of rollouts that samples from `engine`.
-
-        The output of outside agents goes to `folder`/agents; None: to a temporary folder. The times
-        of rollouts go to `timeline`.
-        """
+        """Return a collector of rollouts that samples from `engine`."""
         attempt = None
         if self.config.agent.outside:
             if folder is None:
@@ -374,14 +346,7 @@ class Components:
 
         async def attempt(request: RolloutRequest, context: RolloutContext) -> Rollout:
             record = None if context.parsed_turns is None else context.parsed_turns.record
-            agent_attempt = Attempt(
-                task=request.task,
-                sampling=request.sampling,
-                rollout_id=request.rollout_id,
-                group_id=request.group_id,
-                sample=request.sample,
-            )
-            return await agents.attempt(agent_attempt, context.engine, context.limits, record)
+            return await agents.attempt(request, context.engine, context.limits, record)
 
         return attempt
 
@@ -402,10 +367,7 @@ class Components:
         return self.chat.prompt_ids(task.messages, self.schemas(task))
 
     def probe_prompt(self) -> list[int]:
-        """Return the ids of the first task's prompt, for the probe of a weight sync.
-
-        If all prompts come from environments: an id that ends a turn.
-        """
+        """Return the first task's prompt for the probe of a sync, or an id that ends a turn."""
         sources = (source for source in (self.train_tasks, self.test_tasks) if len(source))
         for task in (task for source in sources for task in source.tasks(0, 1)):
             if task.messages:
@@ -439,11 +401,7 @@ def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:
 def rubric_of(
     config: RunConfig, rewarding: Sequence[str], roles: Mapping[str, RoleServers] | None = None
 ) -> Rubric:
-    """Build the rewards of a run; the environments `rewarding` have a reward of their own.
-
-    `roles` are the servers that ``role:<name>`` stands for, where they run. Raises ValueError if
-    the run hides an environment's reward, or uses one that does not exist.
-    """
+    """Build a run's rewards, also of the environments `rewarding`. Raises ValueError."""
     sections = reward_sections(config, rewarding=bool(rewarding))
     targets = [section.get("_target_") for section in sections.values()]
     if rewarding and REWARD_TARGET not in targets:
@@ -564,10 +522,7 @@ def _fills(components: Components, task: Task, context: int) -> bool:
 
 
 def _check_demonstrations(components: Components) -> None:
-    """Check all rows, and make the first demonstrations of each split.
-
-    Raises BadDemonstration with the key and the row.
-    """
+    """Check all rows, and make each split's first demonstrations. Raises BadDemonstration."""
     config = components.config
     _ = components.row_tool_names  # computed from all rows, which it checks
     if config.data.on_bad_row is not OnBadRow.error:

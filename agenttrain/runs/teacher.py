@@ -103,10 +103,7 @@ def _named(config: RunConfig) -> tuple[str, str, str | None]:
 def teacher_prompt(
     prompt: str | None, chat: Chat, schemas: Callable[[Task], list[dict[str, Any]]]
 ) -> PromptIds | None:
-    """Return the function that renders the teacher's prompt; None: it reads the policy's.
-
-    `schemas` returns those of the tools that the model has in a task.
-    """
+    """Return the function that renders the teacher's prompt, if it has one of its own."""
     if prompt is None:
         return None
     text = TextTemplate(prompt, PROMPT)

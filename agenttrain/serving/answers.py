@@ -13,18 +13,20 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.stop_texts import StopScan, before_stop
 from agenttrain.chat.wire.http import KEPT_ALIVE_S
+from agenttrain.chat.wire.normal import Answer, AnswerHead, issue
 from agenttrain.chat.wire.openai import (
+    OPENING,
     ChatRequest,
     RequestError,
-    answer_message,
-    finish_reason,
+    chunk,
+    completion_body,
+    completion_chunks,
     read_messages,
-    well_formed,
 )
 from agenttrain.engines.base import Engine, EngineError, Streaming
 from agenttrain.engines.config import Sampling
 from agenttrain.serving.exchanges import Conversations, Prompt
-from agenttrain.types import AssistantTurn, Finish, Message
+from agenttrain.types import AssistantTurn, Finish
 
 PARSED_S = 0.05
 """Least seconds between two readings of an answer that is being streamed."""
@@ -37,19 +39,12 @@ class Answering:
     """A request that is being answered."""
 
     request: ChatRequest
-    messages: list[Message]
     schemas: list[dict[str, Any]]
     prompt: Prompt
     sampling: Sampling
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    head: AnswerHead
     sampled: list[int] = field(default_factory=list)
     """Tokens so far, where the engine reports them."""
-
-    @property
-    def previous_role(self) -> str:
-        """Role of the message before the answer."""
-        return str(self.messages[-1]["role"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,26 +81,8 @@ class ChatServer:
 
     async def complete(self, answering: Answering) -> dict[str, Any]:
         """Return the `chat.completion` of a request that `begin` has read, as `answer` does."""
-        answer = await self._sample(answering)
-        message = await self._remember(answering, answer)
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": finish_reason(answer.finish, message),
-        }
-        body: dict[str, Any] = {
-            "id": answering.id,
-            "object": "chat.completion",
-            "created": answering.created,
-            "model": self.model,
-            "choices": [choice],
-            "usage": _usage(answering.prompt, answer),
-        }
-        if answering.request.return_token_ids:
-            choice["token_ids"] = list(answer.token_ids)
-            body["prompt_token_ids"] = list(answering.prompt.token_ids)
-        return body
+        sampled = await self._sample(answering)
+        return completion_body(await self._remember(answering, sampled))
 
     async def stream(self, answering: Answering) -> AsyncGenerator[dict[str, Any] | None]:
         """Yield `chat.completion.chunk` objects. None is a sign of life.
@@ -115,11 +92,10 @@ class ChatServer:
         """
         request = answering.request
         live = isinstance(self.engine, Streaming) and not answering.schemas and not request.stops
-        opening: dict[str, Any] = {"role": "assistant", "content": ""}
         sent_text = {"content": "", "reasoning_content": ""}
         sampling = asyncio.create_task(self._sample(answering))
         try:
-            yield self._chunk(answering, opening)
+            yield chunk(answering.head, OPENING)
             silent_since, tokens_read = time.monotonic(), 0
             while not sampling.done():
                 await asyncio.wait((sampling,), timeout=PARSED_S if live else KEPT_ALIVE_S)
@@ -129,34 +105,17 @@ class ChatServer:
                     delta = _delta(self._parse(answering, text), sent_text)
                     if delta:
                         silent_since = time.monotonic()
-                        yield self._chunk(answering, delta)
+                        yield chunk(answering.head, delta)
                 if time.monotonic() - silent_since >= KEPT_ALIVE_S:
                     silent_since = time.monotonic()
                     yield None
-            answer = sampling.result()
+            sampled = sampling.result()
         finally:
             sampling.cancel()
-        message = await self._remember(answering, answer)
-        final: dict[str, Any] = {}
-        for key, sent_part in sent_text.items():
-            text = message.get(key) or ""
-            if text.startswith(sent_part):
-                if len(text) > len(sent_part):
-                    final[key] = text[len(sent_part) :]
-            elif not sent_part.startswith(text):  # the complete text reads differently: send all
-                final[key] = text
-        if calls := message.get("tool_calls"):
-            final["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        if final:
-            yield self._chunk(answering, final)
-        end = self._chunk(answering, {}, finish_reason(answer.finish, message))
-        if request.return_token_ids:
-            end["prompt_token_ids"] = list(answering.prompt.token_ids)
-            end["choices"][0]["token_ids"] = list(answer.token_ids)
-        yield end
-        if (request.stream_options or {}).get("include_usage"):
-            usage = _usage(answering.prompt, answer)
-            yield {**self._chunk(answering, {}), "choices": [], "usage": usage}
+        answer = await self._remember(answering, sampled)
+        include_usage = bool((request.stream_options or {}).get("include_usage"))
+        for event in completion_chunks(answer, include_usage=include_usage, sent=sent_text):
+            yield event
 
     def begin(self, request: ChatRequest) -> Answering:
         """Render or continue the request's conversation. Raises RequestError."""
@@ -196,7 +155,11 @@ class ChatServer:
             seed=secrets.randbits(62) if request.seed is None else abs(request.seed),
         )
         return Answering(
-            request=request, messages=messages, schemas=schemas, prompt=prompt, sampling=sampling
+            request=request,
+            schemas=schemas,
+            prompt=prompt,
+            sampling=sampling,
+            head=AnswerHead(model=self.model),
         )
 
     async def _sample(self, answering: Answering) -> Sampled:
@@ -240,58 +203,36 @@ class ChatServer:
 
     def _parse(self, answering: Answering, text: str) -> AssistantTurn:
         """Read the text of an answer, complete or not."""
-        turns = sum(message["role"] == "assistant" for message in answering.messages)
-        return self.chat.parse_text(
-            text, answering.schemas, turn=turns, after=answering.previous_role
-        )
+        messages = answering.prompt.messages
+        turns = sum(message["role"] == "assistant" for message in messages)
+        after = str(messages[-1]["role"])
+        return self.chat.parse_text(text, answering.schemas, turn=turns, after=after)
 
-    async def _remember(self, answering: Answering, answer: Sampled) -> dict[str, Any]:
-        """Return the answer's message, and remember it for the request that continues it."""
-        turn = answer.turn
-        call_ids = [f"call_{secrets.token_hex(12)}" for _ in well_formed(turn)]
-        message = answer_message(turn, call_ids)
+    async def _remember(self, answering: Answering, sampled: Sampled) -> Answer:
+        """Return the answer, and remember it for the request that continues it."""
+        prompt, request = answering.prompt, answering.request
+        message, call_ids = issue(sampled.turn, text_arguments=False)
         for key in ("content", "reasoning_content"):
             if text := message.get(key):  # a stop text may only appear once the parts are joined
-                message[key] = before_stop(text, answering.request.stops)
-        if answer.finish is not Finish.abort:  # an aborted answer's end is not the model's
+                message[key] = before_stop(text, request.stops)
+        sessions = [prompt.session]
+        if sampled.finish is not Finish.abort:  # an aborted answer's end is not the model's
             sessions = self.conversations.record(
-                answering.messages,
-                answering.schemas,
-                answering.prompt,
-                answer.token_ids,
-                answer.finish,
-                turn,
-                message,
-                call_ids,
+                prompt, sampled.token_ids, sampled.finish, sampled.turn, message, call_ids
             )
-        else:
-            sessions = [answering.prompt.session]
         for session in sessions:
             await self.engine.release(session)
-        return message
-
-    def _chunk(
-        self, answering: Answering, delta: dict[str, Any], finish: str | None = None
-    ) -> dict[str, Any]:
-        """Return a `chat.completion.chunk`."""
-        return {
-            "id": answering.id,
-            "object": "chat.completion.chunk",
-            "created": answering.created,
-            "model": self.model,
-            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}],
-        }
-
-
-def _usage(prompt: Prompt, answer: Sampled) -> dict[str, Any]:
-    """Return the `usage` of a response."""
-    prompt_tokens, completion_tokens = len(prompt.token_ids), len(answer.token_ids)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": prompt.reused},
-    }
+        return Answer(
+            model=answering.head.model,
+            id=answering.head.id,
+            created=answering.head.created,
+            message=message,
+            finish=sampled.finish,
+            prompt_tokens=len(prompt.token_ids),
+            sampled_tokens=len(sampled.token_ids),
+            cached_tokens=prompt.reused,
+            token_ids=(prompt.token_ids, sampled.token_ids) if request.return_token_ids else None,
+        )
 
 
 def _delta(turn: AssistantTurn, sent_text: dict[str, str]) -> dict[str, str]:

@@ -9,7 +9,6 @@ another origin only if that allows it.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
 import sys
@@ -38,13 +37,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agenttrain.chat.wire.fields import MOST_SHOWN
 from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
+    KEEP_ALIVE,
     BoundedHead,
+    event_text,
     read,
     read_body,
     request_error,
+    send_text,
+    start_response,
     wait_until_disconnected,
 )
-from agenttrain.chat.wire.openai import RequestError, parse_request
+from agenttrain.chat.wire.openai import DONE, RequestError, parse_request
 from agenttrain.serving.answers import ChatServer
 
 T = TypeVar("T")
@@ -116,38 +119,26 @@ class EventStream(Response):
     """Server-sent events, one for each object; the client's disconnect ends their source."""
 
     def __init__(self, events: AsyncGenerator[dict[str, Any] | None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
+        super().__init__()
         self.events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events, then ``[DONE]``."""
 
         async def send_all() -> None:
-            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await send(start)
+            await start_response(send, 200, "text/event-stream")
             try:
                 async for event in self.events:
-                    text = ": keep-alive" if event is None else f"data: {_json(event)}"
-                    await _send_text(send, text)
+                    text = KEEP_ALIVE if event is None else event_text(event)
+                    await send_text(send, text, more=True)
             except RequestError as error:  # the status was sent already
-                await _send_text(send, f"data: {_json(error.body())}")
+                await send_text(send, event_text(error.body()), more=True)
             finally:
                 await self.events.aclose()
-            await _send_text(send, "data: [DONE]")
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send_text(send, DONE, more=False)
 
         with suppress(Disconnected):
             await while_connected(receive, send_all())
-
-
-def _json(value: dict[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-async def _send_text(send: Send, text: str) -> None:
-    body = f"{text}\n\n".encode()
-    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 def build_app(

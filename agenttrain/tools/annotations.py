@@ -91,10 +91,7 @@ class ParameterType:
 
 
 def describe_type(hint: Any, *, shown: bool = True) -> ParameterType:
-    """Describe an annotation. Raises ValueError for a type that cannot be written as JSON.
-
-    If it is not `shown` to a model, its schema stays empty.
-    """
+    """Describe an annotation. Raises ValueError for a type without JSON."""
     readable = _for_pydantic(hint, ())
     dialect = PlainToolDialect if _is_plain(hint) else ToolDialect
     try:
@@ -146,10 +143,7 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
-    """Return the annotation that pydantic reads in place of `hint`, inside of these classes.
-
-    Raises ValueError for a type that cannot be written as JSON.
-    """
+    """Return the annotation that pydantic reads in place of `hint`. Raises ValueError."""
     if any(hint is outer for outer in within):
         raise ValueError(f"{hint.__name__} contains itself, so its schema would have no end")
     if hasattr(hint, "__pydantic_validator__"):  # with the schema of its own, also of its fields

@@ -112,7 +112,10 @@ class ArgumentSchema:
         )
         if problems or (
             self._checks_types_only
-            and all(not wanted or any(_is_type(v, t) for t in wanted) for v, wanted in types)
+            and all(
+                not required_type or any(_is_type(v, t) for t in required_type)
+                for v, required_type in types
+            )
         ):
             return problems
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
@@ -120,8 +123,8 @@ class ArgumentSchema:
             path = error.json_path.removeprefix("$.") if error.absolute_path else "arguments"
             rule: Any = error.validator_value
             if error.validator == "type":
-                wanted = rule if isinstance(rule, str) else " or ".join(rule)
-                problems.append(f"{path} must be {wanted}, not {_quote(error.instance)}")
+                required_type = rule if isinstance(rule, str) else " or ".join(rule)
+                problems.append(f"{path} must be {required_type}, not {_quote(error.instance)}")
             elif error.validator == "enum":
                 options = _short(", ".join(_quote(option) for option in rule), 5 * MAX_QUOTE)
                 problems.append(f"{path} must be one of {options}, not {_quote(error.instance)}")

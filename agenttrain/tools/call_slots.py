@@ -64,13 +64,13 @@ class CallSlots:
         return lent
 
     async def _acquire(self) -> None:
-        taken: list[asyncio.Semaphore] = []
+        acquired: list[asyncio.Semaphore] = []
         try:
             for slot in self._slots:
                 await slot.acquire()
-                taken.append(slot)
+                acquired.append(slot)
         except BaseException:
-            for slot in taken:
+            for slot in acquired:
                 slot.release()
             raise
         self._held = True

@@ -39,9 +39,7 @@ class Docstring:
 def read_docstring(text: str) -> Docstring:
     """Read a docstring as transformers' `get_json_schema` does, with types and other headings too.
 
-    Example: ``"Add.\\n\\nArgs:\\n    a (int): First."`` has the description ``Add.`` and the
-    parameter ``a``, which is described as ``First.`` Raises ValueError for choices that are not
-    JSON.
+    Raises ValueError for choices that are not JSON.
     """
     text = re.sub(r"\r\n?", "\n", text.strip())
     if _ARGS.search(text) is None:

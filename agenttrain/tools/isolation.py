@@ -161,10 +161,7 @@ class ProcessTool:
     """
 
     def __init__(self, name: str, make: Callable[[], object], limits: ToolLimits) -> None:
-        """Make the tool once in this process, for its schema; `make` is pickled for the workers.
-
-        Raises ValueError for what cannot be moved to another process.
-        """
+        """Make the tool once here, for its schema. Raises ValueError if it cannot be pickled."""
         if os.name != "posix":
             raise ValueError(f"tools.{name}.isolation=process: needs Linux or macOS")
         if not ADOPTS:
@@ -248,11 +245,11 @@ class ProcessTool:
             lambda: [worker.gone(max(deadline - time.monotonic(), 0.0)) for worker in dying]
         )
         self._threads.close()
-        left = [str(w.process.pid) for w in dying if w.process is not None and not w.gone()]
-        if left:
+        survivors = [str(w.process.pid) for w in dying if w.process is not None and not w.gone()]
+        if survivors:
             warnings.warn(
                 f"tool {self.name}: what its calls started has not ended, below the processes "
-                f"{', '.join(left)}",
+                f"{', '.join(survivors)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -315,7 +312,7 @@ class BoundWorker:
         if tool.releases:
             worker.served.add(context.rollout_id)
         released, worker.released = tuple(worker.released), []
-        sent = context if tool.sends_context else None
+        worker_context = context if tool.sends_context else None
         return await tool.ask(
-            worker, WorkerRequest(released=released, arguments=arguments, context=sent)
+            worker, WorkerRequest(released=released, arguments=arguments, context=worker_context)
         )

@@ -47,28 +47,25 @@ def make_reply(value: Any, *, max_chars: int) -> Reply:
     try:
         if isinstance(value, TurnReward):
             reward, value = float(value.value), value.content
-        done = isinstance(value, Done)
+        is_final = isinstance(value, Done)
         value = value.content if isinstance(value, Done) else value
         if parts := _with_images(value, max_chars):
-            return Reply(content=text_of(parts), done=done, reward=reward, parts=parts)
+            return Reply(content=text_of(parts), done=is_final, reward=reward, parts=parts)
         text = result_to_text(value, max_chars=max_chars)
     except BaseException as error:  # e.g. the value's own __str__ or __iter__ raises
         return error_reply(with_fixed_text(error), max_chars=max_chars)
-    return Reply(content=text, done=done, reward=reward)
+    return Reply(content=text, done=is_final, reward=reward)
 
 
 def _with_images(value: Any, max_chars: int) -> tuple[str | Image, ...]:
-    """Return the texts and images of a value that is an image, or a list with one; else nothing.
-
-    Raises ToolFailure for an image that cannot be read.
-    """
+    """Return the texts and images of a value with images. Raises ToolFailure."""
     values = value if isinstance(value, list | tuple) else (value,)
     if isinstance(value, str) or not any(map(is_image, values)):
         return ()
     try:
         return tuple(
-            read_image(one) if is_image(one) else result_to_text(one, max_chars=max_chars)
-            for one in values
+            read_image(item) if is_image(item) else result_to_text(item, max_chars=max_chars)
+            for item in values
         )
     except BadImage as error:
         raise ToolFailure(f"the tool returned an image that cannot be read: {error}") from error
@@ -77,8 +74,8 @@ def _with_images(value: Any, max_chars: int) -> tuple[str | Image, ...]:
 def reply_to_json(reply: Reply) -> dict[str, Any]:
     """Return a reply as JSON data; an image is the base64 text of its file, in a list."""
     parts = [
-        one if isinstance(one, str) else [base64.b64encode(one.data).decode()]
-        for one in reply.parts
+        part if isinstance(part, str) else [base64.b64encode(part.data).decode()]
+        for part in reply.parts
     ]
     fields = {name: getattr(reply, name) for name in ("content", "error", "done", "reward")}
     return {**fields, "parts": parts}
@@ -93,7 +90,8 @@ def reply_from_json(data: Any) -> Reply:
         done=data["done"] is True,
         reward=data["reward"],
         parts=tuple(
-            one if isinstance(one, str) else read_image(base64.b64decode(one[0])) for one in parts
+            part if isinstance(part, str) else read_image(base64.b64decode(part[0]))
+            for part in parts
         ),
     )
 
@@ -210,10 +208,7 @@ def plain_form(value: Any) -> Any:
 
 
 def _column(value: Any) -> Any:
-    """Return a table's column: a list if its labels are the rows' numbers, else a dict by label.
-
-    Raises ToolFailure for a label that stands twice.
-    """
+    """Return a table's column: a list, or a dict by label. Raises ToolFailure."""
     labels = value.index.tolist()
     if labels == list(range(len(labels))):
         return value.tolist()
@@ -227,10 +222,7 @@ def _column(value: Any) -> Any:
 
 
 def _in_json_type(value: Any) -> Any:
-    """Return a value of a type that JSON has, at its top. Raises ToolFailure.
-
-    A mock, whose every method returns another mock, has none.
-    """
+    """Return a value of a type that JSON has, at its top. Raises ToolFailure."""
     for _ in range(MAX_FORMS):
         if isinstance(value, str | dict | list | tuple | bool | int | float | None):
             return value
@@ -261,10 +253,10 @@ def _check_keys(value: Any, limit: int) -> Any:
     Example: ``{1: "a", "1": "b"}``. Only the first `limit` parts are looked at: each has a
     character of its own in the text.
     """
-    waiting, seen = [value], 0
-    while waiting and seen < limit:
+    waiting, count = [value], 0
+    while waiting and count < limit:
         part = waiting.pop()
-        seen += 1
+        count += 1
         if isinstance(part, dict):
             if not all(isinstance(key, str) for key in part):
                 texts = {_key_text(key) for key in part}

@@ -128,10 +128,7 @@ async def call_optional(owner: object, method: str, *arguments: object) -> None:
 
 
 def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[str]:
-    """Return the names of a class's public methods, inherited ones too, in source order.
-
-    Class methods (often constructors), nested classes and properties are left out.
-    """
+    """Return the names of a class's public methods, in source order."""
     names = dict.fromkeys(name for base in reversed(cls.__mro__[:-1]) for name in vars(base))
     return [
         name
@@ -166,10 +163,7 @@ def describe_method(cls: type, name: str) -> ToolSpec:
 
 
 def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
-    """Make a tool of each public method of an object, by name.
-
-    Raises ValueError if there is none, or for a method of which no schema can be made.
-    """
+    """Make a tool of each public method, by name. Raises ValueError."""
     names = public_methods(type(made))
     if not names:
         raise ValueError(
@@ -229,15 +223,15 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     context = hints.get("context")
     takes_context = context is ToolContext or ToolContext in get_args(context)
     left_out = {*hidden, "context"} if takes_context else {*hidden}
-    shown = [parameter for parameter in parameters.values() if parameter.name not in left_out]
-    doc, seen = read_docstring(inspect.getdoc(target) or ""), not UNSEEN.get()
-    if seen:
-        _check_annotated(shown, where)
+    visible = [parameter for parameter in parameters.values() if parameter.name not in left_out]
+    doc, needs_schema = read_docstring(inspect.getdoc(target) or ""), not UNSEEN.get()
+    if needs_schema:
+        _check_annotated(visible, where)
     properties: dict[str, Any] = {}
     builders: dict[str, Build] = {}
-    for parameter in shown:
+    for parameter in visible:
         try:
-            kind = describe_type(hints.get(parameter.name, Any), shown=seen)
+            kind = describe_type(hints.get(parameter.name, Any), shown=needs_schema)
         except (ValueError, NameError) as error:
             raise ValueError(
                 f"{where}: no JSON schema can be made of it: parameter {parameter.name!r}: {error}"
@@ -246,9 +240,9 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
         if kind.build is not None:
             builders[parameter.name] = kind.build
     schema: dict[str, Any] = {"type": "function", "function": {"name": name}}
-    if seen:
+    if needs_schema:
         _check_described(properties, doc, where)
-        required = [p.name for p in shown if p.default is inspect.Parameter.empty]
+        required = [p.name for p in visible if p.default is inspect.Parameter.empty]
         schema["function"]["description"] = doc.description
         schema["function"]["parameters"] = {
             "type": "object",
@@ -260,9 +254,9 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
 
 def _check_annotated(shown: Sequence[inspect.Parameter], where: str) -> None:
     """Raise ValueError unless all parameters have a name and a type."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in shown:
-        if parameter.kind not in named:
+        if parameter.kind not in by_name:
             raise ValueError(
                 f"{where}: `{parameter}` cannot be described to a model; give every parameter a "
                 "name and a type, e.g. `query: str`"

@@ -145,11 +145,7 @@ class Toolbox:
     async def execute(
         self, calls: Sequence[ToolCall], context_of: Callable[[ToolCall], ToolContext]
     ) -> list[ToolResult]:
-        """Run calls concurrently; return one result per call, in call order, errors included.
-
-        Cancelling the caller cancels the calls. Raises StuckTools if too many calls cannot be
-        ended.
-        """
+        """Run calls concurrently; return one result per call, in order. Raises StuckTools."""
         self._check_stuck()
         return await asyncio.gather(*(self._answer(call, context_of) for call in calls))
 
@@ -292,11 +288,11 @@ class Toolbox:
         task = asyncio.create_task(self._reply(entry, tool, arguments, context, deadline))
         try:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
-            left = entry.limits.timeout_s
-            while not task.done() and left > 0:
+            remaining_s = entry.limits.timeout_s
+            while not task.done() and remaining_s > 0:
                 # While its sub-agent runs, no time passes for it.
-                await asyncio.wait({task}, timeout=max(left, 0.05))
-                left = entry.limits.timeout_s - held.seconds()
+                await asyncio.wait({task}, timeout=max(remaining_s, 0.05))
+                remaining_s = entry.limits.timeout_s - held.seconds()
         finally:
             if expired := not task.done():
                 patience = time.monotonic() + CANCEL_S / 2
@@ -424,10 +420,7 @@ class RunningCall:
 
 @dataclass(slots=True)
 class StepTracker:
-    """Runs awaitables of tools, and shows any thread which one runs on the event loop.
-
-    An async tool that blocks stalls every rollout.
-    """
+    """Runs awaitables of tools, and shows any thread which one is on the event loop."""
 
     now: tuple[str, float] | None = None
     """The tool whose step runs, and the time.monotonic() at which the step began."""

@@ -139,10 +139,7 @@ class _Select(torch.autograd.Function):
 
 
 def _lay_out(block: Block, tokens: Tensor, blocks: Sequence[Tensor] = ()) -> Tensor:
-    """Lay out a block's tokens [tokens, heads, d] as [segments, heads, length, d].
-
-    With the tokens of all `blocks`, each segment follows the shared prefix.
-    """
+    """Lay out a block's tokens [tokens, heads, d] as [segments, heads, length, d]."""
     if block.padding.numel():
         tokens = _Select.apply(tokens, block.gather, block.scatter, None)
     padded = tokens.unflatten(0, (block.segments, block.length)).transpose(1, 2)
@@ -186,10 +183,7 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> WindowMask | None:
-    """Mask function for transformers: return the window of a causal mask, None without a window.
-
-    Raises UnsupportedAttention for chunked masks, a model's own masks, and padding.
-    """
+    """Return a causal mask's window, None without one. Raises UnsupportedAttention."""
     if attention_mask is not None or use_vmap:
         raise UnsupportedAttention("the model adds to the causal mask what packing does not honour")
     if local_size is None:
@@ -216,10 +210,7 @@ def exclude_from_compilation() -> None:
 
 @contextmanager
 def packing(model: PreTrainedModel) -> Iterator[None]:
-    """Use packed attention in the block: forward passes then need the keyword `blocks`.
-
-    The vision tower of a model whose images are read keeps its own.
-    """
+    """Use packed attention in the block: forward passes then need the keyword `blocks`."""
     if hasattr(backbone(model), "visual"):
         with language_attention(model, NAME):
             yield
@@ -251,10 +242,7 @@ class Scoring:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Compute causal attention of queries that are the last m of n positions.
-
-    Returns [B, h, m, d of values].
-    """
+    """Compute causal attention of the last m of n positions: [B, h, m, d of values]."""
     queries, offset = query.shape[2], key.shape[2] - query.shape[2]
     if is_slow_backward(query):
         # Without autocast, which would cast the states back to bfloat16.
@@ -316,10 +304,7 @@ def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> 
 
 
 def _attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attend with each sink as a first key without a value.
-
-    An additional dimension of queries and keys carries the sink's score.
-    """
+    """Attend with each sink as a first key: an extra dimension carries its score."""
     assert scoring.sinks is not None
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     groups = query.shape[1] // key.shape[1]
@@ -410,11 +395,7 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
 
 
 class PackedTree:
-    """Layout of packed segments, in the form that each kernel takes.
-
-    Each form is made when a layer first asks for it, on the host, and copied without waiting for
-    the device.
-    """
+    """Layout of packed segments. Each kernel's form is made when a layer first asks for it."""
 
     def __init__(
         self, segments: Sequence[Segment], device: torch.device, *, use_varlen: bool = False

@@ -93,10 +93,7 @@ class TrainingSequence:
 
 
 def make_sequences(rollout: Rollout) -> list[TrainingSequence]:
-    """Return a sequence for each trajectory that has a sampled token.
-
-    If a trajectory branches from another one, only its own tokens are trained in it.
-    """
+    """Return a sequence for each trajectory that has a sampled token of its own."""
     sequences = []
     for trajectory in rollout.trajectories:
         if not trajectory.sampled_length:
@@ -245,10 +242,7 @@ def _pack_trees(
 def _packed_images(
     sources: Sequence[tuple[Layout | None, Branch]], device: torch.device
 ) -> PackedImages:
-    """Return the images and positions of branches that stand one after the other.
-
-    Each has the layout of a sequence that it belongs to.
-    """
+    """Return the images and positions of branches that stand one after the other."""
     positions: list[Tensor] = []
     pieces: list[Piece] = []
     start = 0
@@ -303,11 +297,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Neighbouring segments of one parent and similar length, computed in one padded call.
-
-    Padding is at the end of each segment, where causal attention never sees it. The outputs of its
-    queries are dropped.
-    """
+    """Neighbouring segments of one parent and similar length, padded at their ends."""
 
     start: int
     """Packed position of the first token."""

@@ -68,11 +68,7 @@ UNWRITABLE = (OSError, CheckpointError)
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder.
-
-    Example: ``checkpoints.save(policy, step=10)``, and in a later process
-    ``state = checkpoints.load_latest(policy)`` with ``state["step"] == 10``.
-    """
+    """The checkpoints of one run, in one folder: `save`, and later `load_latest`."""
 
     def __init__(self, folder: Path, *, tokenizer: Any, keep: int, main: bool = True) -> None:
         """Keep the `keep` newest checkpoints in `folder`, each with the tokenizer and its template.
@@ -124,10 +120,7 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy the policy, and write the copy while training goes on. `finish` completes it.
-
-        The arguments and errors are those of `save`.
-        """
+        """Copy the policy, and write the copy while training goes on, until `finish`; as `save`."""
         writing = self._begin(policy, step, state, rng, copies=True)
         self._take_weights(writing, policy, copies=True)
         writing.start()
@@ -149,10 +142,7 @@ class Checkpoints:
         return None if self._writing is None else self._writing.step
 
     def finish(self, world: World, *, wait: bool = True) -> Path | None:
-        """Complete the checkpoint that was begun and return its folder. All processes together.
-
-        None: none was begun, or without `wait` a process is still writing. Raises what `save` does.
-        """
+        """Complete the begun checkpoint, with `wait` once it is written; return its folder."""
         writing = self._writing
         if writing is None:
             return None
@@ -194,10 +184,7 @@ class Checkpoints:
         *,
         copies: bool,
     ) -> Writing:
-        """Make the folder and write its small files. Return the `Writing` of the large ones.
-
-        Its snapshot lacks the weights, which `Snapshot.take_weights` adds.
-        """
+        """Make the folder and its small files. Return the `Writing` of the large ones."""
         world, model = policy.world, policy.model
         self.finish(world)
         rng = random_states() if rng is None else rng
@@ -225,10 +212,9 @@ class Checkpoints:
         return self._writing
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Restore weights, optimizer and random states from `path`. Return the saved state.
+        """Restore weights, optimizer and random states; return the state.
 
-        Any number of processes may have written it. Raises CheckpointError, before anything
-        changes, if a file is not what was written.
+        Raises CheckpointError.
         """
         world = policy.world
         with world.together(f"{path.name}: its files", CheckpointError, patient=True):
@@ -320,10 +306,7 @@ class Checkpoints:
         sync(self.folder)
 
     def _prune(self, written: Path) -> None:
-        """Remove old checkpoints, but not `written`, the next newest ones or the best one.
-
-        `written` may not be the newest: a run that was resumed from an older checkpoint.
-        """
+        """Remove old checkpoints, except `written` (perhaps not the newest) and the best."""
         best = self.folder / BEST
         protected = {written, self.folder / best.readlink()} if best.is_symlink() else {written}
         older = [path for path in newest_first(self.folder) if path != written]
@@ -372,10 +355,7 @@ class Writing:
 
 @contextmanager
 def as_not_written(part: Path) -> Iterator[None]:
-    """Turn errors of torch, safetensors and tokenizers on a full disk into NotWritten.
-
-    An OSError that names no file gets the folder.
-    """
+    """Turn errors of torch, safetensors and tokenizers on a full disk into NotWritten."""
     try:
         yield
     except OSError as error:
@@ -393,10 +373,7 @@ def as_not_written(part: Path) -> Iterator[None]:
 
 
 def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
-    """Load the weights of a checkpoint into `model`. A sharded model gets only this process's rows.
-
-    Raises WrongWeights and NotRead.
-    """
+    """Load a checkpoint's weights into `model`. Raises WrongWeights and NotRead."""
     with only_tensors(path):
         if is_adapted(model):
             load_adapter(model, path)
@@ -409,10 +386,7 @@ def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of all random generators of this process: python, numpy, torch.
-
-    They are plain values and tensors, which torch can load with weights_only.
-    """
+    """Return the states of this process's generators, as plain values and tensors."""
     version, numbers, gauss = random.getstate()
     state: Any = np.random.get_state(legacy=True)
     name, keys, *position = state

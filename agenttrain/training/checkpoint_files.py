@@ -46,10 +46,7 @@ class NotWritten(CheckpointError):
 
 @contextmanager
 def only_tensors(path: Path) -> Iterator[None]:
-    """Turn torch's refusal to unpickle code in the block into NotRead, which names `path`.
-
-    The block must read pickles with ``weights_only=True``, torch's default.
-    """
+    """Turn torch's refusal to unpickle code in the block into NotRead, which names `path`."""
     try:
         yield
     except UnpicklingError as error:
@@ -60,10 +57,7 @@ def only_tensors(path: Path) -> Iterator[None]:
 
 
 def loading_options(folder: Path) -> dict[str, Any]:
-    """Return options of `from_pretrained` for a folder: MXFP4 weights are dequantized (gpt-oss).
-
-    Their kernels have no backward pass, and need Triton.
-    """
+    """Return options of `from_pretrained`: MXFP4 weights, which cannot train, are dequantized."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     quantization = config.get("quantization_config") or {}
@@ -75,11 +69,7 @@ def loading_options(folder: Path) -> dict[str, Any]:
 
 
 def set_stop_tokens(model: Any, token_ids: Sequence[int]) -> None:
-    """Make `token_ids` the ends of sequence of the model, in the files that are saved with it.
-
-    Whatever generates with these files then stops where training does. Files that have the ids in
-    another order stay as they are.
-    """
+    """Make `token_ids` the model's ends of sequence, also in the files saved with it."""
     ids: int | list[int] = token_ids[0] if len(token_ids) == 1 else list(token_ids)
     for settings in (model.config, model.config.get_text_config(), model.generation_config):
         if not hasattr(settings, "eos_token_id"):  # no such key, or no generation_config.json
@@ -100,10 +90,7 @@ def auto_class(folder: Path) -> Any:
 
 
 def latest(folder: Path) -> Path:
-    """Return the newest checkpoint in `folder` that verifies. Warn of those that are skipped.
-
-    Raises CheckpointError if there is none.
-    """
+    """Return the newest checkpoint that verifies; warn of skipped ones. Raises CheckpointError."""
     for path in newest_first(folder):
         try:
             verify(path)
@@ -125,10 +112,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def verify(path: Path, index: int = 0, count: int = 1) -> None:
-    """Raise CheckpointError, naming the file, unless all files are as they were written.
-
-    Of `count` processes that verify a checkpoint together, each reads a part of the bytes.
-    """
+    """Raise CheckpointError unless all files are as written; `count` processes share them."""
     try:
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -156,11 +140,7 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
 
 
 def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
-    """Write the manifest, apply the umask to all files, force everything to disk.
-
-    `digests` are the sha256 by name of files that were hashed while they were written, and are on
-    disk.
-    """
+    """Write the manifest and force all files to disk. `digests`: sha256 known from writing."""
     written_digests = digests or {}
     files = sorted(path for path in part.rglob("*") if path.is_file())
     names = {str(path.relative_to(part)): path for path in files}
@@ -185,10 +165,7 @@ def copy_mode(example: Path, files: Iterable[Path]) -> None:
 
 
 def replace(part: Path, path: Path) -> None:
-    """Rename the finished folder `part` to `path`. A former folder of that name is removed last.
-
-    `recover` completes or undoes this if the process dies in it.
-    """
+    """Rename the finished folder `part` to `path`. `recover` completes a torn rename."""
     former = path.with_name(f".{path.name}.former")
     shutil.rmtree(former, ignore_errors=True)
     if path.exists():

@@ -26,10 +26,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Compile the layers' forward passes in the block.
-
-    Only there: an engine that samples from the same model calls its layers in other ways.
-    """
+    """Compile the layers in the block only: a sampling engine calls them in other ways."""
     modules: list[Any] = layers(model)
     for layer in modules:
         # On the instance, where it hides the method of the class; deleting it restores that one.

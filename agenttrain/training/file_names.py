@@ -41,11 +41,7 @@ def on_meta(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def one_by_one(model: PreTrainedModel) -> bool:
-    """Return True if each tensor of the files comes from one weight.
-
-    Then `in_files` takes some weights without the others. The answer is cached for each model: its
-    experts make thousands of tensors.
-    """
+    """Return True if each tensor of the files comes from one weight (cached for each model)."""
     if model not in _ONE_BY_ONE:
         _ONE_BY_ONE[model] = _try_one_by_one(model)
     return _ONE_BY_ONE[model]

@@ -56,10 +56,7 @@ for models whose scores are held in memory: only from there on is the growth lin
 def empty_model(
     config: Any, dtype: torch.dtype, lora: LoraSettings, adapters: Path | None = None
 ) -> PreTrainedModel:
-    """Return the model of a config without storage. It has adapters if `lora` has a rank.
-
-    `adapters` is the folder of the adapters that training continues.
-    """
+    """Return a config's model without storage, with adapters of `lora` or those in a folder."""
     with init_empty_weights(include_buffers=True):
         sees = config.model_type in SEEING
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -115,11 +112,7 @@ def _moments(optimizer: Optimizer) -> int:
 
 
 class Saved:
-    """Bytes that a forward pass over one rollout holds for the backward pass, the head excluded.
-
-    Weights are not counted. The bytes grow linearly with tokens: attention holds no square of
-    scores, except soft-capped attention up to a few thousand tokens.
-    """
+    """Bytes that a forward pass over a rollout holds for the backward pass, but the head's."""
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None) -> None:
         self._model, self._autocast = model, autocast
@@ -207,11 +200,7 @@ def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
 def head_bytes(
     model: PreTrainedModel, tokens: int, *, budget_mb: int, autocast: bool, device: str
 ) -> int:
-    """Return the peak bytes of the logprobs of `tokens` sampled tokens and their backward pass.
-
-    Logits within the budget are kept, and those above it computed again. So a microbatch with fewer
-    sampled tokens may take as much as a full one.
-    """
+    """Return the peak bytes of `tokens` sampled tokens' logprobs and their backward pass."""
     head: Any = model.get_output_embeddings()
     entries, hidden = head.weight.shape
     size = 2 if autocast else head.weight.element_size()

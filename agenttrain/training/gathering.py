@@ -33,11 +33,7 @@ ALIGNMENT = 16
 def gather_by_layer(
     model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full weights with their names in `model`. All processes iterate together.
-
-    `weights` are in the model's order, one layer after the other. A weight that is not sharded is
-    yielded as it is.
-    """
+    """Yield the full weights by name, layer by layer. All processes iterate together."""
     if not is_sharded(model):
         yield from weights
         return
@@ -71,10 +67,7 @@ class PackedPart(NamedTuple):
 
 
 def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the full tensors, gathered by one collective call of all processes.
-
-    Tensors that are not sharded by rows need none, or one of their own.
-    """
+    """Yield the full tensors, gathered by one collective call of all processes."""
     by_rows = [tensor for tensor in tensors if _is_by_rows(tensor)]
     places, total = _places(by_rows)
     buffers = _gather_buffers(by_rows, places, total) if by_rows else None

@@ -1,9 +1,8 @@
 """Free memory that the C library holds on to after tensors on a CPU were freed.
 
-glibc returns a freed block to the system only from the end of its heap, or if the block is larger
-than 32 MB. An update frees a gigabyte or more in blocks of a few megabytes. The next update has
-other lengths, and blocks that do not fit into the holes extend the heap: with a model of 135M
-parameters the process grew by a third within ten steps although nothing leaked.
+glibc returns only the end of its heap and blocks above 32 MB to the system. The updates' blocks
+have other sizes each time, and extend the heap: a model of 135M parameters grew by a third within
+ten steps although nothing leaked.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ class _Usage(ctypes.Structure):
 
 
 def return_free_memory(least: int = LEAST_FREE) -> None:
-    """Return the C library's free memory to the system if it is at least `least` bytes.
-
-    Does nothing if the C library has no such call (macOS, musl, glibc before 2.33).
-    """
+    """Return free memory of glibc to the system if it is at least `least` bytes."""
     library: Any = ctypes.CDLL(None)
     if not (hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim")):
         return

@@ -26,11 +26,7 @@ def hidden_with_images(
     packed: bool,
     varlen: bool,
 ) -> Tensor:
-    """Return the last hidden states of a microbatch with images, [T, H].
-
-    If `packed`, this is one pass inside `packing(model)`, else one pass for each segment after its
-    prefix. `varlen` is that of `packed_hidden`.
-    """
+    """Return the last hidden states of a microbatch with images, [T, H]."""
     by_digest = {piece.image.sha256: piece.image for piece in images.pieces}
     features: dict[str, Features]
     if vision.frozen:

@@ -1,11 +1,9 @@
 """Attention kernels: which one torch chooses for given states, and which ones a run uses.
 
-torch's `scaled_dot_product_attention` chooses silently. If no fused kernel fits it falls back to
-`math`, which holds every score of every head in memory. On a GPU that happens with a mask and fewer
-key/value heads than query heads (FlashAttention takes no mask, the memory-efficient kernel no such
-heads), and with head sizes that are no multiple of 8.
-
-Shapes: B sequences, h heads (k of keys and values), m queries, n keys, d head size.
+torch's `scaled_dot_product_attention` falls back silently to `math`, which holds every score. On a
+GPU that happens with a mask and fewer key/value heads than query heads, and with head sizes that
+are no multiple of 8. Shapes: B sequences, h heads (k of keys and values), m queries, n keys, d head
+size.
 """
 
 from __future__ import annotations

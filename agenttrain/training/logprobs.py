@@ -100,10 +100,7 @@ class Scorer(nn.Module):
         key: str = "model.path",
         vision: Vision | None = None,
     ) -> None:
-        """`key` is the setting that names the model, for errors. `vision` reads its images.
-
-        With `compile`, layers and head are compiled (`agenttrain.training.compilation`).
-        """
+        """`key` is the setting that names the model, for errors. `vision` reads its images."""
         super().__init__()
         self.model = model
         self.vision = vision
@@ -117,10 +114,7 @@ class Scorer(nn.Module):
             self.choose_layout(model.device)
 
     def inside(self, function: Callable[[PreTrainedModel], Value]) -> Value:
-        """Call a function of the model with its weights gathered.
-
-        FSDP2 gathers them for this method as it does for `forward`.
-        """
+        """Call a function of the model with its weights gathered, as FSDP2 does for `forward`."""
         return function(self.model)
 
     def choose_layout(
@@ -129,11 +123,7 @@ class Scorer(nn.Module):
         world: World | None = None,
         autocast: AbstractContextManager[None] | None = None,
     ) -> None:
-        """Set `packed`, `varlen` and `kernels` by trying the model on `device`.
-
-        All processes of `world` call it together and reach the same result. `autocast` is the one
-        of training. Raises UnsupportedModel.
-        """
+        """Set `packed`, `varlen` and `kernels` by a trial. Raises UnsupportedModel."""
         world = world or World()
         model, inside = self.model, self.inside
         where: dict[str, Any] = {"device": device, "inside": inside}
@@ -177,10 +167,7 @@ class Scorer(nn.Module):
         release_gathered(self)
 
     def _check_compiled(self, ids_T: Tensor, hidden_TH: Tensor) -> None:
-        """Compile the layers by a pass in both directions over the trial.
-
-        Raises UnsupportedModel if that fails, or gives other hidden states than `hidden_TH`.
-        """
+        """Compile the layers by running the trial. Raises UnsupportedModel."""
         exclude_from_compilation()
         trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
         try:
@@ -207,11 +194,7 @@ class Scorer(nn.Module):
     def pack(
         self, sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device
     ) -> list[Microbatch]:
-        """Pack sequences into microbatches of at most `token_budget` tokens.
-
-        Common prefixes are shared where that pays. Their tokens then count once. Sequences whose
-        lengths have different rotary frequencies never share a microbatch.
-        """
+        """Pack sequences of one kind of length into microbatches, with shared prefixes."""
         kinds: dict[tuple[int, ...], list[TrainingSequence]] = {}
         for sequence in sequences:
             kinds.setdefault(self.lengths.kind(sequence.length), []).append(sequence)
@@ -314,10 +297,7 @@ def score_microbatches(
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the model's layers recompute their activations in the backward pass.
-
-    Raises UnsupportedModel for a model that cannot.
-    """
+    """Recompute activations in the backward pass. Raises UnsupportedModel."""
     if not model.supports_gradient_checkpointing:
         raise UnsupportedModel(
             f"training.gradient_checkpointing=true: {type(model).__name__} cannot; set it to false"
@@ -395,11 +375,7 @@ def check_head(
     inside: Inside | None = None,
     key: str = "model.path",
 ) -> None:
-    """Raise UnsupportedModel if the model changes its logits in a way that `logit_transform` lacks.
-
-    Otherwise training would silently use wrong logits. `device` and `inside` are those of
-    `why_not_packed`. `key` is the setting that names the model.
-    """
+    """Raise UnsupportedModel if the model changes its logits as `logit_transform` cannot."""
     token_ids_T = torch.arange(4, device=device or model.device)
 
     def compute_both(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -435,10 +411,7 @@ def packed_hidden(
     *,
     varlen: bool = False,
 ) -> Tensor:
-    """Run one forward pass inside `packing(model)`, [T, H]. Positions count from 0 per sequence.
-
-    With `varlen` the kernel for sequences of any length is used, which the device must have.
-    """
+    """Run one forward pass inside `packing(model)`, [T, H]. Positions count per sequence."""
     device = token_ids_T.device
     output = backbone(model)(
         input_ids=token_ids_T[None],
@@ -481,11 +454,8 @@ def why_not_packed(
 ) -> str | None:
     """Try packing. Return the reason if it would change the model's results, else None.
 
-    Layers that carry a state along the sequence (linear attention, SSM) would carry it from one
-    rollout into the next, and attention may ask for something that `packed_attention` refuses.
-    `varlen` is that of `packed_hidden`. Its kernel may also fail on this device. `device` is where
-    the model computes (None: where its weights are). `inside` calls a function of the model while
-    its weights are gathered.
+    States along the sequence would be carried from one rollout into the next. `varlen` is that of
+    `packed_hidden`, `inside` calls a function of the model while its weights are gathered.
     """
     device = device or model.device
     inside = inside or (lambda function: function(model))
@@ -558,12 +528,10 @@ def _leaks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """Lengths beyond which a model changes its rotary frequencies.
+    """Lengths beyond which a model changes its rotary frequencies (LongRoPE, dynamic scaling).
 
-    LongRoPE (Phi) has one set of frequencies up to the length of the pretraining and another beyond
-    it. Dynamic scaling has one for each length beyond. transformers chooses by the last position of
-    a forward pass, so that a short rollout packed with a long one would silently get other
-    frequencies than alone. Hence only rollouts of one kind share a forward pass.
+    transformers chooses by the last position of a forward pass, so that a short rollout packed with
+    a long one would get other frequencies than alone. Only rollouts of one kind share a pass.
     """
 
     long: tuple[int, ...] = ()

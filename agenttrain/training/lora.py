@@ -96,10 +96,7 @@ def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load_saved_adapters(model: Any, folder: Path) -> None:
-    """Load the adapters in a folder onto a model that has none.
-
-    The model keeps the names of its own files: transformers records those of the last load.
-    """
+    """Load the adapters in a folder onto a model, which keeps the names of its files."""
     conversions = getattr(model, CONVERSIONS, None)
     model.load_adapter(str(folder))
     setattr(model, CONVERSIONS, conversions)

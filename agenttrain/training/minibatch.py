@@ -22,10 +22,7 @@ from agenttrain.training.world import World
 
 @dataclass(slots=True, kw_only=True)
 class Minibatch:
-    """The sequences of one optimizer update, and the results of its microbatches.
-
-    Counts of tokens are over all processes: losses are divided by them.
-    """
+    """The sequences of one optimizer update, and the results of its microbatches."""
 
     sequences: list[TrainingSequence]
     """Sequences of this process, with the weight of their tokens in the loss."""
@@ -149,10 +146,7 @@ def store_scores(
 
 
 def needs_old_logprobs(config: AlgorithmConfig) -> bool:
-    """Return True if the policy has to score the rollouts before the step's first update.
-
-    With one update per step, its forward pass computes these probabilities anyway.
-    """
+    """Return True if rollouts are scored first: a step has several updates."""
     recomputed = config.behaviour is Behaviour.recomputed
     before = config.updates > 1 or config.kl_in_reward is not None or config.has_teacher
     return config.top_entropy < 1 or (recomputed and before)

@@ -29,10 +29,7 @@ class NotFinite(AgenttrainError):
     """A number that training depends on is NaN or infinite. No weight was updated with it."""
 
     def __init__(self, message: str, *, stage: str, culprits: Sequence[str] = ()) -> None:
-        """Take the `stage`: `weights`, `logprobs` (the engine's) or `update`.
-
-        `culprits` are ids of rollouts, or, for `weights`, names of parameters.
-        """
+        """`culprits`: ids of rollouts. In the stage `weights`: names of parameters."""
         super().__init__(message)
         self.stage = stage
         self.culprits = tuple(culprits)
@@ -94,10 +91,7 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
 
 
 def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> None:
-    """Raise NotFinite in all processes unless all logprobs of the engine are finite.
-
-    It names rollouts and positions.
-    """
+    """Raise NotFinite in all processes unless all logprobs of the engine are finite."""
     world = world or World()
     broken_here = [
         (rollout.rollout_id, place_of(rollout, trajectory), trajectory.context_length + position)

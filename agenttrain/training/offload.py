@@ -19,11 +19,7 @@ from agenttrain.training.sharding import local_part
 
 
 class StateOffload:
-    """Moves an optimizer's state from `device` to host memory and back.
-
-    Example: ``offload = StateOffload(optimizer, device)``, then ``offload.to_host()`` after an
-    update and ``offload.to_device()`` before the next.
-    """
+    """Moves an optimizer's state to host memory after an update and back before the next."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device

@@ -134,10 +134,7 @@ class MasterWeights(_Wrapper):
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Move the weights' gradients to the copies. Call it after every backward pass.
-
-        A sum of microbatches in bfloat16 would lose terms below 1/256 of it.
-        """
+        """Add the gradients to the float32 copies, after every backward pass."""
         for weight, master in self.pairs:
             if weight.grad is None:
                 continue

@@ -107,16 +107,10 @@ class Policy:
     ) -> None:
         """Prepare `model` for training; the reference is a copy of it as it is now.
 
-        Load a checkpoint's weights afterwards, or the reference would be that checkpoint. `steps`
-        is the length of the run, for the learning rate; `reward_weights` are the rubric's, for
-        algorithms that normalise each reward function. `temperature` is that of the rollouts: all
-        probabilities are those after it.
-
-        All processes of `world` begin with the main process's weights. `sharding` None: each holds
-        all of them. With `weights`, which are for a sharded policy, `model` is on the meta device
-        and each process reads its part after it is sharded. `sampled`: an engine of this process
-        samples from `sampler`, which is then an unsharded copy. `vision` reads the images of the
-        rollouts; without it there are none.
+        Load a checkpoint's weights afterwards. `steps` is the run's length, `temperature` that of
+        its rollouts. With `weights`, `model` is on the meta device and each process reads its part
+        once it is sharded. `sampled`: an engine of this process samples from `sampler`, then an
+        unsharded copy.
         """
         self.world = world or World()
         self.accelerator = accelerator or make_accelerator(training.mixed_precision)
@@ -238,11 +232,7 @@ class Policy:
     def kl_penalties(
         self, groups: Sequence[Sequence[TrainingSequence]]
     ) -> tuple[dict[str, float], MetricParts]:
-        """Return each rollout's KL to the reference by id, and the parts of the metric ``kl``.
-
-        Both are empty unless the KL is subtracted from the reward. `algorithm.behaviour` names the
-        probabilities that are compared with the reference's.
-        """
+        """Return each rollout's KL by id if it is part of the reward, and the metric's parts."""
         penalty = self.algorithm.kl_in_reward
         if penalty is None:
             return {}, {}
@@ -268,11 +258,7 @@ class Policy:
         return self._scorer.ready()
 
     def minibatches(self, groups: Sequence[Sequence[TrainingSequence]]) -> Iterator[Minibatch]:
-        """Yield the minibatches of a step, cut by group: `num_epochs` times `minibatches`.
-
-        A minibatch is left out if no process has a token to learn from in it. Otherwise all
-        processes get it, also those without a sequence in it.
-        """
+        """Yield a step's minibatches, the same number in all processes."""
         first = True
         for epoch in range(self.algorithm.num_epochs):
             for part in split(groups, self.algorithm.minibatches):
@@ -339,11 +325,7 @@ class Policy:
             self._masters.fold()
 
     def optimizer_step(self, minibatch: Minibatch) -> MetricParts:
-        """Update the weights with the clipped gradient of a minibatch; return its metrics.
-
-        If a loss or the gradient is not finite, raises BrokenUpdate in all processes before any
-        weight changes.
-        """
+        """Update the weights; return metrics. Raises BrokenUpdate in all, before any change."""
         losses = torch.stack(minibatch.losses)
         norm = self._clip(losses)
         if norm is None:
@@ -380,11 +362,7 @@ class Policy:
         return metrics
 
     def end_step(self, averages: Averages) -> dict[str, float]:
-        """Finish the step: update the reference, free memory; return the step's metrics.
-
-        The names are always the same. If no rollout had a gradient, `loss`, `grad_norm` and
-        `train/tokens` are 0 and the others NaN.
-        """
+        """Finish the step; return its metrics, always under the same names."""
         lr = learning_rate(self._config, self.step + 1, self._steps)
         self.step += 1
         if self._reference is not None:
@@ -423,10 +401,7 @@ class Policy:
         return values
 
     def refresh_sampler(self) -> None:
-        """Copy the weights into `sampler` if it is not the model itself; all processes together.
-
-        Sharded weights are gathered layer by layer. Tied weights are one parameter in both models.
-        """
+        """Copy the weights into `sampler` if it is not the model itself; all processes together."""
         if self.sampler is self.model:
             return
         copied = dict(self.sampler.named_parameters())

@@ -136,11 +136,7 @@ def _by_length(branches: Iterable[Branch]) -> list[Branch]:
 
 
 def cut(branches: Iterable[Branch], budget: int, above: int = 0) -> list[tuple[Branch, ...]]:
-    """Cut siblings into runs of at most `budget` tokens, including `above` tokens before them.
-
-    A branch that is too long is divided among several runs, each of which repeats the tokens of the
-    branch. A sequence over the budget is a run by itself. Neighbours have similar lengths.
-    """
+    """Cut siblings into runs of at most `budget` tokens, with the `above` before them."""
     fitting: list[Branch] = []
     for branch in branches:
         if above + branch.tokens <= budget or not branch.children:

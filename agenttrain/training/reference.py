@@ -26,10 +26,7 @@ SYNCED_ADAPTERS = (
 
 @dataclass(slots=True, eq=False)
 class ReferencePolicy:
-    """Scorer of a model that is not trained. This base class never changes it.
-
-    A resumed run makes such a reference again, so it has no state.
-    """
+    """Scorer of a model that is not trained. A resumed run makes an equal one again."""
 
     scorer: Scorer
 
@@ -54,10 +51,7 @@ class ReferencePolicy:
 
 
 class AdaptersOff(ReferencePolicy):
-    """The policy with its adapters switched off. `scorer` is the policy's own.
-
-    New adapters change nothing before the first update, so this is the policy at its start.
-    """
+    """The policy without its adapters, which is the policy at its start."""
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -100,10 +94,7 @@ class LoadedAdapters(ReferencePolicy):
 
 @dataclass(slots=True, eq=False)
 class SyncedCopy(ReferencePolicy):
-    """A copy that is mixed with the policy every N steps.
-
-    TR-DPO, https://arxiv.org/abs/2404.09656: reference = mixup * policy + (1 - mixup) * reference.
-    """
+    """reference = mixup * policy + (1 - mixup) * reference (https://arxiv.org/abs/2404.09656)."""
 
     every: int
     mixup: float
@@ -142,12 +133,11 @@ def copy_weights(reference: ReferencePolicy, policy: Scorer) -> None:
 def make_reference(
     scorer: Scorer, accelerator: Any, config: AlgorithmConfig, sharding: Sharding | None = None
 ) -> ReferencePolicy | None:
-    """Return the configured reference. None: there is no KL penalty.
+    """Return the configured reference, which is the policy as it is now, or None.
 
-    It is the policy as it is now. If it has adapters, the weights under them are shared: adapters
-    that are new are switched off, and those of an earlier training are kept as a copy. Without
-    adapters it is a copy of the policy. If the policy has no storage yet, `copy_weights` gives the
-    copy its weights. Raises ValueError for a synced reference of a model with adapters.
+    With adapters the weights under them are shared: new ones are switched off, and those of an
+    earlier training are kept as a copy. `copy_weights` gives a copy without storage its weights.
+    Raises ValueError for a synced reference of a model with adapters.
     """
     if config.kl is None:
         return None

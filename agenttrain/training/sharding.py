@@ -1,24 +1,11 @@
 """FSDP2: every process holds a part of each weight, of its gradient and of its optimizer state.
 
-Uses torch's `fully_shard`, layer by layer. accelerate's plugin for it is ignored without a GPU
-(1.15) and adds nothing that is needed. A layer's weights are gathered before it runs and dropped
-after it. Embeddings, the last norm and the head, which may share weights, form a group of their own
-that stays gathered from the forward pass to the end of the backward pass.
-
-All processes gather together, so all of them run the same number of forward passes.
-
-With `distributed.shard_within=node` the processes of each node hold the parts of a whole model, and
-the processes with the same part, one on each node, sum their gradients.
-
-In a checkpoint each process of the first node, or of all nodes together, writes its part of the
-policy. Any number of processes can read them.
-
-policy-0.pt, policy-1.pt, …   like the policy.pt of an unsharded policy, but a tensor of which the
-                              process has a part is ``{"part": tensor, "shape": [full shape]}``
-
-Parts follow each other along the first dimension, in rank order. As many processes as wrote them
-read their own files. Others map all files into memory and read the rows of their parts
-(`TensorParts`).
+Uses torch's `fully_shard`, layer by layer: accelerate's plugin is ignored without a GPU (1.15). All
+processes gather together, so all of them run the same number of forward passes. With
+`distributed.shard_within=node` each node holds a whole model, and processes with the same part sum
+their gradients. In a checkpoint policy-0.pt, policy-1.pt, … hold ``{"part": tensor, "shape": [full
+shape]}`` for each sharded tensor: parts follow each other along the first dimension, in rank order,
+and any number of processes can read them (`TensorParts`).
 """
 
 from __future__ import annotations
@@ -72,10 +59,7 @@ class Shard:
 
 
 class TensorParts:
-    """A tensor in parts, which may be mapped files. Only the rows that are used are read.
-
-    So a process that needs a part of every tensor never holds all of them.
-    """
+    """A tensor in parts, perhaps mapped files. Only the rows that are used are read."""
 
     def __init__(self, parts: Sequence[tuple[int, Tensor]], shape: torch.Size, source: str) -> None:
         """`parts` are pairs of (first row, rows). `source` names files and tensor in errors."""
@@ -168,10 +152,7 @@ def shard_of(model: nn.Module) -> Shard | None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor. If it is sharded, all processes gather it together.
-
-    It is gathered on the device that computes, also if the parts are kept in host memory.
-    """
+    """Return the full tensor, gathered on the computing device by all processes if sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     parts: Any = tensor
@@ -220,10 +201,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def give_storage(model: nn.Module, device: torch.device | str) -> None:
-    """Give weights on the meta device storage on `device`. A sharded one gets that of its part.
-
-    Ties between weights that are not sharded are lost.
-    """
+    """Give weights on the meta device storage on `device`. Unsharded ties are lost."""
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
 
@@ -243,11 +221,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def read_state(folder: Path, shard: Shard | None = None) -> Any:
-    """Read the state of a policy, written by any number of processes.
-
-    Tensors are on the CPU, as TensorParts if several processes wrote them. If as many processes
-    read as wrote, each reads only its own file.
-    """
+    """Read a policy's state, as TensorParts if several processes wrote it."""
     if (folder / WHOLE).exists():
         return read_tensors(folder / WHOLE)
     count = len(list(folder.glob(PART.format("*"))))
@@ -270,10 +244,7 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
 
 
 def own_part(state: Any, *, copies: bool = False) -> Any:
-    """Replace each sharded tensor in a state by this process's part and the tensor's shape.
-
-    With `copies` the result shares no memory with the policy.
-    """
+    """Replace each sharded tensor in a state by this process's part and the tensor's shape."""
     if isinstance(state, DTensor):
         part = state.to_local().detach().cpu()
         # torch.save writes all of the storage that a view belongs to.

@@ -1,13 +1,8 @@
 """Weights of a model that is sharded before they are read: each process reads only its rows.
 
-The model has its shapes and no storage (the meta device) until it is sharded. Then `SlicedWeights`
-reads this process's rows of each weight from the safetensors files, converted to the format of the
-model, and under the names that transformers gives them. Weights that transformers converts are
-converted here by the same operations, one weight at a time. Fused experts are made from the files
-of this process's experts alone, any other weight from all of its parts.
-
-Processes of several machines may read different copies of a model. Copies are told apart by inode,
-size and time, and compared by checksums of the shards that were read from them.
+The model has no storage (the meta device) until it is sharded. Weights that transformers converts
+are converted here by the same operations, one at a time. Fused experts are made from the files of
+this process's experts alone. Copies of a model on several machines are compared by checksums.
 """
 
 from __future__ import annotations
@@ -134,11 +129,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def load_whole(folder: Path, dtype: torch.dtype | str) -> Any:
-    """Load the model in a folder with all of its weights.
-
-    transformers draws weights that the files lack at random, and casts integers to them: raises
-    WrongWeights for these, for other shapes and for cut files.
-    """
+    """Load the model in a folder with all weights. Raises WrongWeights."""
     try:
         is_safetensors = any((folder / name).is_file() for name in (INDEX, SINGLE))
         stored = stored_tensors(folder) if is_safetensors else {}
@@ -186,17 +177,10 @@ def _check_format(where: str, weight: Tensor, stored: StoredTensor) -> None:
 
 
 class SlicedWeights:
-    """Where each weight of a model is in the files of a folder.
-
-    Example: ``weights = SlicedWeights(model, folder)`` while `model` is on the meta device, and
-    ``weights.fill(model, world)`` when it is sharded and has storage.
-    """
+    """Where each weight of a model is in the files of a folder."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
-        """Find the weights of `model`, which has no adapters yet.
-
-        Raises WrongWeights for one that is missing or has another shape.
-        """
+        """Find the weights of `model`, which has no adapters yet. Raises WrongWeights."""
         self.folder, self.rank = folder, rank
         try:
             self._stored = stored_tensors(folder)
@@ -265,11 +249,7 @@ class SlicedWeights:
         _check_format(where, weight, stored)
 
     def fill(self, model: nn.Module, world: World) -> None:
-        """Read this process's rows of every weight into a model that has storage, and buffers.
-
-        Each weight is progress of `world`. Adapters are left alone. Raises WrongWeights for a file
-        that changed or is cut.
-        """
+        """Read this process's rows of every weight, and buffers. Raises WrongWeights."""
         try:
             for _, tensor, place in self._weights_of(model):
                 self._read(place, own_rows(tensor), local_part(tensor))
@@ -323,11 +303,7 @@ class SlicedWeights:
         return {name: t[0] if isinstance(t, list) else t for name, t in weights.items()}
 
     def check_copies(self, model: nn.Module, world: World) -> None:
-        """Raise WrongWeights in all processes if some read a copy that differs from the main one's.
-
-        Processes that have the main process's files read the parts of those that have others, and
-        compare checksums.
-        """
+        """Raise WrongWeights in all processes if some read another copy than the main one."""
         identities = world.gather([self._identity()], "the files of the weights")
         main_files = identities[0]
         main_readers = [rank for rank, files in enumerate(identities) if files == main_files]
@@ -366,10 +342,7 @@ class SlicedWeights:
         return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def _digests(self, model: nn.Module, rows: dict[str, RowRange] | None) -> dict[str, str]:
-        """Return checksums of these rows of each weight, read from the files.
-
-        `rows` None: of this process's rows, as they are in memory.
-        """
+        """Return checksums of rows of each weight. None: of this process's rows in memory."""
         checksums = {}
         for name, tensor, place in self._weights_of(model):
             part = local_part(tensor)
@@ -388,12 +361,7 @@ def rows_of(model: nn.Module) -> dict[str, RowRange]:
 
 
 def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world: World) -> None:
-    """Give the sharded `scorer.model` storage on `device` and read its weights.
-
-    Processes wait for one another as long as each of them shows life, because a file system that
-    answers for the first time may take minutes. Raises WrongWeights. If another process failed,
-    raises PeerFailed.
-    """
+    """Give the sharded model storage and its weights. Raises WrongWeights, PeerFailed."""
     give_storage(scorer, device)
     with world.together("the weights in every process", WrongWeights, patient=True):
         weights.fill(scorer.model, world)
@@ -402,10 +370,7 @@ def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Put CPU tensors of one number, expanded to their shapes, in the place of weights on meta.
-
-    In the block peft draws adapters in memory, as it does beside real weights.
-    """
+    """Put CPU tensors of one number in the place of weights on meta, for peft to draw adapters."""
     _replace(model, lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape), "meta")
     # A real weight has at least as much memory as it shows: those are left alone at the end.
     stand_in_ids = {id(p) for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes}

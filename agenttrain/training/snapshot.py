@@ -60,10 +60,7 @@ class Snapshot:
             self.weights = (file, {name: t.nbytes for name, t in tensors.items()})
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write the files, and force them to disk. Return their sha256 by name.
-
-        Files that are added meanwhile are left for the next call.
-        """
+        """Write the files and force them to disk. Return their sha256 by name."""
         digests = {}
         # A file's tensors are free as soon as it is written.
         for name in list(self.writers):
@@ -74,10 +71,7 @@ class Snapshot:
 
 
 def take_snapshot(policy: Policy, rng: Mapping[str, Any], *, copies: bool) -> Snapshot:
-    """Return the snapshot of the policy's state and the random states `rng`, without weights.
-
-    With `copies` it shares no memory with the policy, so that training can go on.
-    """
+    """Return a snapshot without weights. With `copies` it shares no memory with the policy."""
     world, shard = policy.world, shard_of(policy.model)
     snapshot = Snapshot()
     snapshot.writers[f"rng-{world.rank}.pt"] = partial(save_hashed, rng)
@@ -106,10 +100,7 @@ def _save_weights(tensors: Mapping[str, Tensor], path: Path) -> str:
 def own_weights(
     model: PreTrainedModel, *, is_main: bool, copies: bool
 ) -> tuple[str, dict[str, Tensor]]:
-    """Return a file and the weights that this process writes into it, on the CPU, by name.
-
-    All processes that hold a sharded model call it together.
-    """
+    """Return this process's file and weights. All processes of the model call it together."""
     weights, shard = _weights_to_save(model), shard_of(model)
     tensors: dict[str, Tensor] = {}
     if shard is None:

@@ -47,11 +47,7 @@ class Teacher(Protocol):
     """Source of the teacher's probabilities: a model of this process, or servers."""
 
     def score(self, sequences: Sequence[TrainingSequence]) -> Mapping[SequenceKey, Tensor]:
-        """Return the logprobs [S] of each sequence's sampled tokens, at the rollouts' temperature.
-
-        Sequences too long for the teacher are left out. All processes call it together, also those
-        without a sequence.
-        """
+        """Return the sampled tokens' logprobs [S] by sequence. All processes call it together."""
         ...
 
 
@@ -118,10 +114,7 @@ class TextScorer(Protocol):
     """Servers that score texts."""
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probability at temperature 1 of every id of each text but the first id.
-
-        Raises EngineError.
-        """
+        """Return every id's log-probability except the first's. Raises EngineError."""
         ...
 
 
@@ -142,10 +135,7 @@ class ServedTeacher:
         self._prompt_ids = prompt_ids
 
     def score(self, sequences: Sequence[TrainingSequence]) -> dict[SequenceKey, Tensor]:
-        """Return the logprobs [S] of the sampled tokens of each sequence that is not too long.
-
-        Raises TeacherFailed, in all processes, if the servers fail.
-        """
+        """Implement `Teacher.score`. Raises TeacherFailed, in all processes."""
         sequences = [with_teacher_prompt(sequence, self._prompt_ids) for sequence in sequences]
         # A server also samples a token, which is thrown away but needs room.
         fitting = [sequence for sequence in sequences if sequence.length < self._max_context]
@@ -164,11 +154,7 @@ class ServedTeacher:
 def with_teacher_prompt(
     sequence: TrainingSequence, prompt_ids: PromptIds | None
 ) -> TrainingSequence:
-    """Return the sequence with the teacher's prompt in place of the policy's.
-
-    A sequence that does not begin with the main trajectory's whole prompt stays the same: a
-    sub-agent's prompt is not about the row.
-    """
+    """Return the sequence with the teacher's prompt, if it begins with the main one's."""
     # Go back to the trajectory that this one branches from, and count the tokens they share.
     root, shared = sequence.trajectory, sequence.length
     while root.parent is not None:
@@ -188,10 +174,7 @@ def with_teacher_prompt(
 def score_with(
     teacher: Teacher, groups: Sequence[Sequence[TrainingSequence]], world: World
 ) -> list[list[TrainingSequence]]:
-    """Return the sequences with the teacher's logprobs, without rollouts too long for it.
-
-    Raises TeacherFailed in all processes for probabilities that are no numbers.
-    """
+    """Return the sequences with the teacher's logprobs. Raises TeacherFailed in all processes."""
     scores = teacher.score(list(chain(*groups)))
     with world.together("the teacher's probabilities", TeacherFailed):
         for (rollout_id, index), logprobs_S in scores.items():
@@ -218,11 +201,7 @@ def add_teacher(
     sequences: Sequence[Sequence[TrainingSequence]],
     config: AlgorithmConfig,
 ) -> MetricParts:
-    """Mix the teacher's part into the advantages of the scored rollouts. Return its metrics.
-
-    A rollout that has a reward but was not scored gets no advantage: the rewards' part alone would
-    teach something else than the other rollouts do.
-    """
+    """Mix the teacher's part into the advantages; unscored rollouts get none."""
     teacher = config.teacher
     scored_ids = {sequence.rollout.rollout_id for sequence in chain(*sequences)}
     differences, gated_in, too_long = [], [], []

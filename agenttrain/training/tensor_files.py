@@ -147,10 +147,7 @@ def _read_exactly(file: Any, target: Tensor, stored: StoredTensor) -> None:
 
 
 class HashedFile:
-    """File that is written from its start to its end, and hashed and brought to disk meanwhile.
-
-    Example: ``with open_hashed(path) as file: torch.save(state, file)``, then ``file.digest``.
-    """
+    """File that is hashed and brought to disk while it is written from start to end."""
 
     def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
         self._file, self._beside = file, beside

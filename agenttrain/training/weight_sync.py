@@ -116,10 +116,7 @@ class SyncProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeCheck:
-    """Judges an engine's log-probabilities of the probe: callable, as `Replicated.verify` wants it.
-
-    A record of plain values: it can be sent to the process that has the engine.
-    """
+    """Judges an engine's log-probabilities of the probe. It can be sent to its process."""
 
     token_ids: tuple[int, ...]
     start: int
@@ -286,10 +283,7 @@ async def sync(
 async def _probe_text(
     policy: Policy, engine: Engine, before: SyncProbe | None, prompt_ids: Sequence[int]
 ) -> tuple[Sequence[int], int]:
-    """Return the probe's ids, and the index of the first one that the engine sampled.
-
-    They are those of `before`. At the first sync they are sampled here.
-    """
+    """Return the probe's ids, and the index of the first one that the engine sampled."""
     if before:
         return before.token_ids, before.start
     if not prompt_ids:

@@ -113,10 +113,7 @@ class World:
     def gather(
         self, objects: Sequence[Value], what: str = "gather", timeout_s: float | None = None
     ) -> list[Value]:
-        """Return the objects of all processes, by rank, in every process.
-
-        Raises WorldTimeout, as `barrier`.
-        """
+        """Return the objects of all processes, by rank, in every process. Raises WorldTimeout."""
         if self.size == 1:
             return list(objects)
         self.barrier(what, timeout_s)
@@ -282,11 +279,7 @@ class World:
             raise WorldTimeout(message, missing=()) from error
 
     def _wait(self, key: str, what: str, limit_s: float) -> None:
-        """Wait for a key of the store.
-
-        Raises DistStoreError after `limit_s`. Without a limit, raises WorldTimeout when the
-        heartbeat of a missing process stops.
-        """
+        """Wait for a key while missing processes live. Raises DistStoreError, WorldTimeout."""
         waited_s, checked_at = 0.0, time.monotonic()
         while True:
             try:
@@ -380,10 +373,7 @@ class Pulse:
         atexit.register(end)
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks whose counter has stopped for too long. Call it often.
-
-        A rank that has not started to count is never silent.
-        """
+        """Return the ranks whose counter started and has stopped for too long."""
         now = time.monotonic()
         elapsed_s = min(now - self._checked_at, LONGEST_CHECK_S)
         self._checked_at = now

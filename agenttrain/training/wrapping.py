@@ -43,11 +43,7 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
 
 
 def share_weights(model: nn.Module, world: World) -> None:
-    """Copy the main process's weights into every process, if they have storage.
-
-    Call it before any copy is made: DDP shares them too late for the reference and for the
-    optimizer's float32 copies.
-    """
+    """Copy the main process's weights into every process, before any copy is made."""
     if world.size > 1:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -72,10 +68,7 @@ def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
 
 
 def make_mesh(device_type: str, sharding: Sharding) -> DeviceMesh:
-    """Return the mesh of all processes: of one dimension, or of nodes by processes.
-
-    Raises ConfigError if the nodes have different numbers of processes.
-    """
+    """Return the mesh of all processes. Raises ConfigError for uneven nodes."""
     size, within = dist.get_world_size(), sharding.within
     if within is None or within == size:
         return init_device_mesh(device_type, (size,))

@@ -39,11 +39,10 @@ import time
 from pathlib import Path
 
 from agenttrain import ChatTemplateConfig, ResponseSchemaConfig, ScriptedEngine, load_chat
-from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import AgentConfig
 from agenttrain.agents.runner import Agents
 from agenttrain.engines.config import Sampling
-from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.tracking.metrics import agent_metrics
 from agenttrain.types import Task
 from agenttrain.utils.model_path import model_folder
@@ -128,7 +127,7 @@ def bench(rounds: int) -> dict[str, float]:
                 command = [sys.executable, "-c", CLIENTS, folder, str(AGENTS), str(TURNS)]
                 clients = subprocess.Popen([*command, json.dumps(TOOL)])
                 attempts = [
-                    Attempt(
+                    RolloutRequest(
                         task=Task(task_id="desk", messages=(message,)),
                         sampling=Sampling(),
                         rollout_id=f"bench-{number}-{index}",

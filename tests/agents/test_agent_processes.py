@@ -21,11 +21,11 @@ import psutil
 import pytest
 from agent_kit import engine_of, rollout
 
-from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import AgentConfig
 from agenttrain.agents.runner import Agents
 from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import why_unrewarded
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.types import StopReason
 
 ASKS = """
@@ -144,7 +144,7 @@ async def attempts(folder: Path, text: str, *names: str, **settings) -> list:
         return await asyncio.gather(
             *(
                 agents.attempt(
-                    Attempt(task=parts.TASK, sampling=Sampling(), rollout_id=name),
+                    RolloutRequest(task=parts.TASK, sampling=Sampling(), rollout_id=name),
                     engine,
                     parts.LIMITS,
                 )
@@ -339,7 +339,7 @@ def test_agents_that_somebody_else_starts_find_their_rollout(tmp_path: Path, cap
 
     async def both():
         agents = Agents(AgentConfig(name="endpoint"), agent_kit.shared_chat(), tmp_path)
-        attempt = Attempt(task=parts.TASK, sampling=Sampling(), rollout_id="rollout")
+        attempt = RolloutRequest(task=parts.TASK, sampling=Sampling(), rollout_id="rollout")
         work = agents.attempt(attempt, engine_of(SEVEN), parts.LIMITS)
         done, _ = await asyncio.gather(work, somebody())
         await agents.aclose()

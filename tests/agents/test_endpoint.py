@@ -21,7 +21,6 @@ import tiny
 from agent_kit import ADD, ASK, TOOLS, ask, client, post, reply, rollout
 
 from agenttrain.agents import runner
-from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import AgentConfig
 from agenttrain.agents.runner import Agents
 from agenttrain.agents.task import AgentTask
@@ -29,6 +28,7 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.wire.http import body_limit
 from agenttrain.chat.wire.normal import Question
 from agenttrain.engines.config import Sampling
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.ledger import verify
 from agenttrain.tracking.rollouts import read_rollout, rollout_record
 from agenttrain.types import Rollout, StopReason, ToolError
@@ -608,7 +608,7 @@ def test_a_large_request_does_not_hold_up_another_rollout(tmp_path) -> None:
         agents = Agents(config, agent_kit.shared_chat(), tmp_path)
         engine = agent_kit.engine_of(SEVEN)
         attempts = [
-            Attempt(task=parts.TASK, sampling=Sampling(), rollout_id=name)
+            RolloutRequest(task=parts.TASK, sampling=Sampling(), rollout_id=name)
             for name in ("large", "small")
         ]
         agent_kit._drives.append(drive)

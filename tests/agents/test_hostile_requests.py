@@ -21,11 +21,11 @@ from agent_kit import ADD, ASK, TOOLS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import AgentConfig
 from agenttrain.agents.runner import Agents
 from agenttrain.agents.task import AgentTask
 from agenttrain.engines.config import Sampling
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.ledger import verify
 
 INPUT = TOOLS[0]["function"]["parameters"]
@@ -93,7 +93,9 @@ class Endpoint:
                     response = await client.request(method, path, content=body, headers=headers)
                     responses.append(response)
 
-        attempt = Attempt(task=parts.TASK, sampling=Sampling(), rollout_id=f"r-{next(self.names)}")
+        attempt = RolloutRequest(
+            task=parts.TASK, sampling=Sampling(), rollout_id=f"r-{next(self.names)}"
+        )
         agent_kit._drives.append(drive)
         try:
             done = self.runner.run(

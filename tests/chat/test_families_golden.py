@@ -11,9 +11,10 @@ from parts import LIMITS, add, toolbox
 from test_families_ledger import real_qwen
 
 from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.types import Rollout, Task
 
 

@@ -20,8 +20,9 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.loading import load_chat, load_spec, make_spec, resolve_spec
 from agenttrain.chat.parsers.base import parse_response
 from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.tracking.metrics import rollout_metrics
 
 ARGUMENTS = {"a": 3, "b": 4}

@@ -25,6 +25,7 @@ from fleet_kit import (
     sample,
     until,
 )
+from stub_transfer import StubTransfer
 from torch import Tensor
 from transformers import Qwen3Config
 
@@ -37,7 +38,6 @@ from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.nccl_transport import NcclSender, address_towards
 from agenttrain.engines.vllm_server.server_engine import BroadcastEngine
 from agenttrain.engines.vllm_server.spec import build
-from agenttrain.engines.vllm_server.stub_group import StubTransfer
 from agenttrain.training.config import Transport
 
 LIVE, WAITS, AWAY = MemberState.live, MemberState.syncing, MemberState.restarting

@@ -17,6 +17,7 @@ import pytest
 import tiny
 import torch
 from fleet_kit import TEXT, TOKEN_OF_OTHERS, OutsideStub, inputs, sample
+from stub_transfer import StubGroup
 from test_fleet_broadcast import Weights
 from torch import Tensor
 from transformers import Qwen3Config
@@ -27,7 +28,6 @@ from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.nccl_transport import FanOut, NcclSender, OnePass, join_group
 from agenttrain.engines.vllm_server.server_engine import BroadcastEngine
 from agenttrain.engines.vllm_server.spec import build
-from agenttrain.engines.vllm_server.stub_group import StubGroup
 from agenttrain.training.config import Transport
 from agenttrain.training.weight_sync import PolicyWeights, named_weights, policy_logprobs
 

@@ -25,9 +25,9 @@ from agenttrain.chat.grammar import grammar_problem
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm.config import VllmSettings
-from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import check_grammars
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import named_weights

@@ -28,10 +28,10 @@ from agenttrain.rewards.builtin.tools import environment, turn_rewards
 from agenttrain.rewards.function import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector, NoRollouts
-from agenttrain.rollout.config import OnToolFailure
+from agenttrain.rollout.config import OnToolFailure, RolloutRequest
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.toolbox import StuckTools

@@ -14,9 +14,10 @@ from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.environments.environments import Environments
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Rollout, Task

@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import parts
 
-from agenttrain.agents.attempt import Attempt
 from agenttrain.agents.config import AgentConfig
 from agenttrain.agents.runner import Agents
 from agenttrain.agents.task import AgentTask
 from agenttrain.chat.chat import Chat
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.ledger import verify
 from agenttrain.types import Rollout
 
@@ -88,7 +88,7 @@ async def arollout(
     _drives.append(drive)
     try:
         done = await agents.attempt(
-            Attempt(task=parts.TASK, sampling=Sampling(), rollout_id="rollout"),
+            RolloutRequest(task=parts.TASK, sampling=Sampling(), rollout_id="rollout"),
             engine or engine_of(*answers),
             replace(parts.LIMITS, **(limits or {})),
         )

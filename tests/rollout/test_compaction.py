@@ -15,10 +15,10 @@ from test_rollout_property import toolbox as tools_of
 
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.compaction import DropToolResults, Summary, check_compaction
-from agenttrain.rollout.config import RolloutConfig
+from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.tracking.rollouts import added_messages, read_rollout, read_step, write_step
 from agenttrain.types import Origin, Rollout, StopReason, Task
 

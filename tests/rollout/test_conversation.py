@@ -9,9 +9,10 @@ import parts
 import tiny
 
 from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.conversation import Conversation
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.types import Message, Rollout, StopReason
 
 ANSWERS = (

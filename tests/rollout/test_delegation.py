@@ -15,10 +15,10 @@ from agenttrain.engines.base import EngineError
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
-from agenttrain.rollout.config import OnToolFailure
+from agenttrain.rollout.config import OnToolFailure, RolloutRequest
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox

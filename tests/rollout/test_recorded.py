@@ -13,10 +13,11 @@ import pytest
 from agenttrain.data.build import build_tasks
 from agenttrain.data.config import DataConfig
 from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.demonstration import BadDemonstration, Demonstrator
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.recorded import RolloutRows
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.rollouts import write_step
 from agenttrain.types import (

@@ -22,10 +22,11 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.config import OnUnavailable
 from agenttrain.rewards.function import FunctionScorer
 from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.ledger import ParsedTurns, verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.monitoring import YOUNG, _Heap, light_gc
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.types import LedgerError, Rollout
 

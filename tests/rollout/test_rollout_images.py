@@ -15,10 +15,11 @@ from parts import LIMITS, call
 
 from agenttrain.chat.chat import Chat
 from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.demonstration import Demonstrator
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.tracking.pictures import with_pictures
 from agenttrain.tracking.rollouts import read_rollout, read_step, write_step
 from agenttrain.types import Image, LedgerError, Origin, PlacedImage, Rollout, Task, ToolError

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from parts import LIMITS, call, ids
 
 from agenttrain.engines.scripted import ScriptedEngine
-from agenttrain.rollout.config import OnMalformedCall
+from agenttrain.rollout.config import OnMalformedCall, RolloutRequest
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox

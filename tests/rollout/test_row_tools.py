@@ -21,8 +21,9 @@ from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.environments.environments import Environments
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import (
     RowError,
     RowTools,

@@ -131,6 +131,19 @@ def test_an_edited_history_is_rendered_anew(serve) -> None:
     assert list(served.engine.sent[1].token_ids) == parts.chat().prompt_ids(edited, [])
 
 
+def test_edited_reasoning_of_an_earlier_turn_is_rendered_anew(serve) -> None:
+    served = serve("<think>3 + 4</think>It is 7.<|im_end|>", *["Yes.<|im_end|>"] * 3)
+    served.ask(ASK)
+    answer = {"role": "assistant", "content": "It is 7.", "reasoning_content": "3 + 4"}
+    history = [*ASK, answer, {"role": "user", "content": "sure?"}]
+    cached = [served.ask(history).usage.prompt_tokens_details.cached_tokens > 0]
+    history += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "really?"}]
+    for thought in ("3 + 4", "a guess"):
+        history[len(ASK)] = {**answer, "reasoning_content": thought}
+        cached.append(served.ask(history).usage.prompt_tokens_details.cached_tokens > 0)
+    assert cached == [True, True, False]
+
+
 def test_a_malformed_call_is_text_and_the_model_reads_what_was_wrong(serve) -> None:
     broken = "<tool_call>\n{oops\n</tool_call><|im_end|>"
     served = serve(broken, "Sorry.<|im_end|>")
@@ -323,6 +336,7 @@ def calls(*messages: Any) -> dict[str, Any]:
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "[1]"}}
+GOOD = {"id": "d", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
 BAD = [
     ({"messages": []}, "messages: List should have at least 1 item"),
     ({"messages": ASK, "n": 2}, "n=2: is not supported here; leave it out"),
@@ -346,6 +360,10 @@ BAD = [
         "messages[1].tool_calls: the arguments of add are no JSON object",
     ),
     (calls(*ASK, {"role": "assistant", "tool_calls": 5}, *ASK), "tool_calls: expected a list"),
+    (
+        calls(*ASK, {"role": "assistant", "tool_calls": [GOOD]}, *ASK),
+        "messages: the assistant made the calls d, and each needs exactly one tool message",
+    ),
     (calls(*ASK, {"role": "tool", "tool_call_id": [1], "content": "7"}), "tool_call_id=[1]: no"),
     (
         {"messages": [{"role": "user", "content": "7 " * 1000}]},

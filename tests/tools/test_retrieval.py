@@ -9,8 +9,9 @@ from pathlib import Path
 from agenttrain.cli import main
 from agenttrain.data.bundled.encyclopedia import ALL_PEOPLE
 from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.runs.setup import prepare
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.types import StopReason

@@ -24,8 +24,9 @@ import agenttrain
 from agenttrain.data.bundled import code
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.request import RolloutContext, RolloutRequest
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.settings.components import code_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox

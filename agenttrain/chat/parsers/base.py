@@ -112,11 +112,7 @@ class ResponseSpec(Protocol):
         ...
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
-        """Return the control tokens that `parse` must see in the completion's text.
-
-        All others are removed first. An end of turn is returned if the format needs it to know how
-        a message ended.
-        """
+        """Return the control tokens that `parse` must see. All others are removed first."""
         ...
 
     def opens_reasoning(self, prompt: str) -> bool:
@@ -152,12 +148,12 @@ def parse_response(
     """
     with search_budget():
         parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
-    written = list(parts.calls[:MAX_CALLS])
+    parsed_calls = list(parts.calls[:MAX_CALLS])
     if len(parts.calls) > MAX_CALLS:
-        written.append(ParsedCall(text=parts.calls[MAX_CALLS].text, problem=TOO_MANY))
-    ids = _ids(written, lambda index: spec.call_id.format(turn=turn, index=index))
+        parsed_calls.append(ParsedCall(text=parts.calls[MAX_CALLS].text, problem=TOO_MANY))
+    ids = _ids(parsed_calls, lambda index: spec.call_id.format(turn=turn, index=index))
     calls = []
-    for call, call_id in zip(written, ids, strict=True):
+    for call, call_id in zip(parsed_calls, ids, strict=True):
         arguments, problem, loose = _arguments(call.arguments, call.arguments_label, spec.lenient)
         name = call.name if isinstance(call.name, str) else ""
         if call.problem is not None:
@@ -186,8 +182,8 @@ def _ids(calls: Sequence[ParsedCall], numbered: Callable[[int], str]) -> list[st
     An id that the model wrote once stays; one that it wrote twice identifies neither call. Example:
     calls with the id ``call_0_1`` and without one get ``call_0_1`` and ``call_0_2``.
     """
-    written = Counter(call.id for call in calls if call.id and portable(call.id, call.text))
-    unique_ids = {call_id for call_id, times in written.items() if times == 1}
+    id_counts = Counter(call.id for call in calls if call.id and portable(call.id, call.text))
+    unique_ids = {call_id for call_id, times in id_counts.items() if times == 1}
     spare_numbers = count(len(calls))
     ids = []
     for index, call in enumerate(calls):
@@ -201,10 +197,7 @@ def _ids(calls: Sequence[ParsedCall], numbered: Callable[[int], str]) -> list[st
 def _arguments(
     value: Any, label: str, lenient: bool, *, again: bool = True
 ) -> tuple[dict[str, Any], str | None, bool]:
-    """Return (arguments, problem, True if only a lenient spec accepts them).
-
-    A JSON object in a string is decoded; with `again`, also one that was encoded twice.
-    """
+    """Return (arguments, problem, True if only a lenient spec accepts them)."""
     loose = False
     if isinstance(value, str) and value.strip():
         text = value

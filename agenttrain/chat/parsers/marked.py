@@ -78,10 +78,10 @@ class MarkedSpec(Syntax):
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
-        own = (self.reasoning_open, self.reasoning_close, self.call_open, self.call_close or "")
-        texts = (*own, *self.ignored, *self.controls, self.call_open_pattern or "")
-        read = "\n".join(texts).replace("\\", "")
-        return tuple(control for control in controls if control in read)
+        marks = (self.reasoning_open, self.reasoning_close, self.call_open, self.call_close or "")
+        texts = (*marks, *self.ignored, *self.controls, self.call_open_pattern or "")
+        pattern_text = "\n".join(texts).replace("\\", "")
+        return tuple(control for control in controls if control in pattern_text)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See ResponseSpec."""
@@ -137,11 +137,11 @@ class MarkedSpec(Syntax):
             if len(calls) >= MAX_CALLS:
                 beyond = ParsedCall(text=text[mark.start() :], problem=TOO_MANY)
                 return "".join(content), [*calls, beyond]
-            read = self._read(text, mark.end(), marks, index, schemas)
-            end = mark.end() + read.end
+            reading = self._read(text, mark.end(), marks, index, schemas)
+            end = mark.end() + reading.end
             while index < len(marks) and marks[index].start() < end:
                 index += 1
-            if mark.end() == mark.start() and [call.name for call in read.calls] == [None]:
+            if mark.end() == mark.start() and [call.name for call in reading.calls] == [None]:
                 between = text[position : mark.start()].strip(self.separator + " \t\r\n")
                 if calls and not between and _lost_arguments(calls[-1], text[mark.start() :]):
                     what = f"text after the call: {excerpt(text[mark.start() :])}"
@@ -149,7 +149,7 @@ class MarkedSpec(Syntax):
                 position = mark.start()  # JSON that no mark opens and that names no tool
                 continue
             following = marks[index] if index < len(marks) else None
-            region, position = self._region(text, mark.start(), end, read, following)
+            region, position = self._region(text, mark.start(), end, reading, following)
             calls += region
         behind = self._beside(text[position:], calls, schemas)
         if calls and self.call_open_pattern is not None and self.call_close is None:
@@ -159,25 +159,21 @@ class MarkedSpec(Syntax):
             match = beginning.match(head, partial=True) if head else None
             if match is not None and match.partial and match.end() == len(head):
                 name = written_name(head, self.name_key)
-                cut = ParsedCall(text=head, name=name, problem="the call is not closed")
-                return "".join(content), [*calls, cut]
+                unclosed = ParsedCall(text=head, name=name, problem="the call is not closed")
+                return "".join(content), [*calls, unclosed]
         return "".join([*content, behind]), calls
 
     def _region(
         self, text: str, start: int, end: int, read: Read, following: re.Match[str] | None
     ) -> tuple[list[ParsedCall], int]:
-        """Return (the calls of one region with the text of each, the position behind the region).
-
-        `start` is where the opening mark begins, `end` where reading ended, `following` the next
-        mark.
-        """
+        """Return (the calls of one region with their texts, the position behind the region)."""
         bad = any(call.problem is not None for call in read.calls)
         limit = following.start() if following is not None else len(text)
         problem = None
         if self.call_close is None:
-            lost = bool(read.calls) and _lost_arguments(read.calls[-1], text[end:limit])
-            position = limit if bad or lost else end
-            if lost:
+            lost_arguments = bool(read.calls) and _lost_arguments(read.calls[-1], text[end:limit])
+            position = limit if bad or lost_arguments else end
+            if lost_arguments:
                 problem = f"text after the call: {excerpt(text[end:limit])}"
         elif following is None or following["_open"] is not None:
             position, problem = limit, f"the call is not closed: {self.call_close} is missing"
@@ -209,11 +205,7 @@ class MarkedSpec(Syntax):
         return calls, position
 
     def _beside(self, text: str, calls: list[ParsedCall], schemas: Schemas) -> str:
-        """Return the content beside calls; append to them those that lack their opening mark.
-
-        The separator alone is no content. A call without its mark ends before the next one, so that
-        a value that is not closed cannot run over it.
-        """
+        """Return the content beside calls; append to them those that lack their opening mark."""
         if self._unmarked is None:
             return "" if calls and self.separator and text.strip() == self.separator else text
         openings = [opening.start() for opening in self._unmarked.finditer(text)]
@@ -222,11 +214,11 @@ class MarkedSpec(Syntax):
         for start, limit in pairwise([*openings, len(text)]):
             if len(calls) > MAX_CALLS:
                 break
-            read = READERS[self.syntax](text[start:limit], self, schemas)
-            if [call.name in schemas for call in read.calls] != [True]:
+            reading = READERS[self.syntax](text[start:limit], self, schemas)
+            if [call.name in schemas for call in reading.calls] != [True]:
                 continue
-            (call,) = read.calls
-            end = limit if call.problem is not None else start + read.end
+            (call,) = reading.calls
+            end = limit if call.problem is not None else start + reading.end
             if (closing := self._closing.match(text, end)) is not None:
                 end = closing.end()
             calls.append(replace(call, text=text[start:end]))
@@ -246,18 +238,18 @@ class MarkedSpec(Syntax):
         for count in MARKS_IN_STRINGS:
             last = index + count - 1
             body = text[start : marks[last].start() if last < len(marks) else len(text)]
-            read = READERS[self.syntax](body, self, schemas)
+            reading = READERS[self.syntax](body, self, schemas)
             if first is None:
-                first = read
-            elif not read.cut:
+                first = reading
+            elif not reading.cut:
                 # More text is right only if it completes the call that ran into the mark.
-                at = min(len(first.calls), len(read.calls)) - 1
-                return read if read.calls[at].problem is None else first
-            if not read.cut:
-                return read
+                at = min(len(first.calls), len(reading.calls)) - 1
+                return reading if reading.calls[at].problem is None else first
+            if not reading.cut:
+                return reading
             if last >= len(marks):
                 break
-        return first or read
+        return first or reading
 
 
 def _lost_arguments(call: ParsedCall, behind: str) -> bool:

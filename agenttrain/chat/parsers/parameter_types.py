@@ -30,10 +30,7 @@ class _MatchingTypes(dict[str, list[str]]):
 
 
 class ParameterTypes(Mapping[str, list[str]]):
-    """Parameter name -> JSON types that its schema allows, references and unions included.
-
-    The schema is read when a call asks for it: most formats write JSON, which has types.
-    """
+    """Parameter name -> JSON types that its schema allows, read when a call asks."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._parameters = parameters

@@ -47,10 +47,7 @@ class MessagesRequest(BaseModel):
 
 
 def read_question(data: Mapping[str, Any]) -> Question:
-    """Return a request in the form of all APIs; raises RequestError.
-
-    Sampling parameters and fields that nobody follows are in its `sampling`.
-    """
+    """Return a request in the form of all APIs. Raises RequestError."""
     request = validated(MessagesRequest, data)
     sampling = unfollowed(data, {*MessagesRequest.model_fields, *SAMPLING}, ANTHROPIC)
     for name in SHAPE:
@@ -100,10 +97,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
 
 
 def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
-    """Return the calls or JSON that a request demands, and True if it forbids a second call.
-
-    Raises RequestError.
-    """
+    """Return the demanded form, and True if a second call is forbidden. Raises RequestError."""
     choice = request.tool_choice
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     tool = choice.get("name") if isinstance(choice, Mapping) and kind == "tool" else None
@@ -274,8 +268,8 @@ def message_events(answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
 def error_body(error: RequestError) -> dict[str, Any]:
     """Return an error in Anthropic's shape."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    named = {"type": ERROR_TYPES.get(error.status, kind), "message": str(error)}
-    return {"type": "error", "error": named}
+    error_fields = {"type": ERROR_TYPES.get(error.status, kind), "message": str(error)}
+    return {"type": "error", "error": error_fields}
 
 
 def _head(answer: Answer) -> dict[str, Any]:

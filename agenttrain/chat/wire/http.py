@@ -6,12 +6,13 @@ They keep a bounded part of a request: of its body by the context, and of its he
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.types import Receive, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from agenttrain.chat.wire.openai import RequestError
@@ -28,6 +29,8 @@ LARGE = 2**15
 """Bytes of a request that is read in a thread, so that others go on."""
 KEPT_ALIVE_S = 10.0
 """Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
+KEEP_ALIVE = ": keep-alive\n\n"
+"""That comment."""
 ANSWERED_ERRORS = (RequestError, HTTPException, RecursionError, Exception)
 """Errors that the fronts answer with `request_error`. starlette raises again what it handles as
 Exception, so that uvicorn logs it."""
@@ -42,6 +45,29 @@ def request_error(error: Exception) -> RequestError:
     if isinstance(error, RecursionError):
         return RequestError("the request is nested too deeply")
     return RequestError(f"{type(error).__name__}: {error}", status=500)
+
+
+def to_json(value: Any) -> str:
+    """Return a value as compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event_text(data: Any, name: str | None = None) -> str:
+    """Return a server-sent event."""
+    event = "" if name is None else f"event: {name}\n"
+    return f"{event}data: {to_json(data)}\n\n"
+
+
+async def start_response(send: Send, status: int, kind: str) -> None:
+    """Send the status and the headers of a response."""
+    headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def send_text(send: Send, text: str, *, more: bool) -> None:
+    """Send a part of a response's body. Without `more` it is the last one."""
+    body = text.encode("utf-8", "replace")
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def wait_until_disconnected(receive: Receive) -> None:

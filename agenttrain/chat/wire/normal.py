@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agenttrain.chat.grammar import ANY_FORM, AnswerForm
-from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
+from agenttrain.types import AssistantTurn, Finish, Message
 
 HANDLE = "handle"
 """Key of an assistant message: the name of its turn that the client was given, if it was."""
@@ -40,7 +40,16 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AnswerHead:
+    """The fields that every part of a streamed answer has."""
+
+    model: str
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(AnswerHead):
     """A sampled turn, as it is shown to the client."""
 
     message: Message
@@ -48,38 +57,38 @@ class Answer:
     finish: Finish
     prompt_tokens: int
     sampled_tokens: int
-    model: str
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: int = field(default_factory=lambda: int(time.time()))
+    cached_tokens: int | None = None
+    """Tokens of the prompt that an earlier answer held."""
+    token_ids: tuple[Sequence[int], Sequence[int]] | None = None
+    """Prompt and completion, if the client asked for them."""
 
 
-def issued_message(
-    turn: AssistantTurn, call_ids: Sequence[str], handle: str, *, text_arguments: bool
-) -> Message:
-    """Return a turn as the client gets it, the calls of `issued_calls` under `call_ids`.
+def issue(turn: AssistantTurn, *, text_arguments: bool) -> tuple[Message, tuple[str, ...]]:
+    """Return a turn as the client gets it, and the ids of its calls.
 
-    The other calls are malformed and part of the content, as the model wrote them.
+    The ids are new, because the model's may occur twice. A malformed call has the id "", and is
+    part of the content as the model wrote it, unless it has a name and the API's arguments are a
+    text (`text_arguments`).
     """
-    calls = issued_calls(turn, text_arguments=text_arguments)
-    texts = [call.text for call in turn.calls if call not in calls]
+    call_ids = tuple(
+        f"call_{secrets.token_hex(12)}"
+        if call.malformed is None or (text_arguments and call.name)
+        else ""
+        for call in turn.calls
+    )
+    calls = list(zip(call_ids, turn.calls, strict=True))
+    texts = [call.text for call_id, call in calls if not call_id]
     content = "\n".join(text for text in (turn.content, *texts) if text)
-    message: Message = {"role": "assistant", "content": content, HANDLE: handle}
+    message: Message = {"role": "assistant", "content": content, HANDLE: secrets.token_hex(16)}
     if turn.reasoning is not None:
         message["reasoning_content"] = turn.reasoning
-    if calls:
+    if any(call_ids):
         message["tool_calls"] = [
             call_message(call_id, call.name, call.arguments, call.text if call.malformed else None)
-            for call_id, call in zip(call_ids, calls, strict=True)
+            for call_id, call in calls
+            if call_id
         ]
-    return message
-
-
-def issued_calls(turn: AssistantTurn, *, text_arguments: bool) -> list[ToolCall]:
-    """Return the calls of a turn that the client can be given as such.
-
-    A malformed call with a name is one if the API's arguments are a text (`text_arguments`).
-    """
-    return [call for call in turn.calls if call.malformed is None or (text_arguments and call.name)]
+    return message, call_ids
 
 
 def call_message(

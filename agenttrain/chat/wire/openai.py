@@ -16,9 +16,9 @@ from pydantic_core import PydanticCustomError
 from agenttrain.chat.grammar import AnswerForm
 from agenttrain.chat.omissions import ALIASES, ROLES, role_of
 from agenttrain.chat.wire.fields import OPENAI, SHAPE, field_problem, quote, unfollowed
-from agenttrain.chat.wire.normal import Answer, Question, call_message
+from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, call_message
 from agenttrain.engines.config import LEAST_TEMPERATURE
-from agenttrain.types import AssistantTurn, Finish, Message, ToolCall
+from agenttrain.types import Finish, Message
 from agenttrain.utils.messages import REASONING_KEYS, call_arguments
 from agenttrain.utils.strict_json import read_json
 
@@ -26,6 +26,11 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Fields that change the distribution sampled from, and that `ChatRequest` reads."""
 GREATEST_TOP_K = 2**31 - 1
 """More tokens than any vocabulary has."""
+DONE = "data: [DONE]\n\n"
+"""Last event of a stream."""
+CHUNK = "chat.completion.chunk"
+OPENING = {"role": "assistant", "content": ""}
+"""Delta of a stream's first chunk."""
 
 
 class RequestError(Exception):
@@ -105,8 +110,8 @@ class ChatRequest(BaseModel):
                     param=f"tools[{index}].function",
                 )
             # `strict` is the API's, and no part of what the model was trained with.
-            kept = {k: v for k, v in function.items() if k != "strict" and v is not None}
-            schemas.append({"type": "function", "function": {**kept, "parameters": parameters}})
+            fields = {k: v for k, v in function.items() if k != "strict" and v is not None}
+            schemas.append({"type": "function", "function": {**fields, "parameters": parameters}})
         return schemas
 
 
@@ -139,14 +144,10 @@ def parse_request(body: bytes) -> ChatRequest:
 def read_question(
     data: Mapping[str, Any], roles: Mapping[str, str] = MappingProxyType({})
 ) -> Question:
-    """Return a request in the form of all APIs; raises RequestError as `parse_request` does.
-
-    `roles` are those of `chat_template.roles`.
-    Sampling parameters and fields that nobody follows are in its `sampling`.
-    """
+    """Return a request in the form of all APIs. Raises RequestError."""
     form = _form(data)
-    taken = {*SAMPLING, "tool_choice", "response_format"}
-    fields = {name: value for name, value in data.items() if name not in taken}
+    handled = {*SAMPLING, "tool_choice", "response_format"}
+    fields = {name: value for name, value in data.items() if name not in handled}
     changing = unfollowed(fields, ChatRequest.model_fields, OPENAI)
     for name in SHAPE:
         if name in changing:
@@ -192,17 +193,17 @@ def _form(data: Mapping[str, Any]) -> AnswerForm:
             param="tool_choice",
             code="unsupported_value",
         )
-    wanted = data.get("response_format")
+    response_format = data.get("response_format")
     schema: Any = None
-    kind = wanted.get("type") if isinstance(wanted, Mapping) else wanted
-    if isinstance(wanted, Mapping) and kind == "json_object":
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
+    if isinstance(response_format, Mapping) and kind == "json_object":
         schema = {"type": "object"}
-    elif isinstance(wanted, Mapping) and kind == "json_schema":
-        named = wanted.get("json_schema")
-        schema = named.get("schema") if isinstance(named, Mapping) else None
+    elif isinstance(response_format, Mapping) and kind == "json_schema":
+        schema_section = response_format.get("json_schema")
+        schema = schema_section.get("schema") if isinstance(schema_section, Mapping) else None
     if kind not in (None, "text") and not isinstance(schema, Mapping):
         raise RequestError(
-            f"response_format={quote(wanted)}: expected the type text, json_object, or "
+            f"response_format={quote(response_format)}: expected the type text, json_object, or "
             'json_schema with {"json_schema": {"schema": …}}',
             param="response_format",
             code="unsupported_value",
@@ -241,13 +242,10 @@ def validated(kind: type[M], data: Mapping[str, Any]) -> M:
 def read_messages(
     request: ChatRequest, roles: Mapping[str, str], *, text_arguments: bool = False
 ) -> list[Message]:
-    """Return the messages as chat templates take them.
+    """Return the messages as chat templates take them. Raises RequestError.
 
-    `roles` are those of `chat_template.roles`; other names of roles stand for the usual ones, and
-    `developer` for `system` whatever the template has, for clients send either.
-    Text parts are joined, arguments are decoded, and a tool's message gets the name of its call.
-    Arguments that are no JSON object are an error, unless `text_arguments` keeps their text.
-    Raises RequestError.
+    Names of roles are those of `roles`, the usual ones and their aliases. Arguments that are no
+    JSON object are an error, unless `text_arguments` keeps their text.
     """
     messages: list[Message] = []
     names: dict[str, str] = {}
@@ -303,10 +301,7 @@ def read_messages(
 
 
 def _role(name: str, roles: Mapping[str, str]) -> str | None:
-    """Return the role of a message: one of the usual, or one that `roles` maps when it is rendered.
-
-    None for an unknown name.
-    """
+    """Return the role of a message as it is rendered. None for an unknown name."""
     if roles.get(name) in ROLES:
         return roles[name]
     return name if name in ROLES or name in roles else role_of(name)
@@ -348,39 +343,6 @@ def _call(call: Any, where: str, text_arguments: bool) -> dict[str, Any]:
     return call_message(str(call.get("id")), function["name"], decoded)
 
 
-def answer_message(turn: AssistantTurn, ids: Sequence[str]) -> dict[str, Any]:
-    """Return a turn as OpenAI's assistant message, its well-formed calls under `ids`.
-
-    A malformed call is part of the content, as the model wrote it: OpenAI's shape has no place for
-    a call without a name or an object of arguments.
-    """
-    broken = [call.text for call in turn.calls if call.malformed is not None]
-    content = "\n".join(text for text in (turn.content, *broken) if text)
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if turn.reasoning is not None:
-        message["reasoning_content"] = turn.reasoning
-    calls = [
-        {
-            "id": call_id,
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments, ensure_ascii=False),
-            },
-        }
-        for call_id, call in zip(ids, well_formed(turn), strict=True)
-    ]
-    if calls:
-        message["tool_calls"] = calls
-        message["content"] = content or None
-    return message
-
-
-def well_formed(turn: AssistantTurn) -> list[ToolCall]:
-    """Return the calls of a turn that a client can run."""
-    return [call for call in turn.calls if call.malformed is None]
-
-
 def finish_reason(finish: Finish, message: Mapping[str, Any]) -> str:
     """Return OpenAI's reason for the end of an answer."""
     if finish is Finish.length:
@@ -393,27 +355,48 @@ def completion_body(answer: Answer) -> dict[str, Any]:
     message = _shown(answer.message)
     reason = finish_reason(answer.finish, message)
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-    return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+    body = {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+    return _with_ids(body, answer)
 
 
-def completion_chunks(answer: Answer, *, include_usage: bool) -> Iterator[dict[str, Any]]:
-    """Yield an answer as `chat.completion.chunk` objects."""
+def completion_chunks(
+    answer: Answer, *, include_usage: bool, sent: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield an answer as `chat.completion.chunk` objects.
+
+    `sent` holds the content and the reasoning of earlier chunks, of which the first was `OPENING`.
+    """
+    if sent is None:
+        yield chunk(answer, OPENING)
     message = _shown(answer.message)
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     for key in ("reasoning_content", "content"):
-        if message.get(key):
-            deltas.append({key: message[key]})
+        text, earlier = message.get(key) or "", (sent or {}).get(key, "")
+        if text.startswith(earlier):
+            text = text[len(earlier) :]
+        elif earlier.startswith(text):
+            text = ""
+        if text:  # all of it, if the complete text reads differently
+            yield chunk(answer, {key: text})
     for index, call in enumerate(message.get("tool_calls", ())):
-        deltas.append({"tool_calls": [{"index": index, **call}]})
-    head = _head(answer, "chat.completion.chunk")
-    for delta in deltas:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        yield {**head, "choices": [choice]}
-    reason = finish_reason(answer.finish, message)
-    choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason}
-    yield {**head, "choices": [choice]}
+        yield chunk(answer, {"tool_calls": [{"index": index, **call}]})
+    yield _with_ids(chunk(answer, {}, finish_reason(answer.finish, message)), answer)
     if include_usage:
-        yield {**head, "choices": [], "usage": _usage(answer)}
+        yield {**_head(answer, CHUNK), "choices": [], "usage": _usage(answer)}
+
+
+def chunk(head: AnswerHead, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
+    """Return a `chat.completion.chunk`."""
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    return {**_head(head, CHUNK), "choices": [choice]}
+
+
+def _with_ids(body: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    """Add the ids that a client asked for with `return_token_ids`."""
+    if answer.token_ids is not None:
+        prompt_ids, completion_ids = answer.token_ids
+        body["prompt_token_ids"] = list(prompt_ids)
+        body["choices"][0]["token_ids"] = list(completion_ids)
+    return body
 
 
 def _shown(issued: Message) -> dict[str, Any]:
@@ -433,15 +416,17 @@ def _shown(issued: Message) -> dict[str, Any]:
     return message
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
-    name = f"chatcmpl-{answer.id}"
-    return {"id": name, "object": kind, "created": answer.created, "model": answer.model}
+def _head(head: AnswerHead, kind: str) -> dict[str, Any]:
+    name = f"chatcmpl-{head.id}"
+    return {"id": name, "object": kind, "created": head.created, "model": head.model}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    prompt, sampled = answer.prompt_tokens, answer.sampled_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
+def _usage(answer: Answer) -> dict[str, Any]:
+    usage: dict[str, Any] = {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.sampled_tokens,
+        "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
     }
+    if answer.cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": answer.cached_tokens}
+    return usage

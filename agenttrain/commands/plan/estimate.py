@@ -20,6 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of, specs
+from agenttrain.engines.transformers.decoder import AUTOCAST
 from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.settings.engine_checks import has_rollout_process, run_spec
 from agenttrain.settings.run_config import RunConfig
@@ -480,7 +481,6 @@ def _microbatch(
         yield head
 
 
-AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 Value = TypeVar("Value")
 
 

@@ -81,10 +81,7 @@ class TransformersCopy(TransformersEngine):
 
 
 def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> TransformersCopy:
-    """Build the engine on a model with random weights, on the first GPU after the trainers'.
-
-    With a single GPU it shares the trainer's. Without GPUs it is on the CPU.
-    """
+    """Build the engine with random weights on the first GPU after the trainers'."""
     architecture = AutoConfig.from_pretrained(inputs.model)
     dtype = getattr(torch, inputs.dtype)
     device = f"cuda:{inputs.trainers % torch.cuda.device_count()}" if inputs.on_gpu else "cpu"

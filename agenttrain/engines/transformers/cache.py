@@ -95,10 +95,7 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """A transformers cache over rows. `window` is set before every forward pass.
-
-    It doubles as needed, within `max_rows` and `max_length`.
-    """
+    """A transformers cache over rows. `window` is set before every forward pass."""
 
     def __init__(self, layers: int, max_rows: int, max_length: int) -> None:
         self.window = Window()
@@ -159,10 +156,7 @@ class RowCache(Cache):
             rows[torch.tensor(targets, device=rows.device), :length] = rows[source, :length]
 
     def copy_prefixes(self, seats: Sequence[Seat]) -> int:
-        """Copy each seat's shared prefix from its source's row; return the number of ids copied.
-
-        If a source has lost its cache meanwhile, its seat is fed whole.
-        """
+        """Copy each seat's shared prefix from its source's row; return the number of ids copied."""
         pairs = [(s, s.source) for s in seats if s.source and s.source.cached >= s.shared]
         for seat, _ in pairs:
             seat.cached = seat.shared

@@ -86,13 +86,8 @@ class TransformersEngine:
         """Implement `Engine.generate`; prefill only the tokens that the session's cache lacks.
 
         The budget ends at `max_context`. In deterministic mode a session with a `parent` takes the
-        seat of the expected session at the root. Raises EngineError for:
-
-        - an empty prompt, ids outside the vocabulary, or a prompt that leaves no room;
-        - a sampling setting out of range;
-        - a session that is busy or, in deterministic mode, not expected.
-
-        Raises ImagesRefused without a `vision`.
+        seat of the expected session at the root. Raises EngineError, and ImagesRefused without a
+        `vision`.
         """
         if self._vision is None:
             refuse_images(self, images, session)

@@ -129,11 +129,7 @@ MOST_LEADERS = 4
 
 
 class Scheduler:
-    """Forms the batch of each decode step.
-
-    `add` queues a request, `ready` moves requests that may join into `active`, `finish` takes one
-    out, `release` ends a session.
-    """
+    """Forms the batch of each decode step by `add`, `ready`, `finish` and `release`."""
 
     def __init__(self, max_rows: int, rejoin_steps: int, share_prefix: bool = True) -> None:
         self.max_rows = max_rows
@@ -179,10 +175,7 @@ class Scheduler:
                     self._expected.append(ticket)
 
     def add(self, request: Generation) -> None:
-        """Queue a request. Raises EngineError for a session that is busy or not expected.
-
-        If its parent, or the parent's parent, is expected, the request takes that session's seat.
-        """
+        """Queue a request. Raises EngineError for a busy or unexpected session."""
         session = request.session
         if request.parent is not None:
             root = self._hosts.get(request.parent, request.parent)
@@ -279,10 +272,7 @@ class Scheduler:
         return request
 
     def invalidate(self, *, keeps: bool = False) -> None:
-        """Mark the cache as stale after an update: sessions are fed again from their first token.
-
-        With `keeps`, sessions go on with their keys and values, and no other session copies them.
-        """
+        """Mark the cache as stale after an update. With `keeps`, sessions keep theirs."""
         for seat in self.seats.values():
             if keeps:
                 seat.mixed = seat.cached > 0

@@ -62,10 +62,7 @@ class EngineWorker:
         self._inbox.put(action)
 
     def drain(self, action: Callable[[], object]) -> None:
-        """Run `action` once the requests that decode have ended. Until then no other request joins.
-
-        Call it in the worker's thread.
-        """
+        """Run `action` in the worker's thread once the requests that decode have ended."""
         self._when_idle.append(action)
         self.scheduler.draining = True
 
@@ -113,10 +110,7 @@ class EngineWorker:
     def update(
         self, weights: dict[str, torch.Tensor], version: int, *, keeps: bool = False
     ) -> None:
-        """Copy the weights in and mark all cached keys and values as stale.
-
-        With `keeps`, running sessions go on with theirs.
-        """
+        """Copy the weights in, and mark the cache as stale (`Scheduler.invalidate`)."""
         state = self.decoder.model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():

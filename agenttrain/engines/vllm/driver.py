@@ -261,10 +261,7 @@ class Stepper(Generic[Engine]):
             self._wake.notify()
 
     def call(self, function: Callable[[], Value]) -> Future[Value]:
-        """Run `function` before the next step, and return a future of its result.
-
-        If the future is cancelled before that, `function` does not run.
-        """
+        """Run `function` before the next step, and return a future of its result."""
         future: Future[Value] = Future()
 
         def run() -> None:

@@ -111,11 +111,7 @@ class VllmEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """Implement `Engine.generate`; the prefix cache holds the session's earlier turns.
-
-        Raises EngineError for a request that vLLM refuses, ImagesRefused, and EngineDead once
-        vLLM has died. A `parent` changes nothing: vLLM gives out no seats.
-        """
+        """Implement `Engine.generate`. Raises EngineError, ImagesRefused and EngineDead."""
         refuse_images(self, images, session)
         # An unknown id would kill vLLM, and with it every other rollout.
         ids = np.asarray(token_ids)  # of a ledger's array, without a copy
@@ -150,10 +146,7 @@ class VllmEngine:
         )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of every id after the first, at temperature 1.
-
-        With adapters, requests in flight end first, and new ones wait.
-        """
+        """Return every id's log-probability but the first's; requests end before with adapters."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -58,12 +58,10 @@ def build_llm_engine(
     seed: int = 0,
     log: Path | None = None,
 ) -> Any:
-    """Build the engine with the weights of `folder`. Call it in the thread that steps the engine.
+    """Build the engine. Call it in the thread that steps it. Raises EngineError.
 
-    `dtype` is the policy's. `rank`: rank of adapters that it makes room for, 0 for none.
-    `tokenizer`: folder of the tokenizer, if requests come with a grammar. `log`: the file that
-    vLLM's log is appended to. With None only its errors are shown. Raises EngineError with vLLM's
-    message.
+    `rank`: that of adapters, 0 for none. `tokenizer`: its folder, if requests come with a grammar.
+    `log`: the file that vLLM's log is appended to. With None only its errors are shown.
     """
     os.environ.update(IN_PROCESS)
     set_environment(config)
@@ -94,10 +92,7 @@ def build_llm_engine(
 
 
 def set_environment(config: VllmSettings) -> None:
-    """Set the environment variables that vLLM reads when it is imported.
-
-    What the user has set stays, except for TORCHDYNAMO_DISABLE on a CPU.
-    """
+    """Set the environment variables that vLLM reads at its import; the user's stay."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
@@ -181,11 +176,7 @@ def check_device(llm: Any) -> None:
 
 @contextlib.contextmanager
 def settings_restored() -> Iterator[None]:
-    """Restore what building vLLM changes in this process.
-
-    These are torch's precision of float32 products, its number of threads, and on a CPU the
-    function that sets this number.
-    """
+    """Restore torch's settings that building vLLM changes: precision and threads."""
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     set_threads = torch.set_num_threads
     try:

@@ -122,10 +122,7 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
 
 
 def _savings(settings: VllmSettings, load: EngineLoad, room: Room) -> tuple[Saving, ...]:
-    """Return settings to try: sleep, a shorter context, and another share or cache.
-
-    More memory for the engine helps if it has too little room to start. Otherwise less does.
-    """
+    """Return settings to try, which give the engine more memory, or less."""
     sleep: tuple[Saving, ...] = ()
     if load.on_gpu and not settings.sleep:
         sleep = (("sleep", [True]),)

@@ -158,10 +158,7 @@ def make_folder_for(tensors: dict[str, Tensor]) -> TemporaryFolder:
 
 
 def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: float) -> Any:
-    """Replace the adapters by `weights`, with peft's names. Return their `LoRARequest`.
-
-    Requests in flight go on with the new adapters. vLLM reads adapters from a folder only.
-    """
+    """Replace the adapters by `weights`, with peft's names. Return their `LoRARequest`."""
     from vllm.lora.request import LoRARequest
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}

@@ -79,10 +79,7 @@ class BroadcastFleet(Fleet):
         )
 
     async def settle(self, result: BroadcastResult) -> bool:
-        """Implement `Broadcasts.settle`.
-
-        Raises FleetLost if outside servers are too few, and after too many attempts.
-        """
+        """Implement `Broadcasts.settle`. Raises FleetLost."""
         for receipt in result.receipts:
             member = self.members[receipt.number]
             # It has died meanwhile: the receipt is of an earlier start.

@@ -75,10 +75,7 @@ class ServerClient:
     """Calls one server. Each method raises ServerFailed if the server is at fault."""
 
     def __init__(self, url: str, token: str, *, timeout_s: float, keep: bool = True) -> None:
-        """With `keep`, connections are kept between calls.
-
-        Without it no call fails because vLLM's server closes a connection after an answer 500.
-        """
+        """With `keep`, connections are kept between calls. vLLM closes one after a 500."""
         self.prompt_tokens = self.cached_tokens = 0
         """Prompt tokens so far, and those of them that were in the server's prefix cache."""
         self.paused_s = 0.0
@@ -197,17 +194,11 @@ class ServerClient:
         return await self._call("POST", "/inference/v1/generate", body, headers=headers)
 
     async def chat(self, body: Mapping[str, Any]) -> Any:
-        """Return the answer to a request of OpenAI's chat completions.
-
-        Raises EngineError for a request that the server refuses, e.g. one that is too long.
-        """
+        """Return the answer of chat completions. Raises EngineError for a refused request."""
         return await self._call("POST", CHAT, body)
 
     async def weight_version(self) -> str:
-        """Return the label of the weights, which also shows that the engine's process lives.
-
-        `/health` does not ask that process: it answers 200 even while the process is stopped.
-        """
+        """Return the weights' label. `/health` would answer for a stopped engine too."""
         return str((await self._call("GET", "/weight_info"))["weight_version"])
 
     async def facts(self) -> ServerFacts:
@@ -247,10 +238,7 @@ class ServerClient:
         await self.finish_update(version)
 
     async def pause(self, mode: WeightSyncMode, *, close: bool = False) -> None:
-        """Have requests in flight end or wait, by `mode`, and new ones wait.
-
-        With `close`, end an update that an earlier call has left unfinished.
-        """
+        """Have requests in flight end or wait. With `close`, end an unfinished update."""
         pause, clear = PAUSES[mode]
         self._paused_at = time.monotonic()
         await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")

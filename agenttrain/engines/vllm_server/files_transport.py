@@ -62,10 +62,7 @@ class WorkerMethods:
 
 
 def register() -> None:
-    """Add the backend to vLLM, and have the process end with its parent.
-
-    Otherwise a killed API server would leave its engine's process, and the workers of that, behind.
-    """
+    """Add the backend to vLLM, and have vLLM's processes end with their parent."""
     if TOKEN not in os.environ:
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agenttrain.engines.base import EngineDead, EngineError
+from agenttrain.engines.base import EngineDead
 from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
@@ -64,8 +64,6 @@ class Fleet(WatchedServers):
             for number, url in enumerate(urls)
         ]
         super().__init__(members, folder, StatusFile(folder))
-        self.resent = 0
-        """Requests that were sent again, since the metrics were last read."""
         self._servers, self._mode = servers, mode
         self._outside = outside
         self._front: Front | None = None
@@ -87,43 +85,23 @@ class Fleet(WatchedServers):
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, session: str
     ) -> Completion:
-        """Sample from a server with the current weights. Waits until there is one.
-
-        Raises EngineError for a request that servers refuse or die of, and FleetLost.
-        """
-        failure: ServerFailed | None = None
-        sends = 0
-        first_failure = 0.0
-        while sends < SENDS or self._router_may_recover(first_failure):
-            member = await self._pick(session)
-            boot = member.boot
-            self._servers_of[session] = member.number
-            member.sent += 1
-            self.resent += failure is not None
-            sends += 1
-            try:
-                completion = await self._send(member, token_ids, sampling, session)
-            except ServerFailed as error:
-                failure = error
-                first_failure = first_failure or time.monotonic()
-                # Requests that fail together count once: after the first the server is not live.
-                if member.boot == boot and member.state is MemberState.live:
-                    member.fault(str(error))
-                elif self._front is not None:
-                    await asyncio.sleep(self._servers.health_s)
-            else:
-                member.failures = 0
-                member.served += 1
-                return completion
-        raise EngineError(
-            f"session={session!r}: {sends} servers one after the other failed at this request of "
-            f"{len(token_ids)} ids; the last: {failure}"
+        """Sample from a server with the current weights. Raises EngineError and FleetLost."""
+        return await self._call(
+            session,
+            lambda member: self._send(member, token_ids, sampling, session),
+            f"session={session!r}, {len(token_ids)} ids",
         )
 
-    def _router_may_recover(self, first_failure: float) -> bool:
-        """Return True while a router may not have noticed yet that one of its servers is gone."""
+    def _may_send(self, sends: int, first_failure: float) -> bool:
+        # A router may not have noticed yet that one of its servers is gone.
         waited = time.monotonic() - first_failure
-        return self._front is not None and waited < 2 * self._servers.dead_s
+        return sends < SENDS or (self._front is not None and waited < 2 * self._servers.dead_s)
+
+    async def _failed(self, member: Member, boot: int, error: ServerFailed) -> None:
+        if self._front is None or (member.boot == boot and member.state is MemberState.live):
+            await super()._failed(member, boot, error)
+        else:
+            await asyncio.sleep(self._servers.health_s)
 
     def release(self, session: str) -> None:
         """End a session. The adapters that it began with may be removed."""
@@ -151,10 +129,7 @@ class Fleet(WatchedServers):
             await self._wait()
 
     def _answering_unless(self, state: MemberState) -> list[Member]:
-        """Return the servers that answer, but are not in `state`: a router may choose them.
-
-        Raises FleetLost if one of them was given up.
-        """
+        """Return the answering servers that are not in `state`. Raises FleetLost."""
         members = [
             member for member in self.members if member.answers and member.state is not state
         ]
@@ -170,6 +145,7 @@ class Fleet(WatchedServers):
     ) -> Completion:
         """Send a request to a server. Raises ServerFailed as soon as the server is lost."""
         assert member.client is not None
+        self._servers_of[session] = member.number
         files = self._versions.of(session)
         call = member.client.generate(
             token_ids,
@@ -190,10 +166,7 @@ class Fleet(WatchedServers):
         return completion
 
     async def load(self, files: WeightFiles) -> None:
-        """Send new weights to every server. Nothing is sampled until `verify` has passed.
-
-        A server that fails is killed, and gets them once it has started again. Raises FleetLost.
-        """
+        """Send new weights to every server; `verify` comes next. Raises FleetLost."""
         await self._await_start()
         self._probe = None
         async with self._syncing:
@@ -280,10 +253,7 @@ class Fleet(WatchedServers):
                     member.state = MemberState.live
 
     async def _load_member(self, member: Member, versions: Sequence[WeightFiles]) -> None:
-        """Send weights to one server, the newest last. Kill the server if that fails.
-
-        Without adapters only the newest version is sent.
-        """
+        """Send weights to one server, the newest last. Kill the server if that fails."""
         client, boot, files = member.client, member.boot, versions[-1]
         assert client is not None
         member.state = MemberState.syncing  # it need not answer examinations while it loads
@@ -344,11 +314,7 @@ class Fleet(WatchedServers):
             return None
 
     async def _await_start(self) -> None:
-        """Start watching the servers, and wait until all of them have started.
-
-        Returns at once if they are watched already. Outside servers may be fewer than all: enough
-        are `servers.count` after `servers.dead_s`. Raises FleetLost.
-        """
+        """Start watching the servers, unless done, and wait for their start. Raises FleetLost."""
         if self._watchers:
             return
         outside = self._outside

@@ -10,14 +10,14 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agenttrain.engines.base import EngineDead, EngineError
+from agenttrain.engines.base import EngineDead
 from agenttrain.engines.config import StartedServers
-from agenttrain.engines.vllm_server.client import ServerClient, ServerFailed
+from agenttrain.engines.vllm_server.client import ServerClient
 from agenttrain.engines.vllm_server.health import Member, MemberState, watch
 from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.server_records import ServerRecord
 from agenttrain.engines.vllm_server.status import StatusFile
-from agenttrain.engines.vllm_server.watched import SENDS, WatchedServers
+from agenttrain.engines.vllm_server.watched import WatchedServers
 
 T = TypeVar("T")
 
@@ -37,34 +37,16 @@ class FrozenFleet(WatchedServers):
         self._watch(watch(member, self, folder, servers) for member in members)
 
     async def send(self, session: str, call: Callable[[ServerClient], Coroutine[Any, Any, T]]) -> T:
-        """Call a server and return the result. Waits until there is a server.
+        """Call a server and return the result. Raises EngineError and RoleLost."""
 
-        Requests of one session go to one server while it lives. Raises EngineError for a request
-        that servers refuse or die of, and RoleLost.
-        """
-        failure: ServerFailed | None = None
-        for _ in range(SENDS):
-            member = await self._pick(session)
-            boot = member.boot
+        async def send_to(member: Member) -> T:
             assert member.client is not None
-            member.sent += 1
             try:
-                result = await member.until_lost(call(member.client))
-            except ServerFailed as error:
-                failure = error
-                # Requests that fail together count once: after the first the server is not live.
-                if member.boot == boot and member.state is MemberState.live:
-                    member.fault(str(error))
-            else:
-                member.failures = 0
-                member.served += 1
-                return result
+                return await member.until_lost(call(member.client))
             finally:
                 self._status.write(self.members)
-        raise EngineError(
-            f"role:{self._role}: {SENDS} servers one after the other failed at a request; the "
-            f"last: {failure}"
-        )
+
+        return await self._call(session, send_to, f"role:{self._role}")
 
     async def _pick(self, session: str) -> Member:
         while True:

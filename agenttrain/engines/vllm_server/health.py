@@ -116,10 +116,7 @@ class Member:
         return f"{role}server {self.number}{f' ({self.url})' if self.outside else ''}"
 
     async def until_lost(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a call. Raises ServerFailed as soon as the server is lost.
-
-        A cancelled call aborts its request at the server.
-        """
+        """Return the result of a call. Raises ServerFailed as soon as the server is lost."""
         answer = asyncio.create_task(call)
         lost = asyncio.create_task(self.lost.wait())
         self.requests += 1

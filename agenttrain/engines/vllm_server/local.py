@@ -46,10 +46,7 @@ WRAPPER = "agenttrain.engines.vllm_server.wrapper"
 
 
 def weights_folder(run: Path, chosen: str | None, size: int, servers: ServersConfig) -> Path:
-    """Create a folder for the weight files of a run: in `chosen`, in memory, or in the run.
-
-    `size`: bytes of one version. Servers on other machines do not see this one's memory.
-    """
+    """Create a folder for weights of `size` bytes: in `chosen`, in memory, or in the run."""
     is_local = not servers.outside and not servers.nodes and scratch.MEMORY.is_dir()
     if chosen is not None:
         parent = Path(chosen).expanduser()
@@ -189,10 +186,7 @@ class LocalServers:
 
 
 def launcher_of(folder: Path) -> int | None:
-    """Return the process number of the launcher that owns the servers of a run or a role.
-
-    `folder` is the run's, or the role's in it. None: the process that starts them owns them.
-    """
+    """Return the process number of the launcher that owns a folder's servers, if one does."""
     number, _, run = os.environ.get(SERVERS_OWNER, "").partition(" ")
     path = folder.resolve()
     owns = bool(number) and Path(run) in (path, *path.parents) and process_exists(int(number))
@@ -200,12 +194,10 @@ def launcher_of(folder: Path) -> int | None:
 
 
 def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
-    """Return the servers, by number, that an earlier process of this run left to the launcher.
+    """Return the servers, by number, that an earlier process left to the launcher, intact.
 
-    They have the same plan, and no update of their weights was cut short. Not reusable are:
-
-    - servers of a broadcast: they still wait in it for the sender that has ended;
-    - servers with adapters: theirs may be of steps that are now trained again.
+    Not those of a broadcast, which wait for a sender that has ended, nor those with adapters of
+    steps that are trained again.
     """
     if launcher_of(folder) is None or plan.rank or plan.backend != BACKEND:
         return {}
@@ -227,10 +219,7 @@ def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
 
 
 def server_records(run: Path) -> list[tuple[Path, ServerRecord]]:
-    """Return the records of all servers of a run on this machine, role servers included.
-
-    Each comes with its folder: the run's, or the role's in it.
-    """
+    """Return the records of a run's servers on this machine, each with its folder."""
     records = []
     for folder in (run, *(run / OF_ROLES).glob("*")):
         for path in (folder / FOLDER).glob("[0-9]*.json"):

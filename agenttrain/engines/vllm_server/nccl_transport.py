@@ -86,10 +86,7 @@ class GaveUp(Exception):
 
 
 class OnePass:
-    """One pass over the weights: a `WeightSource` that another thread can finish.
-
-    The lock keeps the two threads from gathering at the same time.
-    """
+    """One pass over the weights, which another thread can finish: a `WeightSource`."""
 
     def __init__(self, weights: Regathered) -> None:
         self._forms = weights.forms()
@@ -157,10 +154,7 @@ class FanOut:
         """Servers that sample with them."""
 
     async def pause(self, unfinished: set[Receiver]) -> None:
-        """Pause the servers. Servers that fail are left out.
-
-        The models of `unfinished` servers are closed: their last update has failed halfway.
-        """
+        """Pause the servers, leaving out those that fail. Close `unfinished` updates."""
         mode = self._audience.mode
         with suppress(ServerFailed):
             await self._call_all(
@@ -198,10 +192,7 @@ class FanOut:
     async def _call_all(
         self, call: Call, succeeded: set[Receiver] | None = None, *, wait: bool = False
     ) -> None:
-        """Call all servers at once, and add those whose call succeeds to `succeeded`.
-
-        Raises the first failure: at once, or with `wait` after all calls have ended.
-        """
+        """Call all servers at once. Raises the first failure, with `wait` at the end."""
 
         async def call_one(receiver: Receiver) -> None:
             try:
@@ -223,11 +214,7 @@ class FanOut:
                 task.result()
 
     async def settle(self) -> None:
-        """Clean up after a failed broadcast, waiting a little for each server.
-
-        Servers that do not answer are lost. The update of those that have received everything is
-        finished.
-        """
+        """Clean up after a failed broadcast. Servers that do not answer soon are lost."""
         if calls := [task for task in self._calls if not task.done()]:
             await asyncio.wait(calls, timeout=GRACE_S)
         for task in calls:

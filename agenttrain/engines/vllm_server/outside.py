@@ -74,10 +74,7 @@ class Front:
         self._away: set[int] = set()
 
     def follow(self, members: Sequence[Member]) -> None:
-        """Fail all requests in flight once a server is lost: any of them may have been on it.
-
-        They are then sent again.
-        """
+        """Fail all requests in flight once a server is lost: any may have been on it."""
         away = {member.number for member in members if member.state in AWAY}
         if away - self._away:
             self.member.reason = "a server behind it was lost"
@@ -182,11 +179,7 @@ async def watch_outside(
 async def _watch_with(
     client: ServerClient, member: Member, fleet: Members, run: Outside, servers: ServersConfig
 ) -> None:
-    """Ask the server for its weights' label every `health_s`, and update the member's state.
-
-    A member that is starting or away is checked with growing delays, until it joins or its time is
-    over.
-    """
+    """Ask the server for its weights' label, and update the member's state."""
     away_since = time.monotonic()
     attempt_s, next_attempt, misses = servers.health_s, away_since, 0
     while True:
@@ -256,10 +249,7 @@ async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | Ser
 
 
 def _count_miss(member: Member, reason: str, misses: int) -> None:
-    """Count an examination without an answer.
-
-    The server is lost after `FAULTS` in a row, or after one that took `servers.dead_s`.
-    """
+    """Count an unanswered examination. After `FAULTS` in a row the server is lost."""
     took_dead_s = "did not answer for" in reason  # as `_label` says it
     if misses >= FAULTS or took_dead_s:
         member.leave(MemberState.restarting, f"does not answer: {reason}")

@@ -124,10 +124,7 @@ async def await_start(folder: Path, role: str, count: int) -> None:
 
 
 class RoleServers:
-    """The servers of a role, for callers in any thread. Implements `ChatBackend`.
-
-    Requests run in the event loop of one thread, which lives from the first request to `close`.
-    """
+    """The servers of a role, for callers in any thread. Implements `ChatBackend`."""
 
     def __init__(self, run: Path, role: str, servers: StartedServers) -> None:
         self.name = f"{ROLE}{role}"
@@ -155,10 +152,7 @@ class RoleServers:
             raise ChatUnavailable(str(error)) from error
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probability of every id of each sequence but the first, at temperature 1.
-
-        Raises EngineError for a sequence that the servers refuse or die of, and RoleLost.
-        """
+        """Return every id's log-probability but the first's. Raises EngineError, RoleLost."""
         return self._run(lambda fleet: self._score(fleet, sequences))
 
     async def _score(

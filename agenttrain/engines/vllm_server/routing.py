@@ -17,10 +17,7 @@ LEAST = 8
 
 
 def preferred(session: str, servers: Iterable[int]) -> list[int]:
-    """Return the servers in a session's order of preference (rendezvous hashing).
-
-    A server that leaves or comes moves only the sessions that prefer it.
-    """
+    """Return a session's servers in order of preference (rendezvous hashing)."""
 
     def weight(server: int) -> bytes:
         return blake2b(f"{session}/{server}".encode(), digest_size=8).digest()

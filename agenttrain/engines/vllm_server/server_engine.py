@@ -62,8 +62,7 @@ class ServerEngine(Generic[F]):
     ) -> Completion:
         """Implement `Engine.generate`. The turns of a session go to one server while it lives.
 
-        Raises EngineError for a request that vLLM refuses, ImagesRefused, and FleetLost once no
-        server is left. A `parent` changes nothing: vLLM gives out no seats.
+        Raises EngineError, ImagesRefused, and FleetLost. A `parent` changes nothing.
         """
         refuse_images(self, images, session)
         room = self.max_context - len(token_ids)
@@ -83,10 +82,7 @@ class ServerEngine(Generic[F]):
         )
 
     async def release(self, session: str) -> None:
-        """End a session. Adapters that no session uses are removed at the next update.
-
-        A server's prefix cache evicts its least recently used entries by itself.
-        """
+        """End a session. The next update removes adapters that no session uses."""
         self.fleet.release(session)
 
     async def verify(
@@ -131,11 +127,9 @@ class VllmServerEngine(ServerEngine[Fleet]):
         self._writer = writer
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write the weights to files and have every server load them.
+        """Write the weights to files and have every server load them; `verify` comes next.
 
-        A server that fails is killed, and gets them once it has started again. Nothing is sampled
-        until `verify` has passed. Raises EngineError for weights that differ in name or form from
-        the first ones or cannot be written, and FleetLost.
+        A server that fails gets them once it has started again. Raises EngineError and FleetLost.
         """
         try:
             files = await asyncio.to_thread(self._writer.write, weights, version)
@@ -169,11 +163,7 @@ class BroadcastEngine(ServerEngine[BroadcastFleet]):
         self._sender = sender
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Broadcast the weights, and repeat it until a server has got them. `verify` comes next.
-
-        A server that fails is killed and started again. It gets the weights of the next update.
-        Raises EngineError for a failure of this process, and FleetLost.
-        """
+        """Broadcast the weights until a server has got them. Raises EngineError, FleetLost."""
         assert isinstance(weights, Regathered), "a failed broadcast has to begin anew"
         has_arrived = False
         while not has_arrived:

@@ -66,10 +66,7 @@ def role_memory(role: RoleConfig, load: EngineLoad, sizes: ModelSizes, gpus: int
 
 
 def _buffers(sizes: ModelSizes, copies: int) -> MemoryItem:
-    """Return the buffers of a broadcast: two with packed weights, and in the trainer a third.
-
-    The third holds the gathered weights that are packed into them.
-    """
+    """Return a broadcast's buffers: two of packed weights, and the trainer's of gathered ones."""
     return MemoryItem(
         name="broadcast buffers",
         bytes=copies * max(BUFFER_BYTES, sizes.largest_weight),

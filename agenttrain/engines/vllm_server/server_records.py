@@ -200,10 +200,7 @@ def text_since(log: Path, size: int) -> str:
 
 
 def write_private(path: Path, value: Any, *, replace: bool = True) -> None:
-    """Write JSON to a file of mode 0600, atomically: a reader sees the old or the new content.
-
-    Without `replace`, an existing file is kept.
-    """
+    """Write JSON of mode 0600 atomically; without `replace` an existing file is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.unlink(missing_ok=True)

@@ -162,10 +162,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
 
 
 def outside_servers(plan: ServerPlan, inputs: EngineInputs) -> Outside:
-    """Return the servers that somebody else started, and what they must have.
-
-    Raises ConfigError without a token.
-    """
+    """Return the servers that somebody else started. Raises ConfigError without a token."""
     servers, token = inputs.servers, os.environ.get(TOKEN)
     if not token:
         raise ConfigError(

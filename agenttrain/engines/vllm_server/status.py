@@ -118,10 +118,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _merge(by_process: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per server: its newest state, and the counts of all processes added up.
-
-    Requests in flight count only in running processes. If none runs, their last counts do.
-    """
+    """Return a row per server: its newest state, and the counts of all processes added up."""
     rows: dict[int, dict[str, Any]] = {}
     running = [status for status in by_process if _is_running(status)]
     for status in sorted(by_process, key=lambda status: float(status["time"])):

@@ -29,10 +29,7 @@ class Versions:
     """Version of the weights that each session began with."""
 
     def add(self, files: WeightFiles) -> list[WeightFiles]:
-        """Make `files` the newest version. Return the versions that no session uses any more.
-
-        If more than `adapters` would be in use, sessions of the oldest go on with the newest.
-        """
+        """Make `files` the newest version. Return the versions that no session uses now."""
         self.newest = files
         older = self._held if files.adapters else {}
         held = {**older, files.version: files}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from agenttrain.engines.base import EngineDead
+from agenttrain.engines.base import EngineDead, EngineError
+from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import Member, MemberState
 from agenttrain.engines.vllm_server.server_records import last_lines, log_path
 from agenttrain.engines.vllm_server.status import StatusFile
@@ -20,6 +21,7 @@ PROGRESS_S = 5.0
 """Seconds between two reports on servers that start."""
 LINE_CHARS = 100
 """Most characters of a log's line in a report."""
+T = TypeVar("T")
 
 
 class WatchedServers(ABC):
@@ -29,8 +31,50 @@ class WatchedServers(ABC):
         """`folder` has their records and logs."""
         self.members = members
         self._folder, self._status = folder, status
+        self.resent = 0
+        """Requests that were sent again, since the metrics were last read."""
         self._watchers: list[asyncio.Task[None]] = []
         self._change = asyncio.Event()
+
+    @abstractmethod
+    async def _pick(self, session: str) -> Member:
+        """Return the server for a request. Waits until there is one."""
+
+    async def _call(
+        self, session: str, send: Callable[[Member], Coroutine[Any, Any, T]], name: str
+    ) -> T:
+        """Send a request until a server answers. Raises EngineError, and as `_lost`."""
+        failure: ServerFailed | None = None
+        sends, first_failure = 0, 0.0
+        while self._may_send(sends, first_failure):
+            member = await self._pick(session)
+            boot = member.boot
+            member.sent += 1
+            self.resent += failure is not None
+            sends += 1
+            try:
+                answer = await send(member)
+            except ServerFailed as error:
+                failure, first_failure = error, first_failure or time.monotonic()
+                await self._failed(member, boot, error)
+            else:
+                member.failures = 0
+                member.served += 1
+                return answer
+        raise EngineError(
+            f"{name}: {sends} servers one after the other failed at this request; the last: "
+            f"{failure}"
+        )
+
+    def _may_send(self, sends: int, first_failure: float) -> bool:
+        """Return True if a request is sent once more. `first_failure`: time of its first one."""
+        return sends < SENDS
+
+    async def _failed(self, member: Member, boot: int, error: ServerFailed) -> None:
+        """Count a failed request. `boot`: the server's start at which it was sent."""
+        # Requests that fail together count once: after the first the server is not live.
+        if member.boot == boot and member.state is MemberState.live:
+            member.fault(str(error))
 
     @abstractmethod
     def _lost(self, text: str) -> EngineDead:

@@ -60,11 +60,7 @@ TAKEN = "address already in use"
 
 @dataclass(slots=True)
 class Wrapper:
-    """Runs one server of the run in `folder`.
-
-    Given an `owner`, it ends with that process and takes the run's weight files along, which in
-    memory would outlive it.
-    """
+    """Runs one server of the run in `folder`, and ends with the process `owner`."""
 
     folder: Path
     number: int
@@ -120,10 +116,7 @@ class Wrapper:
                     shutil.rmtree(plan.weights, ignore_errors=True)
 
     def _live_on_a_port(self, plan: ServerPlan) -> bool:
-        """Run the server once, to its end; return True if it has answered.
-
-        It has another port if one of ours was taken before it listened.
-        """
+        """Run the server once, to its end. Return True if it has answered."""
         log = log_path(self.folder, self.number)
         for _ in range(PORTS):
             size = log.stat().st_size if log.exists() else 0

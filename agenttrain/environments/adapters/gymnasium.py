@@ -176,10 +176,7 @@ class Gymnasium:
 
 
 def _make(env_id: str, kwargs: Mapping[str, Any] | None, render: bool | None) -> Any:
-    """Make an environment, which draws texts if `render` asks for it, or by default if it can.
-
-    Raises ValueError that begins with the argument that does not fit.
-    """
+    """Make an environment, which draws texts if `render` asks or it can. Raises ValueError."""
     try:
         import gymnasium
         from gymnasium.envs.registration import load_env_creator

@@ -157,11 +157,7 @@ class OpenEnv:
         self._connected.close()
 
     def _open(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Wait for a free session, open it, and return the reply to its first message.
-
-        A server without a free session accepts the connection and refuses the message. So the wait
-        is a loop of both.
-        """
+        """Open a free session; a busy server accepts the connection, and refuses the message."""
         from websockets.exceptions import InvalidHandshake, InvalidURI
         from websockets.sync.client import connect
 
@@ -199,11 +195,7 @@ class OpenEnv:
                 time.sleep(BETWEEN_TRIES_S)
 
     def _ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a message and return the data of the reply.
-
-        Raises ToolFailure for an action that the server does not accept, which the model reads, and
-        ToolUnavailable for everything else that goes wrong.
-        """
+        """Send a message and return the reply's data. Raises ToolFailure, ToolUnavailable."""
         from websockets.exceptions import ConnectionClosed
 
         try:

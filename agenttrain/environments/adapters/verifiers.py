@@ -184,10 +184,7 @@ class UnsupportedEnvironment(Exception):
 
 
 class EnvironmentProcess:
-    """A child process with a loaded environment. It ends with this object and with this process.
-
-    `loaded` describes the environment: its tools and its number of tasks.
-    """
+    """A child process with a loaded environment, which `loaded` describes."""
 
     def __init__(
         self, id: str, python: str, args: Mapping[str, Any], limit: int, start_timeout_s: float
@@ -225,10 +222,7 @@ class EnvironmentProcess:
         return self._child.alive
 
     def ask(self, do: str, *, limit_s: float | None = None, **arguments: Any) -> Mapping[str, Any]:
-        """Send a request and return the value of the reply.
-
-        Raises EnvironmentFailed if it has none, UnsupportedEnvironment if loading was refused.
-        """
+        """Return the value of the reply. Raises EnvironmentFailed, UnsupportedEnvironment."""
         number, reply = self._send(do, arguments)
         try:
             answer = reply.get(timeout=limit_s)

@@ -173,10 +173,7 @@ ANSWERING = (None, ToolError.timeout, ToolError.unavailable)
 
 
 def tool_answer(rollout: Rollout, tool: str, argument: str | None) -> Any:
-    """Return an argument of the last valid call of `tool`, or all of them for `argument=None`.
-
-    A call that was not run, or that the tool refused with an exception, is not valid.
-    """
+    """Return an argument of a tool's last valid call, or all for `argument=None`."""
     for result in reversed(rollout.tool_results):
         if result.call.name == tool and result.error in ANSWERING:
             arguments = result.call.arguments
@@ -196,10 +193,7 @@ def assistant_messages(rollout: Rollout) -> list[dict[str, Any]]:
 
 
 def final_text(rollout: Rollout) -> str:
-    """Return the text of the last assistant message that attempts the task, without reasoning.
-
-    Empty without such a message.
-    """
+    """Return the last assistant message's text, without reasoning, or ""."""
     messages = [m for m in last_main(rollout).added_messages if m["role"] == "assistant"]
     return (messages[-1].get("content") or "") if messages else ""
 

@@ -118,10 +118,7 @@ class Journal:
     def add(
         self, serial: int, step: int, task: Task, collected: Collected, begun: float, ended: float
     ) -> None:
-        """Write a group; it is on disk when this returns. Does nothing once the journal is closed.
-
-        Callable from any thread.
-        """
+        """Write a group to disk. Does nothing once the journal is closed. Thread-safe."""
         content = self._codec.encode(collected)
         name = f"{GROUPS}/{serial:06d}-{self._nonce}.bin"
         entry = Entry(
@@ -149,12 +146,7 @@ class Journal:
             self._entries[serial] = entry
 
     def prune(self, *, step: int, oldest: int, newest: int) -> None:
-        """Remove files of groups that no resume can use, once `step` was trained.
-
-        A resume begins at one of the run's checkpoints, from step `oldest` to step `newest`, or at
-        a later one: what was consumed can then only be used if the weights that sampled it are in
-        such a checkpoint.
-        """
+        """Remove files of groups that no resume from a checkpoint can use."""
         for serial, entry in list(self._entries.items()):
             after = max(entry.versions, default=0)
             if entry.step <= oldest or (entry.step <= step and after > newest):
@@ -184,10 +176,7 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
 
 
 def _entries(path: Path) -> tuple[list[Entry], int]:
-    """Return the entries of a journal, and the number of its lines that cannot be read.
-
-    A last line without its newline was cut by a crash, and does not count.
-    """
+    """Return a journal's entries, and the number of its lines that cannot be read."""
     entries, unreadable = [], 0
     for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
         try:

@@ -137,10 +137,7 @@ class GroupQueue:
         return collected
 
     async def take(self, step: int) -> StepBatch:
-        """Return the groups of a step, once all of them are ready.
-
-        Raises as `RolloutSource.batch` does, the error of the first group that has one.
-        """
+        """Return the groups of a step, once all are ready. Raises the first group's error."""
         source, count = self._source, self._source.tasks_per_step
         started = time.monotonic()
         self._taking = step

@@ -52,11 +52,10 @@ class Sql:
         query_timeout_s: Data[float] = 2.0,
         max_connections: Data[int] = 256,
     ) -> None:
-        """Takes a `database` file, or `connect`, whose connections any thread must be able to use.
+        """Takes a `database` file, or `connect`, for connections of any thread. Raises ValueError.
 
-        Longer results are cut to `max_rows` with a note. A query is interrupted after
-        `query_timeout_s`. At most `max_connections` idle connections stay open. Raises ValueError
-        for settings that cannot work.
+        Longer results are cut to `max_rows` with a note. At most `max_connections` idle connections
+        stay open.
         """
         if (database is None) == (connect is None):
             raise ValueError(
@@ -105,13 +104,13 @@ class Sql:
                 elif code == sqlite3.SQLITE_AUTH or problem == "not authorized":
                     problem = "only SELECT is allowed"
                 raise ToolFailure(problem) from error
-        shown = [
+        lines = [
             ", ".join("NULL" if value is None else str(value) for value in row)
             for row in rows[: self._max_rows]
         ]
         if len(rows) > self._max_rows:
-            shown.append(f"… (only the first {self._max_rows} rows)")
-        return "; ".join(shown) or "no rows"
+            lines.append(f"… (only the first {self._max_rows} rows)")
+        return "; ".join(lines) or "no rows"
 
     def close(self) -> None:
         """Close the idle connections."""

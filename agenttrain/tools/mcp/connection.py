@@ -36,10 +36,7 @@ class CannotConnect(AgenttrainError):
 
 
 class _Link:
-    """One session with the server, held by a task of its own.
-
-    The task that enters the client and its transport must also leave them.
-    """
+    """One session with the server. One task enters and leaves its transport."""
 
     def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None
@@ -94,15 +91,11 @@ class Connection:
         return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool and return an `mcp_types.CallToolResult`.
-
-        The call is sent again if the connection breaks. Raises ToolUnavailable if the server does
-        not come back, MCPError for an error of the protocol.
-        """
+        """Call a tool, again if the connection breaks. Raises ToolUnavailable, MCPError."""
         if self._closed:
             raise ToolUnavailable("the connection to the MCP server is closed")
-        sent = asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)
-        return await asyncio.wrap_future(sent)
+        future = asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)
+        return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """End the session and the server's process, and block until they have ended."""
@@ -185,8 +178,8 @@ class Connection:
             await self._link.end()  # never two server processes at a time
         while True:
             try:
-                left = max(deadline - loop.time(), PAUSES_S[0])
-                self._link = await self._connect(min(left, self._start_s))
+                remaining_s = max(deadline - loop.time(), PAUSES_S[0])
+                self._link = await self._connect(min(remaining_s, self._start_s))
                 return self._link
             except CannotConnect as error:
                 if loop.time() + pause >= deadline:
@@ -241,10 +234,10 @@ class StderrTail:
 
     def open(self) -> Any:
         """Return a file to pass to a process; close it once the process has it."""
-        read, write = os.pipe()
+        read_end, write = os.pipe()
 
         def drain() -> None:
-            with os.fdopen(read, "rb", buffering=0) as stream, suppress(OSError):
+            with os.fdopen(read_end, "rb", buffering=0) as stream, suppress(OSError):
                 while chunk := stream.read(65536):
                     self._tail = (self._tail + chunk)[-TAIL_BYTES:]
 

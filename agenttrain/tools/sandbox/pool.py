@@ -31,11 +31,7 @@ _pools: dict[SandboxSettings, Pool] = {}
 
 
 class Pool:
-    """The sandboxes of all rollouts under one kind of settings; `Pool.of` finds it.
-
-    A sandbox starts with a rollout's first call and ends with `release`. After a call that had to
-    be ended by force, the next one finds a new sandbox.
-    """
+    """The sandboxes of all rollouts under one kind of settings, until `release`."""
 
     def __init__(self, settings: SandboxSettings, backend: str) -> None:
         self._settings, self._backend = settings, backend
@@ -47,10 +43,7 @@ class Pool:
 
     @classmethod
     def of(cls, settings: SandboxSettings) -> Pool:
-        """Return the pool for these settings; raises ValueError if no sandbox can be made here.
-
-        Limits of single calls come with each call, so that tools may differ in them.
-        """
+        """Return the pool for these settings. Raises ValueError."""
         settings = replace(settings, call_s=EACH_CALL.call_s, max_chars=EACH_CALL.max_chars)
         if settings not in _pools:
             _pools[settings] = cls(settings, usable_backend(settings.sandbox))
@@ -61,10 +54,7 @@ class Pool:
     async def call(
         self, rollout_id: str, kind: str, code: str, settings: SandboxSettings | None = None
     ) -> str:
-        """Run code for a rollout; return its output. `settings`: with this call's own limits.
-
-        Raises ToolFailure for what the code did, ToolUnavailable for a sandbox that is broken.
-        """
+        """Run code for a rollout; return its output. Raises ToolFailure, ToolUnavailable."""
         if len(code) > MAX_CODE:
             raise ToolFailure(f"the code has {len(code)} characters, at most {MAX_CODE} are run")
         if "\0" in code:
@@ -78,13 +68,13 @@ class Pool:
             if self._jails.get(rollout_id) is jail:
                 break
             jail.lock.release()  # the calls before this one ended it: take a new one
-        used = jail.started
+        was_started = jail.started
         try:
-            if not used:
+            if not was_started:
                 await jail.start()
             outcome = await run_call(jail, kind, code, settings)
         except SandboxError as error:
-            if used:  # a retry must not pretend that the variables are still there
+            if was_started:  # a retry must not pretend that the variables are still there
                 self._lost[rollout_id] = "The sandbox broke down"
             raise ToolUnavailable(f"tool {kind}: the sandbox is broken: {error}") from error
         except asyncio.CancelledError:
@@ -126,8 +116,8 @@ class Pool:
     ) -> str:
         """Make the text that the model reads; raises ToolFailure with it for a failed call."""
         text, end = outcome.output, outcome.end
-        if lost := self._lost.pop(rollout_id, None):
-            text = _joined(f"[{lost}. {LOST}]", text)
+        if reason := self._lost.pop(rollout_id, None):
+            text = _joined(f"[{reason}. {LOST}]", text)
         if end in ENDS:
             why = ENDS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
             raise ToolFailure(_joined(text, f"[{why}. {LOST}]"))
@@ -152,10 +142,7 @@ def _joined(text: str, note: str) -> str:
 
 @cache
 def usable_backend(wanted: str) -> str:
-    """Return the backend that works on this machine, tried with a sandbox that runs a program.
-
-    Raises ValueError, beginning with ``sandbox=…``, with what was tried and what to do.
-    """
+    """Return the backend that works on this machine. Raises ValueError."""
     if wanted == "none":
         return wanted
     problems = []

@@ -70,10 +70,7 @@ class Root(NamedTuple):
 
 
 def build_root(root: Root, *, user: int) -> None:
-    """Replace this process's file system; it must have a mount namespace of its own.
-
-    `user` is the one that the code will have.
-    """
+    """Replace this process's file system, in a mount namespace of its own."""
     submounts = list(_mount_points())
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     # /tmp always exists. The mount hides its files only until the old root appears at HOST.
@@ -143,7 +140,7 @@ def _show_all(root: Root, submounts: Sequence[str]) -> None:
     os.mkdir(LAYERS)
     mount("tmpfs", LAYERS, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     numbers = itertools.count()
-    done: list[str] = []
+    mounted: list[str] = []
     for path in sorted({*root.programs, *root.shown}):
         if path in root.shown and os.path.isdir(HOST + path):
             _show(path, f"{LAYERS}/{next(numbers)}", root)
@@ -151,9 +148,9 @@ def _show_all(root: Root, submounts: Sequence[str]) -> None:
                 if inner != path and is_within(inner, path) and os.path.isdir(path):
                     with suppress(OSError):  # no disk: it is absent
                         _show(inner, f"{LAYERS}/{next(numbers)}", root)
-        elif not is_within(path, *done):
+        elif not is_within(path, *mounted):
             _expose(path)
-        done.append(path)
+        mounted.append(path)
     unmount(LAYERS)
     os.rmdir(LAYERS)
 

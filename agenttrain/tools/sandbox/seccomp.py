@@ -94,10 +94,7 @@ NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
 
 
 def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
-    """Return the filter as instructions of classic BPF. Raises ValueError for another machine.
-
-    `permitted` are names of `REFUSED` that it lets pass.
-    """
+    """Return the filter in classic BPF, without `permitted`. Raises ValueError."""
     column = tuple(ARCHITECTURE).index(machine)
     lines = [
         *(_op(LOAD, ARCHITECTURE_AT), _op(EQUAL, ARCHITECTURE[machine], 1, 0), _op(RETURN, KILL)),

@@ -117,11 +117,7 @@ class Output:
 
 
 async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) -> CodeOutcome:
-    """Run `code` in the sandbox's interpreter of this kind, within the limits of `settings`.
-
-    The sandbox is dead after any end but `done`, `failed` and `exited`, and after a cancellation.
-    Raises SandboxError if it was dead before, or died by itself.
-    """
+    """Run `code` within the limits of `settings`. Raises SandboxError."""
     try:
         return await _Call(jail, kind, settings).run(code)
     except OSError as error:
@@ -154,10 +150,10 @@ class _Call:
         data = request.encode("utf-8", "replace")
         self._jail.control.send(b"go")
         try:
-            sent = self._worker.channel.send(data)
+            sent_bytes = self._worker.channel.send(data)
         except OSError:
-            sent = 0
-        if sent != len(data):
+            sent_bytes = 0
+        if sent_bytes != len(data):
             # Earlier code closed the channel or left it unread. Or the sandbox is dying: that is
             # reported within this time, and is then the end of the call.
             self._loop.call_later(DEATH_REPORT_S, self._finish, End.broken)

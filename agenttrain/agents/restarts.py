@@ -1,0 +1,121 @@
+"""Why an agent's request continues none of the turns that were issued."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from agenttrain.chat.wire.issued_turns import IssuedTurn, Match, canonical, reasoning_agrees
+from agenttrain.chat.wire.normal import HANDLE
+from agenttrain.types import Message
+
+QUOTED = 60
+"""Characters of a difference that are shown, from its beginning."""
+
+
+class Restart(StrEnum):
+    """Why a request does not continue the turns that it holds."""
+
+    system = "system"
+    """Its system message is another one."""
+    tools = "tools"
+    """Its tools, or the text of a tool, are others."""
+    edited = "edited"
+    """A message of the user or the model was changed."""
+    dropped = "dropped"
+    """Messages are missing, or a turn is sampled a second time."""
+
+
+def find_restart(
+    messages: Sequence[Message], turns: Sequence[IssuedTurn], match: Match[Any]
+) -> tuple[Restart | None, str]:
+    """Return why a request continues none of the turns, if it should, and the difference."""
+    if match.turn is not None:
+        return None, ""
+    if match.other_tools:
+        return Restart.tools, "the definitions of the tools"
+    nearest = _nearest(messages, turns)
+    return (None, "") if nearest is None else first_difference(messages, nearest.conversation)
+
+
+def _nearest(messages: Sequence[Message], turns: Sequence[IssuedTurn]) -> IssuedTurn | None:
+    """Return the turn that a request most likely goes back to. None: a new conversation.
+
+    That is the last turn whose calls, handle or text the request holds. Otherwise it is one whose
+    conversation begins with the same messages up to the first of the user.
+    """
+    by_name = {
+        name: turn for turn in turns for name in (*turn.call_ids, turn.message.get(HANDLE)) if name
+    }
+    for message in reversed(messages):
+        if message["role"] != "assistant":
+            continue
+        names = [call["id"] for call in message.get("tool_calls", ())]
+        for name in (*names, message.get(HANDLE)):
+            if name in by_name:
+                return by_name[name]
+        text = message["content"].strip()
+        for turn in reversed(turns):
+            if text and not turn.call_ids and turn.message["content"].strip() == text:
+                return turn
+    opening = opening_of(messages)
+    for turn in reversed(turns):
+        if opening and opening_of(turn.conversation) == opening:
+            return turn
+    return None
+
+
+def opening_of(messages: Sequence[Message]) -> list[bytes]:
+    """Return the messages up to the first of the user, or none if there is no such message."""
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    return [canonical(message) for message in messages[: users[0] + 1]] if users else []
+
+
+def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tuple[Restart, str]:
+    """Return the kind and a description of the first message in which a request differs.
+
+    Example: ``(Restart.system, "message 0 (system), character 17: sent '12:01', issued
+    '12:00'")``
+    """
+    pairs = zip(sent, issued, strict=False)
+    index = next((i for i, (a, b) in enumerate(pairs) if not _is_same(a, b)), None)
+    if index is None:
+        if len(sent) > len(issued):
+            return Restart.edited, f"message {len(issued)} was not issued"
+        return Restart.dropped, f"{len(issued) - len(sent)} messages that followed are missing"
+    sent_message, issued_message = sent[index], issued[index]
+    roles = (sent_message["role"], issued_message["role"])
+    where = f"message {index} ({issued_message['role']})"
+    if "system" in roles:
+        kind = Restart.system
+    elif canonical(sent_message) in map(canonical, issued[index + 1 :]):
+        return Restart.dropped, f"{where} is missing"
+    elif roles == ("tool", "tool"):
+        kind = Restart.tools
+    else:
+        kind = Restart.edited
+    return kind, f"{where}{_text_difference(_as_text(sent_message), _as_text(issued_message))}"
+
+
+def _is_same(sent: Message, issued: Message) -> bool:
+    """Return True if a message is the one that was issued, however it is spelt."""
+    return canonical(sent) == canonical(issued) and reasoning_agrees((sent,), (issued,))
+
+
+def _text_difference(sent: str, issued: str) -> str:
+    """Return where two texts begin to differ, as the end of a sentence."""
+    pairs = zip(sent, issued, strict=False)
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(sent), len(issued)))
+    return (
+        f", character {index}: sent {sent[index:][:QUOTED]!r}, issued {issued[index:][:QUOTED]!r}"
+    )
+
+
+def _as_text(message: Message) -> str:
+    """Return a message's content, calls and reasoning as one text, for a person to read."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    text = str(message["content"]) + (json.dumps(calls, sort_keys=True) if calls else "")
+    reasoning = message.get("reasoning_content")
+    return text if reasoning is None else f"{text} (reasoning: {reasoning})"

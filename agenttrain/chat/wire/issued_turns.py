@@ -1,0 +1,268 @@
+"""Requests matched with the turns that were issued, message by message.
+
+A client sends its conversation anew with every request. Its turns from us are recognised, so that
+the ids that were sampled go on. Nothing is rendered and tokenised again::
+
+    issued     [system, user] -> A            [system, user, A, tool 7] -> B
+    sent       system, user, A, tool 7        the last turn is A, and goes on
+    sent       system*, user, A, tool 7       A stands behind another system message: no match
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
+
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.wire.normal import HANDLE
+from agenttrain.chat.wire.openai import RequestError
+from agenttrain.types import AssistantTurn, Finish, Message, Origin
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class IssuedTurn:
+    """A turn that a client was given. Each server adds where it keeps the ids before it."""
+
+    turn: AssistantTurn
+    completion_ids: tuple[int, ...]
+    finish: Finish
+    call_ids: tuple[str, ...]
+    """Ids that the client was given, one for each call. "" for a call that was part of the text."""
+    conversation: tuple[Message, ...]
+    """Messages of the request, and the answer as it was issued."""
+    tools: bytes
+    """Digest of the request's tools."""
+    request_digest: bytes
+    """Digest of the messages of the request."""
+
+    @property
+    def message(self) -> Message:
+        """The answer as it was issued."""
+        return self.conversation[-1]
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the conversation."""
+        return _extend(self.request_digest, self.message)
+
+    def replies(self, new_messages: Sequence[Message]) -> list[Message]:
+        """Return the messages behind the turn, the replies under the ids of the model's calls.
+
+        The client never saw a malformed call that was part of the text, and the template shows a
+        reply to each call. Such a call gets our own reply.
+        """
+        contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
+        replies: list[Message] = []
+        for call_id, call in zip(self.call_ids, self.turn.calls, strict=True):
+            content = contents.get(call_id, call.malformed_reply)
+            replies.append(
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+            )
+        return [*replies, *(without_handle(m) for m in new_messages if m["role"] != "tool")]
+
+    def suffix(
+        self, chat: Chat, replies: Sequence[Message], *, generation_prompt: bool
+    ) -> list[tuple[Origin, list[int]]]:
+        """Return the ids that follow the turn, by origin. Raises ChatError."""
+        return chat.suffix(
+            self.turn,
+            replies,
+            completion_ids=self.completion_ids,
+            finish=self.finish,
+            generation_prompt=generation_prompt,
+        )
+
+
+T = TypeVar("T", bound=IssuedTurn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match(Generic[T]):
+    """How a request relates to the turns that were issued."""
+
+    turn: T | None = None
+    """The turn that the request continues. None: it has to be rendered."""
+    new_messages: tuple[Message, ...] = ()
+    """Messages of the request behind that turn."""
+    ambiguous: bool = False
+    """Several turns match, and this is the newest."""
+    other_tools: bool = False
+    """The request would continue a turn if its tools were those of that turn."""
+    digest: bytes = b""
+    """Digest of the request's messages."""
+
+
+@dataclass(slots=True)
+class IssuedTurns(Generic[T]):
+    """The turns that a server issued, oldest first."""
+
+    turns: list[T] = field(default_factory=list)
+    _by_digest: dict[bytes, list[T]] = field(default_factory=dict)
+
+    def add(self, turn: T) -> None:
+        """Remember an issued turn."""
+        self.turns.append(turn)
+        self._by_digest.setdefault(turn.digest, []).append(turn)
+
+    def forget(self, turn: T) -> None:
+        """Remove a turn, which no request continues from now on."""
+        self.turns.remove(turn)
+        turns = self._by_digest[turn.digest]
+        turns.remove(turn)
+        if not turns:
+            del self._by_digest[turn.digest]
+
+    def twins(self, turn: T) -> list[T]:
+        """Return the turns with the conversation, reasoning and tools of `turn`."""
+        return [
+            twin
+            for twin in self._by_digest.get(turn.digest, ())
+            if (twin.tools, twin.turn.reasoning) == (turn.tools, turn.turn.reasoning)
+        ]
+
+    def match(self, messages: Sequence[Message], tools: bytes) -> Match[T]:
+        """Find the turn that a request continues. `messages` are `in_call_order`.
+
+        That is the turn of its last answer. If we did not issue that one, it continues none.
+        """
+        digests = _digests(messages)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            return Match(digest=digests[-1])
+        end = answers[-1] + 1
+        candidates = [
+            turn
+            for turn in self._by_digest.get(digests[end - 1], ())
+            if reasoning_agrees(messages[:end], turn.conversation)
+        ]
+        same_tools = [turn for turn in candidates if turn.tools == tools]
+        return Match(
+            turn=same_tools[-1] if same_tools else None,
+            new_messages=tuple(messages[end:]),
+            ambiguous=len(same_tools) > 1,
+            other_tools=bool(candidates) and not same_tools,
+            digest=digests[-1],
+        )
+
+
+def without_handle(message: Message) -> Message:
+    """Return a message without the keys that templates do not know."""
+    return {key: value for key, value in message.items() if key != HANDLE}
+
+
+def tools_digest(schemas: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return a digest of tools that is the same in any order of them."""
+    return _tools_digest(json.dumps(schemas))
+
+
+@lru_cache(maxsize=1024)
+def _tools_digest(schemas: str) -> bytes:
+    """Return the digest of tools, given as JSON: clients send the same ones with each request."""
+    texts = sorted(_json(_without_nulls(schema)) for schema in json.loads(schemas))
+    return hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).digest()
+
+
+def in_call_order(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the replies to each turn's calls in the order of the calls.
+
+    Raises RequestError unless each call of an assistant message has exactly one reply right behind
+    it, and each reply has a call.
+    """
+    result: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
+        if message["role"] == "tool":
+            raise RequestError(
+                f"messages: the tool message for {message['tool_call_id']} has no place here; it "
+                "follows the assistant message with its call",
+                param="messages",
+            )
+        result.append(message)
+        if message["role"] != "assistant":
+            continue
+        replies: dict[str, Message] = {}
+        call_ids = [call["id"] for call in message.get("tool_calls", ())]
+        while index < len(messages) and messages[index]["role"] == "tool":
+            call_id = messages[index]["tool_call_id"]
+            if call_id in replies or call_id not in call_ids:
+                raise RequestError(
+                    f"messages: the tool message for {call_id} is there twice, or has no call in "
+                    "the assistant message before it",
+                    param="messages",
+                )
+            replies[call_id] = messages[index]
+            index += 1
+        unanswered = [call_id for call_id in call_ids if call_id not in replies]
+        if unanswered or len(set(call_ids)) != len(call_ids):
+            raise RequestError(
+                f"messages: the assistant made the calls {', '.join(call_ids)}, and each needs "
+                f"exactly one tool message behind it; {', '.join(unanswered) or 'an id'} has "
+                f"{'none' if unanswered else 'two calls'}",
+                param="messages",
+            )
+        result += [replies[call_id] for call_id in call_ids]
+    return result
+
+
+def reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> bool:
+    """Return True if reasoning and handles that were sent are those that were issued."""
+    return all(
+        message.get(key) in (None, issued[index].get(key))  # most clients send no reasoning
+        for index, message in enumerate(sent)
+        if message["role"] == "assistant"
+        for key in ("reasoning_content", HANDLE)
+    )
+
+
+def _digests(messages: Sequence[Message]) -> list[bytes]:
+    """Return for each message a digest of the messages up to and with it."""
+    digests, digest = [], b""
+    for message in messages:
+        digest = _extend(digest, message)
+        digests.append(digest)
+    return digests
+
+
+def _extend(digest: bytes, message: Message) -> bytes:
+    """Return the digest of the messages of `digest` and one more message."""
+    return hashlib.sha256(digest + canonical(message)).digest()
+
+
+def canonical(message: Message) -> bytes:
+    """Return a message without reasoning, in a form that is the same for all its spellings."""
+    content = str(message["content"])
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        text = function.get("text")
+        arguments = _whole_numbers(function["arguments"]) if text is None else {"text": text}
+        calls.append([call["id"], function["name"], text is None, arguments])
+    if message["role"] == "assistant":
+        content = content.strip()
+    parts = [message["role"], content, calls, message.get("tool_call_id")]
+    return _json(parts).encode("utf-8", "surrogatepass")
+
+
+def _whole_numbers(value: Any) -> Any:
+    """Return a JSON value in which 3.0 is 3, as some languages write it."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a JSON value without the keys whose value is null, which some clients leave out."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+_json = json.JSONEncoder(sort_keys=True).encode
