@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -79,18 +80,15 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(file: Path | None) -> int:
-    """Print the report; return exit code 1 if the default command cannot run.
-
-    `file`: value of `--json`. Raises ConfigError.
-    """
-    console = Console(stderr=file == STDOUT)
+def doctor(args: Namespace) -> int:
+    """Print the report; return exit code 1 if the default command cannot run."""
+    console = Console(stderr=args.json == STDOUT)
     with console.status("importing torch …"):
         findings = list(examine())
     width = max(len(finding.part) for finding in findings)
     broken = [finding.part for finding in findings if finding.state is State.broken]
     report = {"ok": not broken, "findings": [asdict(finding) for finding in findings]}
-    if not write_report(report, file):
+    if not write_report(report, args.json):
         return int(bool(broken))
     for finding in findings:
         line = Text.assemble(

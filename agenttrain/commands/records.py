@@ -13,6 +13,7 @@ from agenttrain.settings.command_line import take_trust
 from agenttrain.settings.compose import Source, check_writable, hydra_session, open_keys
 from agenttrain.settings.saved import replayed, rescored, viewed
 from agenttrain.tracking.pictures import FOLDER as PICTURES
+from agenttrain.tracking.rollouts import written_step
 from agenttrain.types import AgenttrainError, ConfigError
 
 STAGES: dict[str, tuple[str, ...]] = {
@@ -48,11 +49,9 @@ def replay(args: Namespace) -> int:
             from agenttrain.commands.replay_crash import replay_crash  # torch comes with it
 
             return replay_crash(config, folder)
-        from agenttrain.commands.recorded import written_steps
         from agenttrain.commands.replay import replay_rollouts
 
-        if step is None:
-            step = written_steps(folder, f"replay {folder}")[-1]
+        step = written_step(folder, step, f"replay {folder}")
         return replay_rollouts(config, folder, step=step, rollout_id=args.rollout, live=live)
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
@@ -92,27 +91,21 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(str(error)) from error
 
 
-def view(folder: Path, number: int | None, to: Path | None) -> int:
-    """Write the page of a step and print its path.
+def view(args: Namespace) -> int:
+    """Write the page of a step and print its path; raises ConfigError.
 
-    The page is written beside the rollouts unless `to` names another file.
+    The page is written beside the rollouts unless `--to` names another file.
     """
+    folder = args.folder
     with hydra_session(Source()):
         composed = viewed(folder, Source())
-    written = sorted((folder / "rollouts").glob("step-*.jsonl"))
-    if not written:
-        raise ConfigError(f"view {folder}: the run has written no rollouts (tracker.rollouts)")
-    numbers = [int(path.stem.removeprefix("step-")) for path in written]
-    step = numbers[-1] if number is None else number
-    if step not in numbers:
-        known = f"there are {numbers[0]} to {numbers[-1]}"
-        raise ConfigError(f"view --step {step}: no rollouts of that step; {known}")
-    if to is None:
+    step = written_step(folder, args.step, f"view {folder}")
+    if args.to is None:
         remedy = "write the page elsewhere: --to page.html"
         check_writable(folder / "rollouts", f"view {folder}", remedy)
     from agenttrain.runs.report import write_page
 
-    print(page := write_page(composed.config, folder, step, to))
+    print(page := write_page(composed.config, folder, step, args.to))
     pictures = folder / "rollouts" / PICTURES
     if pictures.is_dir() and "data:image/" in page.read_text(encoding="utf-8"):
         print("the page holds the images of its rollouts", file=sys.stderr)

@@ -14,12 +14,11 @@ from agenttrain.commands.recorded import (
     recorded_rubric,
     recorded_tasks,
     step_records,
-    written_steps,
 )
 from agenttrain.rollout.collector import may_be_scored
 from agenttrain.runs.setup import Components, chat_of
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.tracking.rollouts import read_rollout
+from agenttrain.tracking.rollouts import read_rollout, written_steps
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import ConfigError, Rollout, Task
 from agenttrain.utils.json_lines import dumps

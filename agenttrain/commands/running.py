@@ -16,6 +16,7 @@ from shlex import quote
 from omegaconf import Container, OmegaConf
 
 from agenttrain.commands.check import check, check_files
+from agenttrain.commands.verbs import LIKE_TRAIN
 from agenttrain.launch.processes import (
     assigned_folder,
     check_processes,
@@ -73,12 +74,20 @@ RUNS = ("train", "sft", "eval")
 SWEPT = (*RUNS, CHECK)
 
 
-def run_verb(verb: str, args: Namespace, overrides: Sequence[str], *, checks: bool = False) -> int:
-    """Run a verb that starts runs, or checks them; return the exit code. Raises ConfigError."""
-    command = command_of(verb, args, overrides, checks=checks)
-    if args.cfg or args.info or args.hydra_help:
-        return _show(command, args)
-    return _check(command) if checks else run(command)
+def run_verb(args: Namespace, overrides: Sequence[str]) -> int:
+    """Start the runs of `train`, `sft` and `eval`; return the exit code. Raises ConfigError."""
+    command = command_of(args.verb, args, overrides)
+    return _show(command, args) if args.cfg or args.info or args.hydra_help else run(command)
+
+
+def check_verb_settings(args: Namespace, overrides: Sequence[str]) -> int:
+    """Check the settings of a verb; return exit code 1 if a certificate did not pass.
+
+    Raises ConfigError.
+    """
+    verb = CHECK if args.target in (None, *LIKE_TRAIN) else args.target
+    command = command_of(verb, args, overrides, checks=True)
+    return _show(command, args) if args.cfg or args.info or args.hydra_help else _check(command)
 
 
 def run(command: Command) -> int:
@@ -161,16 +170,6 @@ def _show(command: Command, args: Namespace) -> int:
         head = "" if package is None else f"# @package {package}\n"
         print(hide_secrets(head + OmegaConf.to_yaml(part)), end="")
     return 0
-
-
-def compose_single(verb: str, args: Namespace, overrides: Sequence[str]) -> Composed:
-    """Compose and check the settings of a verb about one run. Raises ConfigError."""
-    if args.multirun:
-        raise ConfigError(f"-m: agenttrain {args.verb} is about one run; leave -m out")
-    command = command_of(verb, args, overrides)
-    with hydra_session(command.source):
-        (composed,) = compose_all(command)
-    return composed
 
 
 @no_collections()

@@ -33,6 +33,7 @@ from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import (
     MAIN,
     Completion,
+    ConfigError,
     Delegation,
     Finish,
     Message,
@@ -216,6 +217,23 @@ def in_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
 def step_path(run_folder: Path, step: int) -> Path:
     """Return the path of a step's rollouts: ``<run>/rollouts/step-000001.jsonl``."""
     return run_folder / "rollouts" / f"step-{step:06d}.jsonl"
+
+
+def written_steps(run_folder: Path, command: str) -> list[int]:
+    """Return the steps with recorded rollouts; raises ConfigError if there are none."""
+    paths = sorted((run_folder / "rollouts").glob("step-*.jsonl"))
+    if not paths:
+        raise ConfigError(f"{command}: the run has written no rollouts (tracker.rollouts)")
+    return [int(path.stem.removeprefix("step-")) for path in paths]
+
+
+def written_step(run_folder: Path, step: int | None, command: str) -> int:
+    """Return the step, the last one for None; raises ConfigError if it has no recorded rollouts."""
+    steps = written_steps(run_folder, command)
+    if step is not None and step not in steps:
+        recorded = f"there are {steps[0]} to {steps[-1]}"
+        raise ConfigError(f"{command} --step {step}: no rollouts of that step; {recorded}")
+    return steps[-1] if step is None else step
 
 
 def write_step(
