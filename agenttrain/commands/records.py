@@ -34,7 +34,7 @@ def replay(args: Namespace) -> int:
     live = args.tools == "live"
     whole_step = step is None and args.rollout is None and not live
     crash = _crash_stage(folder) if whole_step else None
-    # tools.json has the schemas of the run's tools; runs of earlier versions have none.
+    # With the schemas in tools.json no code of tools has to run.
     declared = not live and (folder / "tools.json").is_file()
     if crash is not None:
         runs = STAGES[crash]

@@ -119,8 +119,7 @@ def resumed_as_begun(
 
 def _going_on(argument: str, folder: Path, composed: Composed) -> Composed:
     """Prepare `composed` for the run in `folder`; raises ConfigError if that run cannot go on."""
-    # Evaluations of earlier versions record no verb; a run that finished has done a step.
-    if _summary(folder).get("verb") == "eval" or finished_steps(folder) == 0:
+    if _summary(folder).get("verb") == "eval":
         raise ConfigError(
             f"{argument}: holds an evaluation, which cannot go on; name a run's folder"
         )

@@ -147,9 +147,8 @@ def test_a_path_of_ours_that_this_version_lacks(run: Path, trust: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("summary", [{"verb": "eval"}, {"status": "finished", "steps": 0}])
-def test_an_evaluation_does_not_go_on(run: Path, summary: dict[str, object]) -> None:
-    (run / "summary.json").write_text(json.dumps(summary))
+def test_an_evaluation_does_not_go_on(run: Path) -> None:
+    (run / "summary.json").write_text(json.dumps({"verb": "eval"}))
     with pytest.raises(ConfigError, match=f"resume={run}: holds an evaluation"):
         resume(run)
     with hydra_session(SOURCE):
