@@ -11,7 +11,7 @@ from pathlib import Path
 from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import take_trust
 from agenttrain.settings.compose import Source, check_writable, hydra_session, open_keys
-from agenttrain.settings.saved import replayed, rescored, viewed
+from agenttrain.settings.saved import settings_for_replay, settings_for_rescore, settings_for_view
 from agenttrain.tracking.pictures import FOLDER as PICTURES
 from agenttrain.tracking.rollouts import written_step
 from agenttrain.types import AgenttrainError, ConfigError
@@ -43,7 +43,7 @@ def replay(args: Namespace) -> int:
             ("data", "rollout") if declared else ("data", "rollout", "tools", "environment", "user")
         )
     with hydra_session(Source()):
-        config = replayed(folder, Source(), trust=trust, runs=runs).config
+        config = settings_for_replay(folder, Source(), trust=trust, runs=runs).config
     try:
         if crash is not None:
             from agenttrain.commands.replay_crash import replay_crash  # torch comes with it
@@ -81,7 +81,7 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("reward: by which one? add reward=[…]")
     source = Source(extra=None if args.config_dir is None else str(args.config_dir))
     with hydra_session(source):
-        config = rescored(args.folder, open_keys(settings), source, trust=trust).config
+        config = settings_for_rescore(args.folder, open_keys(settings), source, trust=trust).config
     validate(config, code=("reward", "data"))
     try:
         from agenttrain.commands.rescore import rescore as rescore_run
@@ -98,7 +98,7 @@ def view(args: Namespace) -> int:
     """
     folder = args.folder
     with hydra_session(Source()):
-        composed = viewed(folder, Source())
+        composed = settings_for_view(folder, Source())
     step = written_step(folder, args.step, f"view {folder}")
     if args.to is None:
         remedy = "write the page elsewhere: --to page.html"

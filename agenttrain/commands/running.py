@@ -55,11 +55,11 @@ from agenttrain.settings.saved import (
     TRAINED,
     USED,
     check_new,
-    evaluated,
     finished_steps,
-    resumed,
-    resumed_as_begun,
     run_of,
+    settings_for_auto_resume,
+    settings_for_eval,
+    settings_for_resume,
     stopped_when,
 )
 from agenttrain.training.config import Schedule
@@ -211,16 +211,16 @@ def _load_saved(command: Command, saved: Path) -> Composed:
     """Compose the settings of a saved run, with the command's changes."""
     source, trust = command.source, command.trust
     if command.auto:
-        return resumed_as_begun(saved, open_keys(command.overrides), source, trust=trust)
+        return settings_for_auto_resume(saved, open_keys(command.overrides), source, trust=trust)
     if command.verb in ("play", "serve"):
         changes, runs = open_keys(command.overrides), USED[command.verb]
-        return evaluated(saved, changes, source, trust=trust, runs=runs)
+        return settings_for_eval(saved, changes, source, trust=trust, runs=runs)
     if command.verb == "eval":
         # hydra.run.dir= names the evaluation's folder and changes nothing of the run.
         changes = [text for text in command.overrides if not text.startswith(RUN_DIR)]
-        return evaluated(saved, open_keys(changes), source, trust=trust)
+        return settings_for_eval(saved, open_keys(changes), source, trust=trust)
     runs = USED.get(command.verb, TRAINED)
-    return resumed(saved, open_keys(command.overrides), source, trust=trust, runs=runs)
+    return settings_for_resume(saved, open_keys(command.overrides), source, trust=trust, runs=runs)
 
 
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:

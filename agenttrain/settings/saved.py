@@ -76,7 +76,7 @@ def check_new(config: RunConfig) -> None:
         raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
 
 
-def resumed(
+def settings_for_resume(
     folder: Path,
     overrides: Sequence[str],
     source: Source,
@@ -94,7 +94,7 @@ def resumed(
     return _going_on(argument, folder, changed)
 
 
-def resumed_as_begun(
+def settings_for_auto_resume(
     folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
 ) -> Composed:
     """Return the settings of `resume=auto` for the run in `folder`: those under `overrides`.
@@ -146,27 +146,27 @@ def differences(
         yield ".".join(prefix), before, now
 
 
-def viewed(folder: Path, source: Source) -> Composed:
-    """Return the settings of `view <folder>`, a run or evaluation, as `resumed`."""
+def settings_for_view(folder: Path, source: Source) -> Composed:
+    """Return the settings of `view <folder>`, a run or evaluation, as `settings_for_resume`."""
     return _changed(f"view {folder}", folder, [], (), source, runs=())
 
 
-def replayed(
+def settings_for_replay(
     folder: Path, source: Source, *, trust: bool = False, runs: Sequence[str] = TRAINED
 ) -> Composed:
-    """Return the settings of `replay <folder>`, a run or crash, as `resumed`."""
+    """Return the settings of `replay <folder>`, a run or crash, as `settings_for_resume`."""
     return _changed(f"replay {folder}", folder, [], (), source, runs=runs, trust=trust)
 
 
-def rescored(
+def settings_for_rescore(
     folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
 ) -> Composed:
-    """Return the settings of `rescore <folder>`, with another reward; as `resumed`."""
+    """Return the settings of `rescore <folder>`, with another reward; as `settings_for_resume`."""
     runs, allowed = ("reward", "data"), ("reward",)
     return _changed(f"rescore {folder}", folder, overrides, allowed, source, runs=runs, trust=trust)
 
 
-def evaluated(
+def settings_for_eval(
     folder: Path,
     overrides: Sequence[str],
     source: Source,
@@ -176,8 +176,8 @@ def evaluated(
 ) -> Composed:
     """Return the settings of `eval run=<folder>`, with the checkpoint as the model.
 
-    `folder` is a run's, for its newest checkpoint, or a checkpoint's. `runs` as for `resumed`.
-    Raises ConfigError. Needs a `hydra_session`.
+    `folder` is a run's, for its newest checkpoint, or a checkpoint's. `runs` as for
+    `settings_for_resume`. Raises ConfigError. Needs a `hydra_session`.
     """
     run = run_of(folder)
     composed = _changed(f"run={run}", run, overrides, EVALUABLE, source, runs=runs, trust=trust)

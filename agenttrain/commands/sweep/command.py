@@ -30,7 +30,7 @@ from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed, Source, check_writable, compose_raw
 from agenttrain.settings.messages import explained
 from agenttrain.settings.pinning import pins
-from agenttrain.settings.saved import RESUMABLE, resumed
+from agenttrain.settings.saved import RESUMABLE, settings_for_resume
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import overrides_in_this_layout
@@ -142,7 +142,9 @@ def _resume_held(
     configs = []
     for one in jobs:
         if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
-            config = resumed(one.folder, changes, command.source, trust=command.trust).config
+            config = settings_for_resume(
+                one.folder, changes, command.source, trust=command.trust
+            ).config
             validate(config)
             check_for_verb(record.verb, config)
             configs.append(config)
