@@ -11,16 +11,18 @@ from pathlib import Path
 from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import take_trust
 from agenttrain.settings.compose import Source, check_writable, hydra_session, open_keys
-from agenttrain.settings.saved import settings_for_replay, settings_for_rescore, settings_for_view
+from agenttrain.settings.saved import saved_settings
 from agenttrain.tracking.pictures import FOLDER as PICTURES
 from agenttrain.tracking.rollouts import written_step
 from agenttrain.types import AgenttrainError, ConfigError
 
+SCORING = ("reward", "data")
+"""Sections whose code runs when rollouts are scored."""
 STAGES: dict[str, tuple[str, ...]] = {
     "weights": (),
     "logprobs": (),
     "update": ("algorithm",),
-    "reward": ("reward", "data"),
+    "reward": SCORING,
 }
 """Stage of a step that may fail -> sections whose code runs when it is repeated."""
 
@@ -43,7 +45,7 @@ def replay(args: Namespace) -> int:
             ("data", "rollout") if declared else ("data", "rollout", "tools", "environment", "user")
         )
     with hydra_session(Source()):
-        config = settings_for_replay(folder, Source(), trust=trust, runs=runs).config
+        config = saved_settings(f"replay {folder}", folder, Source(), runs=runs, trust=trust).config
     try:
         if crash is not None:
             from agenttrain.commands.replay_crash import replay_crash  # torch comes with it
@@ -81,8 +83,16 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("reward: by which one? add reward=[…]")
     source = Source(extra=None if args.config_dir is None else str(args.config_dir))
     with hydra_session(source):
-        config = settings_for_rescore(args.folder, open_keys(settings), source, trust=trust).config
-    validate(config, code=("reward", "data"))
+        config = saved_settings(
+            f"rescore {args.folder}",
+            args.folder,
+            source,
+            overrides=open_keys(settings),
+            allowed=("reward",),
+            runs=SCORING,
+            trust=trust,
+        ).config
+    validate(config, code=SCORING)
     try:
         from agenttrain.commands.rescore import rescore as rescore_run
 
@@ -98,7 +108,7 @@ def view(args: Namespace) -> int:
     """
     folder = args.folder
     with hydra_session(Source()):
-        composed = settings_for_view(folder, Source())
+        composed = saved_settings(f"view {folder}", folder, Source())
     step = written_step(folder, args.step, f"view {folder}")
     if args.to is None:
         remedy = "write the page elsewhere: --to page.html"

@@ -90,8 +90,10 @@ def settings_for_resume(
     `runs` have to be data (`untrusted.py`), or the user's own.
     """
     argument = f"resume={folder}"
-    changed = _changed(argument, folder, overrides, RESUMABLE, source, runs=runs, trust=trust)
-    return _going_on(argument, folder, changed)
+    composed = saved_settings(
+        argument, folder, source, overrides=overrides, allowed=RESUMABLE, runs=runs, trust=trust
+    )
+    return _going_on(argument, folder, composed)
 
 
 def settings_for_auto_resume(
@@ -146,26 +148,6 @@ def differences(
         yield ".".join(prefix), before, now
 
 
-def settings_for_view(folder: Path, source: Source) -> Composed:
-    """Return the settings of `view <folder>`, a run or evaluation, as `settings_for_resume`."""
-    return _changed(f"view {folder}", folder, [], (), source, runs=())
-
-
-def settings_for_replay(
-    folder: Path, source: Source, *, trust: bool = False, runs: Sequence[str] = TRAINED
-) -> Composed:
-    """Return the settings of `replay <folder>`, a run or crash, as `settings_for_resume`."""
-    return _changed(f"replay {folder}", folder, [], (), source, runs=runs, trust=trust)
-
-
-def settings_for_rescore(
-    folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
-) -> Composed:
-    """Return the settings of `rescore <folder>`, with another reward; as `settings_for_resume`."""
-    runs, allowed = ("reward", "data"), ("reward",)
-    return _changed(f"rescore {folder}", folder, overrides, allowed, source, runs=runs, trust=trust)
-
-
 def settings_for_eval(
     folder: Path,
     overrides: Sequence[str],
@@ -180,7 +162,15 @@ def settings_for_eval(
     `settings_for_resume`. Raises ConfigError. Needs a `hydra_session`.
     """
     run = run_of(folder)
-    composed = _changed(f"run={run}", run, overrides, EVALUABLE, source, runs=runs, trust=trust)
+    composed = saved_settings(
+        f"run={run}",
+        run,
+        source,
+        overrides=overrides,
+        allowed=EVALUABLE,
+        runs=runs,
+        trust=trust,
+    )
     checkpoint = run / "checkpoints" / "latest" if run == folder else folder
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
@@ -291,14 +281,14 @@ def tracker_project(command: Command) -> str | None:
     return typed.get("hydra.job.name", "run" if experiment in ("none", "null") else experiment)
 
 
-def _changed(
+def saved_settings(
     argument: str,
     folder: Path,
-    overrides: Sequence[str],
-    allowed: Sequence[str],
     source: Source,
     *,
-    runs: Sequence[str],
+    overrides: Sequence[str] = (),
+    allowed: Sequence[str] = (),
+    runs: Sequence[str] = (),
     trust: bool = False,
 ) -> Composed:
     """Return the settings of the run in `folder` under overrides, of `allowed` sections only.

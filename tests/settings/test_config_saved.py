@@ -16,9 +16,9 @@ from agenttrain.settings.saved import (
     done_steps,
     finished_steps,
     run_of,
+    saved_settings,
     settings_for_eval,
     settings_for_resume,
-    settings_for_view,
 )
 from agenttrain.types import ConfigError
 from agenttrain.utils.signing import sign
@@ -159,7 +159,7 @@ def test_an_evaluation_does_not_go_on(run: Path) -> None:
     with pytest.raises(ConfigError, match=f"resume={run}: holds an evaluation"):
         resume(run)
     with hydra_session(SOURCE):
-        assert settings_for_view(run, SOURCE).config.steps == 9
+        assert saved_settings("view run", run, SOURCE).config.steps == 9
 
 
 def test_a_run_does_not_go_back(run: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_resolver_of_others_is_named_before_it_is_resolved(run: Path, monkeypa
 
 def viewed_run(folder: Path) -> Composed:
     with hydra_session(SOURCE):
-        return settings_for_view(folder, SOURCE)
+        return saved_settings("view run", folder, SOURCE)
 
 
 def test_a_typed_value_is_the_users_and_what_it_is_merged_into_is_not(run: Path) -> None:
