@@ -8,13 +8,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from agenttrain.commands.verb import refusing
 from agenttrain.settings.checks import validate
-from agenttrain.settings.command_line import take_trust
+from agenttrain.settings.command_line import source_of, take_trust
 from agenttrain.settings.compose import Source, check_writable, hydra_session, open_keys
 from agenttrain.settings.saved import saved_settings
 from agenttrain.tracking.pictures import FOLDER as PICTURES
 from agenttrain.tracking.rollouts import written_step
-from agenttrain.types import AgenttrainError, ConfigError
+from agenttrain.types import ConfigError
 
 SCORING = ("reward", "data")
 """Sections whose code runs when rollouts are scored."""
@@ -46,7 +47,7 @@ def replay(args: Namespace) -> int:
         )
     with hydra_session(Source()):
         config = saved_settings(f"replay {folder}", folder, Source(), runs=runs, trust=trust).config
-    try:
+    with refusing():
         if crash is not None:
             from agenttrain.commands.replay_crash import replay_crash  # torch comes with it
 
@@ -55,8 +56,6 @@ def replay(args: Namespace) -> int:
 
         step = written_step(folder, step, f"replay {folder}")
         return replay_rollouts(config, folder, step=step, rollout_id=args.rollout, live=live)
-    except (AgenttrainError, OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
 
 
 def _crash_stage(folder: Path) -> str | None:
@@ -81,7 +80,7 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
     settings, trust = take_trust(overrides)
     if not any(text.startswith("reward") for text in settings):
         raise ConfigError("reward: by which one? add reward=[…]")
-    source = Source(extra=None if args.config_dir is None else str(args.config_dir))
+    source = source_of(args)
     with hydra_session(source):
         config = saved_settings(
             f"rescore {args.folder}",
@@ -93,12 +92,10 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
             trust=trust,
         ).config
     validate(config, code=SCORING)
-    try:
+    with refusing():
         from agenttrain.commands.rescore import rescore as rescore_run
 
         return rescore_run(config, args.folder, step=args.step, to=args.to)
-    except (AgenttrainError, OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
 
 
 def view(args: Namespace) -> int:

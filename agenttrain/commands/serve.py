@@ -7,12 +7,13 @@ from argparse import Namespace
 from socket import gethostname, socket
 from typing import TYPE_CHECKING
 
+from agenttrain.commands.verb import refusing
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.engines.spec import ServedModel
 from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.types import AgenttrainError, ConfigError
+from agenttrain.types import ConfigError
 from agenttrain.utils.child_process import ChildGone
 from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.model_path import (
@@ -72,10 +73,8 @@ def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> 
                 f"note: --host {args.host}: everybody who reaches this address can use the "
                 "model; nothing is authenticated"
             )
-        try:
+        with refusing():
             (_serve_by_engine if own_server else _serve_here)(config, args, listener)
-        except (AgenttrainError, OSError, ValueError) as error:
-            raise ConfigError(str(error)) from error
     return 0
 
 

@@ -14,7 +14,7 @@ from rich.json import JSON
 from rich.padding import Padding
 from rich.text import Text
 
-from agenttrain.commands.verb import write_report
+from agenttrain.commands.verb import refusing, write_report
 from agenttrain.data.tasks import TaskSource
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.episode import end_episode, start_episode
@@ -23,8 +23,6 @@ from agenttrain.runs.setup import Components
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
-    AgenttrainError,
-    ConfigError,
     Rollout,
     Task,
     ToolCall,
@@ -48,12 +46,10 @@ def show(
     otherwise calls are made for the first row. Raises ConfigError for tools that cannot be built,
     and for rows and tools that do not exist.
     """
-    try:
+    with refusing():
         components = Components(config)
         toolbox, environments = components.toolbox, components.environments
         row_tools, results = asyncio.run(_try(components, args, calls))
-    except (AgenttrainError, OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
     tools: dict[str | None, list[dict[str, Any]]] = {None: _described(row_tools or toolbox)}
     if row_tools is None:
         tools |= {name: _described(methods) for name, methods in environments.toolboxes.items()}

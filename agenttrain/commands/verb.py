@@ -23,14 +23,15 @@ from argparse import (
     _AppendAction,
 )
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agenttrain.types import ConfigError
+from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.names import did_you_mean
 
 VERBS = (
@@ -357,6 +358,15 @@ def one_of(*names: str) -> Callable[[str], str]:
         return text
 
     return read
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise errors of the user's settings, files and data as ConfigError, with the same text."""
+    try:
+        yield
+    except (AgenttrainError, OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def write_report(report: Any, file: Path | None) -> bool:

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from agenttrain.chat.chat import Chat
 from agenttrain.commands.rehearse.stub import Stub
-from agenttrain.commands.verb import write_report
+from agenttrain.commands.verb import refusing, write_report
 from agenttrain.data.build import check_needed_columns
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
@@ -34,7 +34,6 @@ from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import (
     AgenttrainError,
-    ConfigError,
     Rollout,
     StopReason,
     ToolError,
@@ -128,14 +127,12 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
 
     Raises ConfigError for components that cannot be built.
     """
-    try:
+    with refusing():
         components = Components(config)
         components.certificate.raise_if_refused()
         for key, source in components.tasks.by_key.items():
             check_needed_columns(source, components.needed_columns, key)
         report = asyncio.run(_rehearse(components, args, overrides))
-    except (AgenttrainError, OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
     if write_report(asdict(report), args.json):
         show(report, args.tokens_per_s)
     return int(bool(report.problems))
