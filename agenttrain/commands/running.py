@@ -50,6 +50,7 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
+from agenttrain.settings.overrides import as_typed
 from agenttrain.settings.pinning import fetch, pin
 from agenttrain.settings.saved import (
     TRAINED,
@@ -66,7 +67,6 @@ from agenttrain.training.config import Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.model_path import PARTS, SIZES
-from agenttrain.utils.overrides import as_typed
 from agenttrain.utils.redaction import hide_secrets
 
 RUNS = ("train", "sft", "eval")

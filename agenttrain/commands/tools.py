@@ -14,6 +14,7 @@ from rich.json import JSON
 from rich.padding import Padding
 from rich.text import Text
 
+from agenttrain.commands.schema_examples import example
 from agenttrain.commands.verb import refusing, write_report
 from agenttrain.data.tasks import TaskSource
 from agenttrain.environments.environments import Environments
@@ -31,7 +32,6 @@ from agenttrain.types import (
 )
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import shell_command
-from agenttrain.utils.schema_examples import example
 
 SEARCHED = 10_000
 """Rows that are searched for a task's id: rows without end are computed one by one."""

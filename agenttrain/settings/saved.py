@@ -27,6 +27,7 @@ from agenttrain.settings.compose import (
     unchanged,
 )
 from agenttrain.settings.messages import check_values, explained
+from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.pinning import adopt_pins
 from agenttrain.settings.resumable import RESUMABLE
 from agenttrain.settings.run_config import RunConfig
@@ -36,7 +37,6 @@ from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import in_this_layout
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import shown
 
 EVALUABLE = (

@@ -29,12 +29,12 @@ from agenttrain.settings.checks import check_for_verb, validate
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed, Source, check_writable, compose_raw
 from agenttrain.settings.messages import explained
+from agenttrain.settings.overrides import key_of
 from agenttrain.settings.pinning import pins
 from agenttrain.settings.saved import RESUMABLE, settings_for_resume
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import overrides_in_this_layout
-from agenttrain.utils.overrides import key_of
 from agenttrain.utils.redaction import shell_command
 from agenttrain.utils.sections import validated
 
