@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from agenttrain.commands.recorded import (
-    recorded_rubric,
-    recorded_tasks,
-    step_records,
-)
+from agenttrain.commands.recorded import recorded_rubric, recorded_tasks, step_records
 from agenttrain.rollout.collector import may_be_scored
 from agenttrain.runs.setup import Components
 from agenttrain.settings.run_config import RunConfig

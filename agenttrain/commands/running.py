@@ -17,19 +17,9 @@ from omegaconf import Container, OmegaConf
 
 from agenttrain.commands.check import check, check_files
 from agenttrain.commands.verbs import LIKE_TRAIN
-from agenttrain.launch.processes import (
-    assigned_folder,
-    check_processes,
-    count_gpus,
-    is_later_node,
-)
+from agenttrain.launch.processes import assigned_folder, check_processes, count_gpus, is_later_node
 from agenttrain.launch.start import start
-from agenttrain.settings.checks import (
-    check_for_verb,
-    check_init,
-    check_verb,
-    validate,
-)
+from agenttrain.settings.checks import check_for_verb, check_init, check_verb, validate
 from agenttrain.settings.command_line import (
     RUN_DIR,
     TIMESTAMP,

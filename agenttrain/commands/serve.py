@@ -16,12 +16,7 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.child_process import ChildGone
 from agenttrain.utils.garbage import no_collections
-from agenttrain.utils.model_path import (
-    base_folder,
-    model_folder,
-    packed_experts,
-    weights_folder,
-)
+from agenttrain.utils.model_path import base_folder, model_folder, packed_experts, weights_folder
 from agenttrain.utils.temporary import TemporaryFolder
 
 if TYPE_CHECKING:

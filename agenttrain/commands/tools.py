@@ -23,13 +23,7 @@ from agenttrain.rollout.row_tools import RowTools
 from agenttrain.runs.setup import Components
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import (
-    Rollout,
-    Task,
-    ToolCall,
-    ToolContext,
-    ToolResult,
-)
+from agenttrain.types import Rollout, Task, ToolCall, ToolContext, ToolResult
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import shell_command
 

@@ -23,12 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from agenttrain.tracking.pictures import (
-    placed_images,
-    recorded_messages,
-    shown_text,
-    write_images,
-)
+from agenttrain.tracking.pictures import placed_images, recorded_messages, shown_text, write_images
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import (
     Completion,

@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.commands.plan import other_gpus, servers
-from agenttrain.commands.plan.estimate import (
-    GIB,
-    MemoryEstimate,
-    PlannedHardware,
-    has_policy_copy,
-)
+from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware, has_policy_copy
 from agenttrain.commands.plan.other_gpus import OtherGpus, plan_other_gpus
 from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.commands.plan.servers import FleetPlan, Speeds, plan_servers, trainers_of

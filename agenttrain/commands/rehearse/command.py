@@ -32,13 +32,7 @@ from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.types import (
-    AgenttrainError,
-    Rollout,
-    StopReason,
-    ToolError,
-    ToolResult,
-)
+from agenttrain.types import AgenttrainError, Rollout, StopReason, ToolError, ToolResult
 from agenttrain.utils.redaction import shell_command
 
 CONTEXT = 32_768
