@@ -40,7 +40,7 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
-from agenttrain.settings.overrides import as_typed
+from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.pinning import fetch, pin
 from agenttrain.settings.saved import (
     TRAINED,
@@ -216,8 +216,10 @@ def _load_saved(command: Command, saved: Path) -> Composed:
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     """Compose and check one new run."""
     verb = command.verb
-    if not command.sweep:
-        _check_outside_sweep(overrides)
+    if not command.sweep and any(key_of(text).split(".")[0] == "sweep" for text in overrides):
+        from agenttrain.commands.sweep.command import check_outside_sweep
+
+        check_outside_sweep(overrides)
     composed = compose_new(overrides, command.source, starts=verb in RUNS)
     check_new(composed.config)
     validate(composed.config, SIZES if verb == "plan" else tuple(PARTS))
@@ -226,13 +228,6 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     check_init(verb, composed.config)
     check_for_verb(verb, composed.config, overrides)
     return composed
-
-
-def _check_outside_sweep(overrides: Sequence[str]) -> None:
-    if any(text.lstrip("+").startswith(("sweep=", "sweep.")) for text in overrides):
-        from agenttrain.commands.sweep.command import check_outside_sweep
-
-        check_outside_sweep(overrides)
 
 
 def _continue_run(command: Command, saved: Path, composed: Composed) -> int:

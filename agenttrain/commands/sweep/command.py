@@ -191,9 +191,7 @@ def _with_trials(folder: Path, record: SweepRecord, trials: int) -> SweepRecord:
 
 def check_outside_sweep(overrides: Sequence[str]) -> None:
     """Raise ConfigError for settings of a sweep in a run that is not a job of a sweep."""
-    typed = [text for text in overrides if text.lstrip("+").startswith(("sweep=", "sweep."))]
-    if not typed:
-        return
+    typed = [text for text in overrides if key_of(text).split(".")[0] == "sweep"]
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     folders = [o.value() for o in parsed if o.key_or_group == "hydra.run.dir"]
     if not folders or not is_job(Path(str(folders[-1]))):
