@@ -156,13 +156,8 @@ def _python(code: str) -> tuple[str, str]:
 
 def _versions() -> Iterator[Finding]:
     """Yield Python, the packages that agenttrain needs, its extras, and versions that clash."""
-    old = sys.version_info < (3, 11)
-    yield Finding(
-        part="Python",
-        state=State.broken if old else State.ok,
-        detail=f"{platform.python_version()}, {sys.executable}",
-        remedy="install Python 3.11 or newer" if old else "",
-    )
+    detail = f"{platform.python_version()}, {sys.executable}"
+    yield Finding(part="Python", state=State.ok, detail=detail)
     try:
         needed = [Requirement(text) for text in requires("agenttrain") or ()]
     except PackageNotFoundError:
