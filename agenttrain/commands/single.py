@@ -44,12 +44,13 @@ def tools(args: Namespace, overrides: Sequence[str]) -> int:
 
 def plan(args: Namespace, overrides: Sequence[str]) -> int:
     """Print the memory per GPU; return exit code 1 if the run does not fit."""
-    from agenttrain.commands.plan.command import planned, show
+    from agenttrain.commands.plan.command import announced_if_slow, planned, show
 
     options = planned(args)
     composed = compose_single("plan", args, overrides)
     admit_engine(composed)
-    return show(composed.config, options)
+    with announced_if_slow(composed.config.model.path):
+        return show(composed.config, options)
 
 
 def rehearse(args: Namespace, overrides: Sequence[str]) -> int:

@@ -107,11 +107,6 @@ def announced_if_slow(path: str, after_s: float = SLOW_S) -> Iterator[None]:
 
 def show(config: RunConfig, options: PlanOptions) -> int:
     """Print the plan. Return exit code 1 if the run does not fit. Raises ConfigError."""
-    with announced_if_slow(config.model.path):
-        return _show(config, options)
-
-
-def _show(config: RunConfig, options: PlanOptions) -> int:
     machine = _planned_machine(config, options)
     planner = Planner(config, machine, options.prompt_tokens)
     memory = planner.estimate()
