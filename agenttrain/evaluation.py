@@ -350,9 +350,7 @@ def from_json(results: dict[str, Any]) -> list[Scores]:
     ]
 
 
-def _estimate(value: dict[str, Any] | float | None) -> Estimate:
-    """Read an estimate: null stands for NaN, and earlier versions wrote the mean alone."""
-    if not isinstance(value, dict):
-        value = {"mean": value, "low": None, "high": None, "n": 0}
+def _estimate(value: dict[str, Any]) -> Estimate:
+    """Read an estimate: null stands for NaN."""
     ends = [math.nan if value[name] is None else value[name] for name in ("mean", "low", "high")]
     return Estimate(mean=ends[0], low=ends[1], high=ends[2], n=value["n"])

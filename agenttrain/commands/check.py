@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from agenttrain.commands.verb import refusing
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.machine import CHECK, float32_on_gpu
 from agenttrain.settings.sizes import describe
-from agenttrain.types import ConfigError
 from agenttrain.utils.garbage import no_collections
 
 
@@ -62,15 +62,12 @@ def check_files(runs: Sequence[Composed]) -> None:
     if not templates and not schemas:
         return
     from agenttrain.chat.loading import read_spec, read_template  # imports tokenizers
-    from agenttrain.types import AgenttrainError
 
-    try:
+    with refusing():
         for template, revision in templates:
             read_template(template, revision)
         for path in schemas:
             read_spec(Path(str(path)))
-    except AgenttrainError as error:
-        raise ConfigError(str(error)) from error
 
 
 CERTIFIED = (
@@ -91,7 +88,6 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
     from agenttrain.runs.fingerprints import check_resumed
     from agenttrain.runs.sampling import verify_model
     from agenttrain.runs.setup import Components, complete, overlong_notes, sampling_note
-    from agenttrain.types import AgenttrainError
 
     shown: dict[str, Components] = {}
     checked: set[str] = set()
@@ -101,7 +97,7 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
         others = [config.engine, config.eval, config.training, config.optimizer.name]
         others += [config.algorithm.teacher, config.roles]
         run_key = repr([key, *others, config.tasks_per_step, config.resume])
-        try:
+        with refusing():
             first = key not in shown
             if first:
                 verify_model(config)
@@ -125,6 +121,4 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
                     if note is not None:
                         print(note)
             check_resumed(components)
-        except (AgenttrainError, OSError, ValueError) as error:
-            raise ConfigError(str(error)) from error
     return all(components.certificate.passed for components in shown.values())

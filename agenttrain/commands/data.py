@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from math import ceil
 
+from agenttrain.commands.verb import refusing
 from agenttrain.data.build import column_names
 from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource
 from agenttrain.rollout.episode import end_episode, start_episode
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.pictures import decoded
-from agenttrain.types import AgenttrainError, ConfigError, Rollout, Task
+from agenttrain.types import Rollout, Task
 from agenttrain.utils.content import images_in
 from agenttrain.utils.seeds import derive_seed
 
@@ -29,7 +30,7 @@ def show(config: RunConfig, prompts: int) -> int:
     A run does not start with a template that fails its certificate, or if columns of a reward are
     missing. Raises ConfigError.
     """
-    try:
+    with refusing():
         components = Components(config)
         certificate, tasks = components.certificate, components.tasks
         columns = components.rubric.columns
@@ -55,8 +56,6 @@ def show(config: RunConfig, prompts: int) -> int:
             images = components.chat.place(ids, task.messages)
             text = decoded(components.chat.decode, ids, images)
             print(f"\n{rule}{line}\n{text}{later}")
-    except (AgenttrainError, OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
     if not certificate.passed:
         print(
             "\nthe chat template fails its certificate: agenttrain check prints the reasons",

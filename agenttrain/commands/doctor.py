@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -79,18 +80,15 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(file: Path | None) -> int:
-    """Print the report; return exit code 1 if the default command cannot run.
-
-    `file`: value of `--json`. Raises ConfigError.
-    """
-    console = Console(stderr=file == STDOUT)
+def doctor(args: Namespace) -> int:
+    """Print the report; return exit code 1 if the default command cannot run."""
+    console = Console(stderr=args.json == STDOUT)
     with console.status("importing torch …"):
         findings = list(examine())
     width = max(len(finding.part) for finding in findings)
     broken = [finding.part for finding in findings if finding.state is State.broken]
     report = {"ok": not broken, "findings": [asdict(finding) for finding in findings]}
-    if not write_report(report, file):
+    if not write_report(report, args.json):
         return int(bool(broken))
     for finding in findings:
         line = Text.assemble(
@@ -158,13 +156,8 @@ def _python(code: str) -> tuple[str, str]:
 
 def _versions() -> Iterator[Finding]:
     """Yield Python, the packages that agenttrain needs, its extras, and versions that clash."""
-    old = sys.version_info < (3, 11)
-    yield Finding(
-        part="Python",
-        state=State.broken if old else State.ok,
-        detail=f"{platform.python_version()}, {sys.executable}",
-        remedy="install Python 3.11 or newer" if old else "",
-    )
+    detail = f"{platform.python_version()}, {sys.executable}"
+    yield Finding(part="Python", state=State.ok, detail=detail)
     try:
         needed = [Requirement(text) for text in requires("agenttrain") or ()]
     except PackageNotFoundError:

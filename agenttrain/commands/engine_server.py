@@ -11,8 +11,8 @@ from socket import SO_REUSEADDR, SOL_SOCKET, socket
 from agenttrain.engines.registry import names_with, spec_of, specs
 from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.checks import validate
-from agenttrain.settings.command_line import take_trust
-from agenttrain.settings.compose import Source, compose_new, hydra_session, open_keys
+from agenttrain.settings.command_line import source_of, take_trust
+from agenttrain.settings.compose import compose_new, hydra_session, open_keys
 from agenttrain.settings.machine import Machine, broadcast_problems
 from agenttrain.settings.pinning import fetch
 from agenttrain.settings.trust import check_trusted
@@ -82,8 +82,7 @@ def _alone(args: Namespace, overrides: list[str]) -> int:
     _check_free(host, port)
     if not any(text.startswith("engine=") for text in overrides):
         overrides = [names_with(fleet=True), *overrides]
-    extra = None if args.config_dir is None else str(args.config_dir)
-    source = Source(extra=extra, name=args.config_name or "train")
+    source = source_of(args)
     with hydra_session(source):
         config = compose_new(open_keys(overrides), source, starts=False).config
         validate(config)

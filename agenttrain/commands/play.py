@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,18 +61,6 @@ COMMANDS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayOptions:
-    """Words of the command beside the overrides."""
-
-    folder: Path | None
-    """The run of `run=`; None: a model without a run."""
-    before: bool
-    """`step=0`: the model before training answers too."""
-    row: int
-    """Row of data.test, or of data.train where there is none."""
-
-
 def check_engine(config: RunConfig, overrides: Sequence[str]) -> None:
     """Raise ConfigError for a typed engine with weights of its own; a run's own is replaced."""
     typed = typed_engine(overrides)
@@ -82,14 +71,17 @@ def check_engine(config: RunConfig, overrides: Sequence[str]) -> None:
         )
 
 
-def play(config: RunConfig, options: PlayOptions) -> int:
-    """Talk to the agent until the input ends; return the exit code. Raises ConfigError."""
+def play(config: RunConfig, args: Namespace, folder: Path | None) -> int:
+    """Talk to the agent until the input ends; return the exit code. Raises ConfigError.
+
+    `folder`: the run of `run=`; None for a model without a run.
+    """
     if spec_of(config.engine).own_weights and config.rollout.structured_calls:
         # Set for an engine with grammars, in whose place engine=transformers samples here.
         config = replace(config, rollout=replace(config.rollout, structured_calls=False))
     console = Console(highlight=False, soft_wrap=True)
     with asyncio.Runner() as runner:
-        table = Table(console, config, options)
+        table = Table(console, config, args, folder)
         try:
             with no_collections():
                 runner.run(table.open())
@@ -251,11 +243,15 @@ class Player:
 class Table:
     """Everybody who takes part: the person, and one agent or, with `step=0`, two."""
 
-    def __init__(self, console: Console, config: RunConfig, options: PlayOptions) -> None:
+    def __init__(
+        self, console: Console, config: RunConfig, args: Namespace, folder: Path | None
+    ) -> None:
         self.console = console
         self.config = config
-        self.options = options
-        self.row = options.row
+        self.folder = folder
+        self.compares = args.step == "0"
+        """True: the model before training answers too."""
+        self.row = args.row
         self.players: list[Player] = []
         self._components: Components | None = None
         self._conversations = 0
@@ -272,12 +268,12 @@ class Table:
         config = self.config
         verify_model(config)
         components = self._components = Components(config, "play")
-        if self.options.folder is None:
+        if self.folder is None:
             components.certificate.raise_if_refused()
         self.players.append(Player("agent", components, sampling_engine(config), self.console))
-        if self.options.before:
-            assert self.options.folder is not None
-            path, revision, init = first_model(run_of(self.options.folder))
+        if self.compares:
+            assert self.folder is not None
+            path, revision, init = first_model(run_of(self.folder))
             model = replace(config.model, path=path, revision=revision, init=init)
             first = replace(config, model=model)
             shared = (components.toolbox, components.environments)

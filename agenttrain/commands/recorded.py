@@ -14,28 +14,17 @@ from agenttrain.runs.setup import rubric_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import arithmetic
 from agenttrain.tracking.pictures import with_pictures
-from agenttrain.tracking.rollouts import read_step, step_path
-from agenttrain.types import ConfigError, RowTool, Task
+from agenttrain.tracking.rollouts import read_step, step_path, written_step
+from agenttrain.types import RowTool, Task
 
 Record = Mapping[str, Any]
 EVALUATED = 0
 """Number of the step under which `agenttrain eval` records its rollouts."""
 
 
-def written_steps(folder: Path, command: str) -> list[int]:
-    """Return the steps with recorded rollouts; raises ConfigError if there are none."""
-    paths = sorted((folder / "rollouts").glob("step-*.jsonl"))
-    if not paths:
-        raise ConfigError(f"{command}: the run has written no rollouts (tracker.rollouts)")
-    return [int(path.stem.removeprefix("step-")) for path in paths]
-
-
 def step_records(folder: Path, step: int, command: str) -> list[dict[str, Any]]:
     """Return the records of one step; raises ConfigError that names the recorded steps."""
-    written = written_steps(folder, command)
-    if step not in written:
-        known = f"there are {written[0]} to {written[-1]}"
-        raise ConfigError(f"{command} --step {step}: no rollouts of that step; {known}")
+    written_step(folder, step, command)
     pictures = step_path(folder, step).parent
     return [with_pictures(record, pictures) for record in read_step(folder, step)]
 

@@ -8,18 +8,22 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from agenttrain.commands.verb import refusing
 from agenttrain.settings.checks import validate
-from agenttrain.settings.command_line import take_trust
+from agenttrain.settings.command_line import source_of, take_trust
 from agenttrain.settings.compose import Source, check_writable, hydra_session, open_keys
-from agenttrain.settings.saved import replayed, rescored, viewed
+from agenttrain.settings.saved import saved_settings
 from agenttrain.tracking.pictures import FOLDER as PICTURES
-from agenttrain.types import AgenttrainError, ConfigError
+from agenttrain.tracking.rollouts import written_step
+from agenttrain.types import ConfigError
 
+SCORING = ("reward", "data")
+"""Sections whose code runs when rollouts are scored."""
 STAGES: dict[str, tuple[str, ...]] = {
     "weights": (),
     "logprobs": (),
     "update": ("algorithm",),
-    "reward": ("reward", "data"),
+    "reward": SCORING,
 }
 """Stage of a step that may fail -> sections whose code runs when it is repeated."""
 
@@ -33,7 +37,7 @@ def replay(args: Namespace) -> int:
     live = args.tools == "live"
     whole_step = step is None and args.rollout is None and not live
     crash = _crash_stage(folder) if whole_step else None
-    # tools.json has the schemas of the run's tools; runs of earlier versions have none.
+    # With the schemas in tools.json no code of tools has to run.
     declared = not live and (folder / "tools.json").is_file()
     if crash is not None:
         runs = STAGES[crash]
@@ -42,20 +46,16 @@ def replay(args: Namespace) -> int:
             ("data", "rollout") if declared else ("data", "rollout", "tools", "environment", "user")
         )
     with hydra_session(Source()):
-        config = replayed(folder, Source(), trust=trust, runs=runs).config
-    try:
+        config = saved_settings(f"replay {folder}", folder, Source(), runs=runs, trust=trust).config
+    with refusing():
         if crash is not None:
             from agenttrain.commands.replay_crash import replay_crash  # torch comes with it
 
             return replay_crash(config, folder)
-        from agenttrain.commands.recorded import written_steps
         from agenttrain.commands.replay import replay_rollouts
 
-        if step is None:
-            step = written_steps(folder, f"replay {folder}")[-1]
+        step = written_step(folder, step, f"replay {folder}")
         return replay_rollouts(config, folder, step=step, rollout_id=args.rollout, live=live)
-    except (AgenttrainError, OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
 
 
 def _crash_stage(folder: Path) -> str | None:
@@ -80,39 +80,39 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
     settings, trust = take_trust(overrides)
     if not any(text.startswith("reward") for text in settings):
         raise ConfigError("reward: by which one? add reward=[…]")
-    source = Source(extra=None if args.config_dir is None else str(args.config_dir))
+    source = source_of(args)
     with hydra_session(source):
-        config = rescored(args.folder, open_keys(settings), source, trust=trust).config
-    validate(config, code=("reward", "data"))
-    try:
+        config = saved_settings(
+            f"rescore {args.folder}",
+            args.folder,
+            source,
+            overrides=open_keys(settings),
+            allowed=("reward",),
+            runs=SCORING,
+            trust=trust,
+        ).config
+    validate(config, code=SCORING)
+    with refusing():
         from agenttrain.commands.rescore import rescore as rescore_run
 
         return rescore_run(config, args.folder, step=args.step, to=args.to)
-    except (AgenttrainError, OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
 
 
-def view(folder: Path, number: int | None, to: Path | None) -> int:
-    """Write the page of a step and print its path.
+def view(args: Namespace) -> int:
+    """Write the page of a step and print its path; raises ConfigError.
 
-    The page is written beside the rollouts unless `to` names another file.
+    The page is written beside the rollouts unless `--to` names another file.
     """
+    folder = args.folder
     with hydra_session(Source()):
-        composed = viewed(folder, Source())
-    written = sorted((folder / "rollouts").glob("step-*.jsonl"))
-    if not written:
-        raise ConfigError(f"view {folder}: the run has written no rollouts (tracker.rollouts)")
-    numbers = [int(path.stem.removeprefix("step-")) for path in written]
-    step = numbers[-1] if number is None else number
-    if step not in numbers:
-        known = f"there are {numbers[0]} to {numbers[-1]}"
-        raise ConfigError(f"view --step {step}: no rollouts of that step; {known}")
-    if to is None:
+        composed = saved_settings(f"view {folder}", folder, Source())
+    step = written_step(folder, args.step, f"view {folder}")
+    if args.to is None:
         remedy = "write the page elsewhere: --to page.html"
         check_writable(folder / "rollouts", f"view {folder}", remedy)
     from agenttrain.runs.report import write_page
 
-    print(page := write_page(composed.config, folder, step, to))
+    print(page := write_page(composed.config, folder, step, args.to))
     pictures = folder / "rollouts" / PICTURES
     if pictures.is_dir() and "data:image/" in page.read_text(encoding="utf-8"):
         print("the page holds the images of its rollouts", file=sys.stderr)

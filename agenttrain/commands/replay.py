@@ -133,9 +133,9 @@ def _attempts_of_agents(components: Components, records: Sequence[Record]) -> li
     chat = components.chat
     differences: list[str | None] = []
     for record in records:
-        task = Task(task_id=record["task_id"], messages=(), columns=record["columns"] or {})
+        task = Task(task_id=record["task_id"], messages=(), columns=record["columns"])
         try:
-            rollout = read_again(record, task, record["rollout_id"], chat.stop_token_ids)
+            rollout = read_again(record, task, record["rollout_id"])
         except LedgerError as error:
             differences.append(str(error))
             continue
@@ -218,7 +218,7 @@ async def replay(
     With `live` the tools run, and an environment is reset with its recorded seeds.
     """
     engine = RecordedEngine(
-        completions(record, components.chat.stop_token_ids),
+        completions(record),
         max_context=context_of(config) or sys.maxsize,
     )
     tools, environments = components.toolbox, components.environments

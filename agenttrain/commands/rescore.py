@@ -10,16 +10,11 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from agenttrain.commands.recorded import (
-    recorded_rubric,
-    recorded_tasks,
-    step_records,
-    written_steps,
-)
+from agenttrain.commands.recorded import recorded_rubric, recorded_tasks, step_records
 from agenttrain.rollout.collector import may_be_scored
-from agenttrain.runs.setup import Components, chat_of
+from agenttrain.runs.setup import Components
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.tracking.rollouts import read_rollout
+from agenttrain.tracking.rollouts import read_rollout, written_steps
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import ConfigError, Rollout, Task
 from agenttrain.utils.json_lines import dumps
@@ -65,8 +60,6 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     }
     all_tasks = chain(*(of_step.values() for of_step in tasks.values()))
     rubric = recorded_rubric(config, folder, chain(*recorded.values()), all_tasks)
-    # Scoring needs no tools, so none is built or started.
-    chat = chat_of(config, components.tokenizer, tools=bool(config.tools or config.environment))
     read = [(name, column) for name, columns in rubric.columns.items() for column in columns]
     rows: list[Rescored] = []
     for number, records in recorded.items():
@@ -80,7 +73,7 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
             )
         for record in records:
             task = known.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=())
-            old, new = (read_rollout(record, task, chat.stop_token_ids) for _ in range(2))
+            old, new = (read_rollout(record, task) for _ in range(2))
             rows.append(Rescored(step=number, old=old, new=new))
     asyncio.run(rubric.score([row.new for row in rows if may_be_scored(row.new)]))
     for line in report(rows):

@@ -16,19 +16,10 @@ from shlex import quote
 from omegaconf import Container, OmegaConf
 
 from agenttrain.commands.check import check, check_files
-from agenttrain.launch.processes import (
-    assigned_folder,
-    check_processes,
-    count_gpus,
-    is_later_node,
-)
+from agenttrain.commands.verbs import LIKE_TRAIN
+from agenttrain.launch.processes import assigned_folder, check_processes, count_gpus, is_later_node
 from agenttrain.launch.start import start
-from agenttrain.settings.checks import (
-    check_for_verb,
-    check_init,
-    check_verb,
-    validate,
-)
+from agenttrain.settings.checks import check_for_verb, check_init, check_verb, validate
 from agenttrain.settings.command_line import (
     RUN_DIR,
     TIMESTAMP,
@@ -49,23 +40,23 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
+from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.pinning import fetch, pin
 from agenttrain.settings.saved import (
     TRAINED,
     USED,
     check_new,
-    evaluated,
     finished_steps,
-    resumed,
-    resumed_as_begun,
     run_of,
+    settings_for_auto_resume,
+    settings_for_eval,
+    settings_for_resume,
     stopped_when,
 )
 from agenttrain.training.config import Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.model_path import PARTS, SIZES
-from agenttrain.utils.overrides import as_typed
 from agenttrain.utils.redaction import hide_secrets
 
 RUNS = ("train", "sft", "eval")
@@ -73,12 +64,20 @@ RUNS = ("train", "sft", "eval")
 SWEPT = (*RUNS, CHECK)
 
 
-def run_verb(verb: str, args: Namespace, overrides: Sequence[str], *, checks: bool = False) -> int:
-    """Run a verb that starts runs, or checks them; return the exit code. Raises ConfigError."""
-    command = command_of(verb, args, overrides, checks=checks)
-    if args.cfg or args.info or args.hydra_help:
-        return _show(command, args)
-    return _check(command) if checks else run(command)
+def run_verb(args: Namespace, overrides: Sequence[str]) -> int:
+    """Start the runs of `train`, `sft` and `eval`; return the exit code. Raises ConfigError."""
+    command = command_of(args.verb, args, overrides)
+    return _show(command, args) if args.cfg or args.info or args.hydra_help else run(command)
+
+
+def check_verb_settings(args: Namespace, overrides: Sequence[str]) -> int:
+    """Check the settings of a verb; return exit code 1 if a certificate did not pass.
+
+    Raises ConfigError.
+    """
+    verb = CHECK if args.target in (None, *LIKE_TRAIN) else args.target
+    command = command_of(verb, args, overrides, checks=True)
+    return _show(command, args) if args.cfg or args.info or args.hydra_help else _check(command)
 
 
 def run(command: Command) -> int:
@@ -163,16 +162,6 @@ def _show(command: Command, args: Namespace) -> int:
     return 0
 
 
-def compose_single(verb: str, args: Namespace, overrides: Sequence[str]) -> Composed:
-    """Compose and check the settings of a verb about one run. Raises ConfigError."""
-    if args.multirun:
-        raise ConfigError(f"-m: agenttrain {args.verb} is about one run; leave -m out")
-    command = command_of(verb, args, overrides)
-    with hydra_session(command.source):
-        (composed,) = compose_all(command)
-    return composed
-
-
 @no_collections()
 def compose_all(command: Command) -> list[Composed]:
     """Return the checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
@@ -212,23 +201,25 @@ def _load_saved(command: Command, saved: Path) -> Composed:
     """Compose the settings of a saved run, with the command's changes."""
     source, trust = command.source, command.trust
     if command.auto:
-        return resumed_as_begun(saved, open_keys(command.overrides), source, trust=trust)
+        return settings_for_auto_resume(saved, open_keys(command.overrides), source, trust=trust)
     if command.verb in ("play", "serve"):
         changes, runs = open_keys(command.overrides), USED[command.verb]
-        return evaluated(saved, changes, source, trust=trust, runs=runs)
+        return settings_for_eval(saved, changes, source, trust=trust, runs=runs)
     if command.verb == "eval":
         # hydra.run.dir= names the evaluation's folder and changes nothing of the run.
         changes = [text for text in command.overrides if not text.startswith(RUN_DIR)]
-        return evaluated(saved, open_keys(changes), source, trust=trust)
+        return settings_for_eval(saved, open_keys(changes), source, trust=trust)
     runs = USED.get(command.verb, TRAINED)
-    return resumed(saved, open_keys(command.overrides), source, trust=trust, runs=runs)
+    return settings_for_resume(saved, open_keys(command.overrides), source, trust=trust, runs=runs)
 
 
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     """Compose and check one new run."""
     verb = command.verb
-    if not command.sweep:
-        _check_outside_sweep(overrides)
+    if not command.sweep and any(key_of(text).split(".")[0] == "sweep" for text in overrides):
+        from agenttrain.commands.sweep.command import check_outside_sweep
+
+        check_outside_sweep(overrides)
     composed = compose_new(overrides, command.source, starts=verb in RUNS)
     check_new(composed.config)
     validate(composed.config, SIZES if verb == "plan" else tuple(PARTS))
@@ -237,13 +228,6 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     check_init(verb, composed.config)
     check_for_verb(verb, composed.config, overrides)
     return composed
-
-
-def _check_outside_sweep(overrides: Sequence[str]) -> None:
-    if any(text.lstrip("+").startswith(("sweep=", "sweep.")) for text in overrides):
-        from agenttrain.commands.sweep.command import check_outside_sweep
-
-        check_outside_sweep(overrides)
 
 
 def _continue_run(command: Command, saved: Path, composed: Composed) -> int:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from argparse import Namespace
 from socket import gethostname, socket
 from typing import TYPE_CHECKING
 
+from agenttrain.commands.verb import refusing
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.engines.spec import ServedModel
 from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.types import AgenttrainError, ConfigError
+from agenttrain.types import ConfigError
 from agenttrain.utils.child_process import ChildGone
 from agenttrain.utils.garbage import no_collections
-from agenttrain.utils.model_path import (
-    base_folder,
-    model_folder,
-    packed_experts,
-    weights_folder,
-)
+from agenttrain.utils.model_path import base_folder, model_folder, packed_experts, weights_folder
 from agenttrain.utils.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
@@ -31,20 +27,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Keys of `eval` for requests that name none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Options of the verb."""
-
-    host: str
-    port: int
-    """0: a free one."""
-    name: str
-    """Name of the model for clients."""
-    hosts: tuple[str, ...] = ()
-    """Further names by which the server may be asked; "*" stands for all."""
-
-
-def serve(config: RunConfig, options: ServeOptions, *, engine_named: bool = False) -> int:
+def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> int:
     """Answer requests until SIGTERM or Ctrl-C; return the exit code. Raises ConfigError.
 
     An engine with a server of its own serves by it. Where that is not installed: an error if the
@@ -66,29 +49,27 @@ def serve(config: RunConfig, options: ServeOptions, *, engine_named: bool = Fals
         for problem in problems:
             print(f"note: {problem}; until then engine={DEFAULT_ENGINE} answers")
         own_server = not problems
-    if own_server and options.hosts:
+    if own_server and args.hosts:
         raise ConfigError(
-            f"--hosts {','.join(options.hosts)}: the own server of engine={config.engine.name} "
+            f"--hosts {','.join(args.hosts)}: the own server of engine={config.engine.name} "
             "answers to every name; leave it out"
         )
     try:
-        listener = listen(options.host, options.port)  # before the model is loaded
+        listener = listen(args.host, args.port)  # before the model is loaded
     except OSError as error:
         reason = str(error.strerror or error).partition(" (")[0]
         raise ConfigError(
-            f"--host {options.host} --port {options.port}: cannot be bound: {reason}; name another "
+            f"--host {args.host} --port {args.port}: cannot be bound: {reason}; name another "
             "port, or --port 0 for a free one"
         ) from error
     with listener:
-        if options.host not in LOOPBACK:
+        if args.host not in LOOPBACK:
             print(
-                f"note: --host {options.host}: everybody who reaches this address can use the "
+                f"note: --host {args.host}: everybody who reaches this address can use the "
                 "model; nothing is authenticated"
             )
-        try:
-            (_serve_by_engine if own_server else _serve_here)(config, options, listener)
-        except (AgenttrainError, OSError, ValueError) as error:
-            raise ConfigError(str(error)) from error
+        with refusing():
+            (_serve_by_engine if own_server else _serve_here)(config, args, listener)
     return 0
 
 
@@ -104,7 +85,7 @@ def _load_chat(config: RunConfig) -> Chat:
     return chat_of(config, tokenizer, tools=bool(config.tools or config.environment))
 
 
-def _serve_here(config: RunConfig, options: ServeOptions, listener: socket) -> None:
+def _serve_here(config: RunConfig, args: Namespace, listener: socket) -> None:
     """Serve by our own front, whose engine samples in this process."""
     from agenttrain.runs.sampling import sampling_engine
     from agenttrain.serving.answers import ChatServer
@@ -112,17 +93,15 @@ def _serve_here(config: RunConfig, options: ServeOptions, listener: socket) -> N
 
     with no_collections():
         chat, engine = _load_chat(config), sampling_engine(config)
-    server = ChatServer(
-        engine=engine, chat=chat, model=options.name, defaults=config.eval.sampling()
-    )
-    _announce(config, options, listener.getsockname()[1])
-    local = options.host in LOOPBACK
-    names = {*LOOPBACK, *options.hosts} | (set() if local else {options.host, gethostname()})
+    server = ChatServer(engine=engine, chat=chat, model=args.name, defaults=config.eval.sampling())
+    _announce(config, args, listener.getsockname()[1])
+    local = args.host in LOOPBACK
+    names = {*LOOPBACK, *args.hosts} | (set() if local else {args.host, gethostname()})
     app = build_app(server, hosts=names, any_address=not local, on_end=engine.aclose)
     run(app, listener)
 
 
-def _serve_by_engine(config: RunConfig, options: ServeOptions, listener: socket) -> None:
+def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> None:
     """Serve by the engine's own server, with the template and the ends of turn of the training."""
     from agenttrain.chat.encoding import ChatError
     from agenttrain.chat.loading import server_parser
@@ -158,8 +137,8 @@ def _serve_by_engine(config: RunConfig, options: ServeOptions, listener: socket)
             tokenizer=str(model),
             adapters=str(model) if base else None,
             dtype=config.model.dtype,
-            name=options.name,
-            host=options.host,
+            name=args.name,
+            host=args.host,
             port=port,
             template=str(template),
             generation=str(temporary),
@@ -172,15 +151,15 @@ def _serve_by_engine(config: RunConfig, options: ServeOptions, listener: socket)
         try:
             run_command(
                 server(config.engine, served),
-                options.host,
+                args.host,
                 port,
-                on_ready=lambda: _announce(config, options, port),
+                on_ready=lambda: _announce(config, args, port),
             )
         except ChildGone as error:
             raise ConfigError(f"engine={config.engine.name}: its server {error}") from error
 
 
-def _announce(config: RunConfig, options: ServeOptions, port: int) -> None:
-    host = f"[{options.host}]" if ":" in options.host else options.host
+def _announce(config: RunConfig, args: Namespace, port: int) -> None:
+    host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"model  {config.model.path}")
-    print(f"serving {options.name} at http://{host}:{port}/v1", flush=True)
+    print(f"serving {args.name} at http://{host}:{port}/v1", flush=True)

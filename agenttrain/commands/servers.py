@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,19 @@ from agenttrain.types import ConfigError
 COLUMNS = ("server", "state", "version", "in flight", "completions", "boot", "address")
 
 
-def servers(folder: Path, lines: int, file: Path | None) -> int:
-    """Print the servers of a run, with so many last lines of each log; raises ConfigError."""
-    records = (spec.read_servers(folder, lines) for spec in specs().values() if spec.read_servers)
+def servers(args: Namespace) -> int:
+    """Print the servers of a run, with the last lines of each log; raises ConfigError."""
+    folder = args.folder
+    records = (
+        spec.read_servers(folder, args.lines) for spec in specs().values() if spec.read_servers
+    )
     status = next((record for record in records if record is not None), None)
     if status is None:
         raise ConfigError(
             f"{folder}: no servers of a run have been here; a run with "
             f"{names_with(fleet=True)} has some"
         )
-    if write_report(status, file):
+    if write_report(status, args.json):
         _print(folder, status)
     return 0
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ast
 import json
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from inspect import getsource
 from itertools import groupby, pairwise
-from pathlib import Path
 from textwrap import dedent, fill
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -50,17 +50,14 @@ class Setting:
     """Every value that it takes, if these can be listed."""
 
 
-def show_schema() -> int:
-    """Print the JSON schema; return exit code 0."""
-    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
-    return 0
-
-
-def show(section: str | None, file: Path | None) -> int:
-    """Print all settings, or those of a section or key; exit code 0. Raises ConfigError.
-
-    `file`: value of `--json`.
-    """
+def settings(args: Namespace) -> int:
+    """Print all settings, those of a section or key, or their schema; raises ConfigError."""
+    section = args.section
+    if args.schema and section is not None:
+        raise ConfigError(f"{section}: the schema is of all sections; leave it out")
+    if args.schema:
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+        return 0
     listed = list(all_settings())
     if section is not None:
         names = dict.fromkeys(setting.key.partition(".")[0] for setting in listed)
@@ -75,7 +72,7 @@ def show(section: str | None, file: Path | None) -> int:
                 f"{section}: unknown key{did_you_mean(section, keys)}; agenttrain settings "
                 f"{first} prints those of its section"
             )
-    if not write_report([asdict(setting) for setting in listed], file):
+    if not write_report([asdict(setting) for setting in listed], args.json):
         return 0
     for setting in listed:
         default = f" = {setting.default}" if setting.default else ""

@@ -96,10 +96,10 @@ def _certify(options: argparse.Namespace) -> int:
     tools = EXAMPLE_TOOLS * (not options.no_tools)
     chat = load_chat(
         AutoTokenizer.from_pretrained(options.folder),
-        ChatTemplateConfig(name=name, path=_text(options.path)),
+        ChatTemplateConfig(name=name, path=options.path and str(options.path)),
         ResponseSchemaConfig(
             name=options.response_schema or ("file" if options.schema_path else "auto"),
-            path=_text(options.schema_path),
+            path=options.schema_path and str(options.schema_path),
         ),
         tools=bool(tools),
     )
@@ -110,10 +110,6 @@ def _certify(options: argparse.Namespace) -> int:
     if (changes := chat.fix.text()) and not options.markdown:
         print(f"\n{changes}", end="")
     return 0 if certificate.passed else 1
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 UNKNOWN = "not run: the original comes with the test extra"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from argparse import Namespace
 
 from agenttrain.settings.compose import check_writable
 from agenttrain.tracking.run_folder import read_summary
@@ -14,16 +14,16 @@ PAGE = "timeline.html"
 STEPS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def timeline(folder: Path, typed_steps: str | None, to: Path | None) -> int:
-    """Write the page and print its path.
+def timeline(args: Namespace) -> int:
+    """Write the page and print its path; raises ConfigError.
 
-    It is `timeline.html` in the run's folder, and made anew each time, unless `to` names a new
-    file. Raises ConfigError.
+    It is `timeline.html` in the run's folder, and made anew each time, unless `--to` names a file.
     """
+    folder = args.folder
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: holds no run (there is no config.yaml); name a run's folder")
-    steps = _steps(typed_steps)
-    if to is None:
+    steps = _steps(args.steps)
+    if args.to is None:
         check_writable(folder, f"timeline {folder}", "write the page elsewhere: --to page.html")
     name = folder.resolve()
     status = read_summary(folder).get("status")
@@ -36,7 +36,7 @@ def timeline(folder: Path, typed_steps: str | None, to: Path | None) -> int:
         )
     except ValueError as error:
         raise ConfigError(f"timeline {error}") from error
-    path = to or folder / PAGE
+    path = args.to or folder / PAGE
     path.write_text(page, encoding="utf-8")
     print(path)
     return 0

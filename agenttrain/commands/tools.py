@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +14,8 @@ from rich.json import JSON
 from rich.padding import Padding
 from rich.text import Text
 
-from agenttrain.commands.verb import write_report
+from agenttrain.commands.schema_examples import example
+from agenttrain.commands.verb import refusing, write_report
 from agenttrain.data.tasks import TaskSource
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.episode import end_episode, start_episode
@@ -22,57 +23,33 @@ from agenttrain.rollout.row_tools import RowTools
 from agenttrain.runs.setup import Components
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import (
-    AgenttrainError,
-    ConfigError,
-    Rollout,
-    Task,
-    ToolCall,
-    ToolContext,
-    ToolResult,
-)
+from agenttrain.types import Rollout, Task, ToolCall, ToolContext, ToolResult
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import shell_command
-from agenttrain.utils.schema_examples import example
 
 SEARCHED = 10_000
 """Rows that are searched for a task's id: rows without end are computed one by one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolsOptions:
-    """Options of the command beside the overrides."""
-
-    calls: tuple[ToolCall, ...]
-    json: Path | None
-    """Value of `--json`."""
-    row: int | None = None
-    """Row of the training data, from 0: its tools are printed, and calls are made for it."""
-    task_id: str | None = None
-    """Id of the row, instead of its number."""
-    words: tuple[str, ...] = ()
-    """Settings and row as typed."""
-
-
-def show(config: RunConfig, options: ToolsOptions) -> int:
+def show(
+    config: RunConfig, args: Namespace, calls: Sequence[ToolCall], overrides: Sequence[str]
+) -> int:
     """Print the tools, or the results of calls. Return exit code 1 if a call has an error.
 
-    If the options name a row of data.train, its tools are printed, and calls are made for it;
+    If the arguments name a row of data.train, its tools are printed, and calls are made for it;
     otherwise calls are made for the first row. Raises ConfigError for tools that cannot be built,
     and for rows and tools that do not exist.
     """
-    try:
+    with refusing():
         components = Components(config)
         toolbox, environments = components.toolbox, components.environments
-        row_tools, results = asyncio.run(_try(components, options))
-    except (AgenttrainError, OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+        row_tools, results = asyncio.run(_try(components, args, calls))
     tools: dict[str | None, list[dict[str, Any]]] = {None: _described(row_tools or toolbox)}
     if row_tools is None:
         tools |= {name: _described(methods) for name, methods in environments.toolboxes.items()}
     console = Console()
     listed = [{**tool, "environment": name} for name, box in tools.items() for tool in box]
-    calls = [
+    reports = [
         {
             "name": result.call.name,
             "arguments": result.call.arguments,
@@ -82,9 +59,9 @@ def show(config: RunConfig, options: ToolsOptions) -> int:
         }
         for result in results
     ]
-    if not write_report({"tools": listed, "calls": calls}, options.json):
+    if not write_report({"tools": listed, "calls": reports}, args.json):
         pass
-    elif options.calls:
+    elif calls:
         for result in results:
             arguments = json.dumps(result.call.arguments, ensure_ascii=False)
             console.print(Text.assemble((result.call.name, "bold cyan"), " ", arguments))
@@ -93,28 +70,30 @@ def show(config: RunConfig, options: ToolsOptions) -> int:
             style = "red" if result.error else "dim"
             console.print(_inset(Text(f"{result.seconds:.3f} s, {outcome}", style), below=1))
     else:
+        row = [] if args.row is None else ["--row", str(args.row)]
+        row += [] if args.task is None else ["--task", args.task]
         for environment, described in tools.items():
             if environment is not None:
                 console.print(Text(f"environment {environment}", "bold"))
             for tool in described:
-                _print_tool(console, tool, options.words)
+                _print_tool(console, tool, [*overrides, *row])
         if not any(tools.values()):
             console.print(f"{'this run' if row_tools is None else 'this row'} has no tools")
     return int(any(result.error for result in results))
 
 
 async def _try(
-    components: Components, options: ToolsOptions
+    components: Components, args: Namespace, calls: Sequence[ToolCall]
 ) -> tuple[RowTools | None, list[ToolResult]]:
     """Return the tools of the named row, None without one, and the results of the calls."""
-    named = options.row is not None or options.task_id is not None
+    named = args.row is not None or args.task is not None
     try:
-        if not options.calls and not named:
+        if not calls and not named:
             return None, []
         toolbox, environments = components.toolbox, components.environments
-        task = _row(options, components.train_tasks)
+        task = _row(args, components.train_tasks)
         tools_of = f"row {task.task_id}" if named else "the first row"
-        results = await _call(toolbox, environments, options.calls, task, tools_of)
+        results = await _call(toolbox, environments, calls, task, tools_of)
         tools = RowTools(task, toolbox, environments)
         results = [_as_read(result, tools, components) for result in results]
         return RowTools(task, toolbox, environments) if named else None, results
@@ -131,25 +110,24 @@ def _as_read(result: ToolResult, tools: RowTools, components: Components) -> Too
     return replace(result, content=components.chat.clip(result.content, limit))
 
 
-def _row(options: ToolsOptions, rows: TaskSource) -> Task:
+def _row(args: Namespace, rows: TaskSource) -> Task:
     """Return the named row, else the first one that training takes."""
-    if options.row is not None:
-        if options.row >= len(rows):
-            raise ValueError(f"--row {options.row}: data.train has {len(rows):,} rows, from 0 on")
-        return rows.row(options.row)
-    if options.task_id is None:
+    if args.row is not None:
+        if args.row >= len(rows):
+            raise ValueError(f"--row {args.row}: data.train has {len(rows):,} rows, from 0 on")
+        return rows.row(args.row)
+    if args.task is None:
         return rows.tasks(0, 1)[0]
     searched = min(len(rows), SEARCHED)
     names = []
     for number in range(searched):
         task = rows.row(number)
-        if task.task_id == options.task_id:
+        if task.task_id == args.task:
             return task
         names.append(task.task_id)
     where = "data.train" if searched == len(rows) else f"the first {searched:,} rows of data.train"
     raise ValueError(
-        f"--task {options.task_id}: no row of {where} has this task_id"
-        f"{did_you_mean(options.task_id, names)}"
+        f"--task {args.task}: no row of {where} has this task_id{did_you_mean(args.task, names)}"
     )
 
 

@@ -6,8 +6,7 @@ Options belong to the verb, settings to the run. `--json [FILE]` prints a verb's
 the place of text; with a file, whose name ends in .json, the text is printed too. An option with a
 value may also be written as a setting is: `step=3` for `--step 3`.
 
-Help, completion and docs/reference/verbs.md are made of the parsers. A verb's module imports
-nothing heavy before `run` is called, so that its help comes at once.
+Help, completion and docs/reference/verbs.md are made of the parsers.
 """
 
 from __future__ import annotations
@@ -24,13 +23,15 @@ from argparse import (
     _AppendAction,
 )
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agenttrain.types import ConfigError
+from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.names import did_you_mean
 
 VERBS = (
@@ -63,13 +64,23 @@ class Verb:
     """Page of docs/ about it."""
     examples: Mapping[str, str]
     """Words behind `agenttrain`, mapped to what they are for; `<run>` stands for a run's name."""
-    run: Callable[[Namespace, list[str]], int]
-    """Does the work with the parsed arguments and the settings, and returns the exit code."""
+    command: str
+    """A module of this folder and its function: ``export:export_checkpoint``.
+
+    It is imported when the verb runs, and gets the arguments and, if the verb takes any, the
+    settings."""
     add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
-    settings: Mapping[str, str] | None = field(default_factory=dict)
+    settings: Mapping[str, str] | None = None
     """Settings that users of the verb look for, and their meanings; None: it takes no settings."""
     shows: bool = False
     """True: it takes Hydra's options that print the composed settings (`--cfg job`)."""
+
+    def run(self, args: Namespace, settings: list[str]) -> int:
+        """Do the work; return the exit code. Raises ConfigError."""
+        module, _, name = self.command.partition(":")
+        command = getattr(import_module(f"agenttrain.commands.{module}"), name)
+        code: int = command(args) if self.settings is None else command(args, settings)
+        return code
 
     def parser(self) -> VerbParser:
         """Return the parser of the words behind the verb."""
@@ -347,6 +358,15 @@ def one_of(*names: str) -> Callable[[str], str]:
         return text
 
     return read
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise errors of the user's settings, files and data as ConfigError, with the same text."""
+    try:
+        yield
+    except (AgenttrainError, OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def write_report(report: Any, file: Path | None) -> bool:

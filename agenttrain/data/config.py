@@ -22,14 +22,7 @@ from pydantic_core import PydanticCustomError
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.image_files import MOST_PIXELS
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import (
-    SETTINGS,
-    Number,
-    Quoted,
-    Whole,
-    field_names,
-    raise_problems,
-)
+from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, field_names, raise_problems
 
 
 class OnBadRow(StrEnum):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 
 from agenttrain.types import Image
+from agenttrain.utils.files import cache_folder
 from agenttrain.utils.image_files import BadImage, read_image
 
 MOST_BYTES = 64 * 2**20
@@ -21,7 +21,7 @@ def image_at(address: str, *, most_pixels: int) -> Image:
     The cache is ``~/.cache/agenttrain/images``, or below XDG_CACHE_HOME. Only readable images are
     kept there. Raises BadImage.
     """
-    file = _cache() / hashlib.sha256(address.encode()).hexdigest()
+    file = cache_folder() / "images" / hashlib.sha256(address.encode()).hexdigest()
     if file.is_file():
         return read_image(file, most_pixels=most_pixels)
     data = _download(address)
@@ -56,9 +56,3 @@ def _download(address: str) -> bytes:
         reason = str(error) or type(error).__name__
         raise BadImage(f"{address:.200} cannot be downloaded: {reason}") from error
     return bytes(data)
-
-
-def _cache() -> Path:
-    """Return the folder of downloaded images."""
-    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(folder).expanduser() / "agenttrain" / "images"

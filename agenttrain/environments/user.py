@@ -19,9 +19,10 @@ from agenttrain.environments.environment import NO_ALARM, TookTooLong, limit_tim
 from agenttrain.types import Message, Task, ToolUnavailable
 from agenttrain.utils.alarms import warn_of_alarm
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
-from agenttrain.utils.data_fields import Data, DataWhere, is_role
+from agenttrain.utils.data_fields import Data, DataWhere
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.redaction import hide_in_settings, hide_secrets
+from agenttrain.utils.role_names import is_role
 from agenttrain.utils.sections import beside
 from agenttrain.utils.seeds import derive_seed
 from agenttrain.utils.text_templates import TextTemplate

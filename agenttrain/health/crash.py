@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from agenttrain.algorithms.credit import set_advantages
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.declared import FILE as TOOLS
 from agenttrain.tracking.rollouts import write_step
@@ -134,11 +133,7 @@ def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[TrainingSequen
     for record in read_tensors(bundle / "batch.pt"):
         rollout = by_id[record["rollout_id"]]
         tensors: dict[str, Any] = {name: record[name] for name in TENSORS}
-        # Older bundles do not name the trajectory, and have one advantage.
-        trajectory = rollout.trajectories[record.get("trajectory", 0)]
-        if "advantages" in record:
-            trajectory.advantages = array("d", record["advantages"])
-        else:
-            set_advantages(rollout, record["advantage"])
+        trajectory = rollout.trajectories[record["trajectory"]]
+        trajectory.advantages = array("d", record["advantages"])
         sequences.append(TrainingSequence(rollout=rollout, trajectory=trajectory, **tensors))
     return sequences

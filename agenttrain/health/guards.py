@@ -131,9 +131,9 @@ class Guards:
         return {"streak": self.streak, "tool_calls": calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. Older checkpoints have no calls."""
+        """Continue from `state_dict()`."""
         self.streak = state["streak"]
-        self._calls = {tool: Calls(*counts) for tool, counts in state.get("tool_calls", {}).items()}
+        self._calls = {tool: Calls(*counts) for tool, counts in state["tool_calls"].items()}
 
     def _report(
         self, name: str, key: str, problem: str | None, when: str, warn: Callable[[str], None]

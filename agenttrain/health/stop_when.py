@@ -42,10 +42,7 @@ class StopWhen:
         return {"stop_when": {"metric": self.config.metric, "values": values}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. The values of another metric do not count.
-
-        Checkpoints of earlier versions have none.
-        """
-        section = state.get("stop_when", {})
-        is_same_metric = section.get("metric") == self.config.metric
+        """Continue from `state_dict()`. The values of another metric do not count."""
+        section = state["stop_when"]
+        is_same_metric = section["metric"] == self.config.metric
         self.values = deque(section["values"][-self.config.patience :] if is_same_metric else ())

@@ -5,15 +5,10 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from agenttrain.launch.config import DistributedConfig
 from agenttrain.types import AgenttrainError
@@ -30,51 +25,13 @@ class NotMet(AgenttrainError):
     """Not every node came in time; the message names the missing ones."""
 
 
-@dataclass(frozen=True, eq=False)
-class Meeting(RendezvousHandler):
-    """Rendezvous for elastic's agent, which starts this node's workers: a store, and the numbers of
-    this node and of all."""
+class Meeting(StaticTCPRendezvous):
+    """Rendezvous for elastic's agent, which starts this node's workers: all nodes have come."""
 
-    store: TCPStore
-    """The first node's."""
-    host: str
-    """Name of the first node."""
-    node: int
-    nodes: int
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store and this node's number; all nodes have come already."""
-        address = RendezvousStoreInfo(self.host, self.store.port)
-        store = PrefixStore(self.get_run_id(), self.store)
-        return RendezvousInfo(store, self.node, self.nodes, address)
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Return True: the workers use the agents' store."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name of this rendezvous in elastic's events."""
-        return "agenttrain"
-
-    def get_run_id(self) -> str:
-        """Return the prefix of the agents' keys."""
-        return "agenttrain"
-
-    def is_closed(self) -> bool:
-        """Return False: there is no second rendezvous to close."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: there is nothing to close."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: no node comes later."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Return True: the store ends with this object."""
-        return True
+    def __init__(self, store: TCPStore, host: str, node: int, nodes: int) -> None:
+        """Take the first node's store and name, and the numbers of this node and of all."""
+        super().__init__(host, store.port, node, nodes, run_id="agenttrain", timeout=0)
+        self._store = store
 
 
 def meet(section: DistributedConfig, node: int) -> Meeting:

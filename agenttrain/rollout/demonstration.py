@@ -83,7 +83,7 @@ class Demonstrator:
         """
         columns = {name: value for name, value in task.columns.items() if name != ROLLOUT}
         task = replace(task, columns=columns)
-        rollout = read_again(record, task, rollout_id, self.chat.stop_token_ids)
+        rollout = read_again(record, task, rollout_id)
         schemas = RowTools(task, self.toolbox, self.environments, executed=False).schemas
         reason = difference(rollout, task.messages, self.chat, schemas)
         if reason is None:
@@ -94,7 +94,7 @@ class Demonstrator:
                 f"recorded, and {reason}"
             )
         try:
-            sampled = completions(record, self.chat.stop_token_ids)
+            sampled = completions(record)
             return self._rendered(task, rollout_id, sampled=sampled)
         except (BadDemonstration, ChatError, LedgerError, ValueError) as error:
             raise BadDemonstration(

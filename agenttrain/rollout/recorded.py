@@ -18,7 +18,7 @@ from agenttrain.data.config import check_rollout_files
 from agenttrain.data.files import BadRow, FileRows
 from agenttrain.rollout.ledger import schemas_of, verify
 from agenttrain.tracking.pictures import with_pictures
-from agenttrain.tracking.rollouts import current_form, prompt_messages, read_rollout
+from agenttrain.tracking.rollouts import prompt_messages, read_rollout
 from agenttrain.types import LedgerError, Message, Origin, Rollout, StopReason, Task, Trajectory
 from agenttrain.utils.data_fields import Data
 
@@ -93,7 +93,7 @@ class RolloutRows:
         place = self._selected[index]
         record = RecordedRollout(with_pictures(self._record(place), self._file.folder(place)))
         row = {
-            **(record["columns"] or {}),
+            **record["columns"],
             "task_id": record["task_id"],
             "messages": record["trajectories"][0]["messages"],
             ROLLOUT: record,
@@ -118,13 +118,13 @@ class RolloutRows:
             record = self._file[index]
         except BadRow as error:
             raise ValueError(f"path={place}: {error}") from error
-        if not {"rollout_id", "reward", "stop_reason"} <= set(record) or not (
-            record.get("trajectories") or "token_ids" in record
+        if not {"rollout_id", "reward", "stop_reason"} <= set(record) or not record.get(
+            "trajectories"
         ):
             raise ValueError(
                 f"path={place}: is no rollout that a run recorded; other rows are read by data=file"
             )
-        return RecordedRollout(current_form(record))
+        return RecordedRollout(record)
 
 
 def _left_out(record: Mapping[str, Any], min_reward: float | None) -> str | None:
@@ -138,13 +138,11 @@ def _left_out(record: Mapping[str, Any], min_reward: float | None) -> str | None
     return f"with a reward below {min_reward:g}" if record["reward"] < min_reward else None
 
 
-def read_again(
-    record: Mapping[str, Any], task: Task, rollout_id: str, stop_token_ids: Sequence[int]
-) -> Rollout:
+def read_again(record: Mapping[str, Any], task: Task, rollout_id: str) -> Rollout:
     """Return a recorded rollout under a new id, without scores. Raises LedgerError."""
     again = {**record, "rollout_id": rollout_id, "group_id": rollout_id, "rewards": {}}
     try:
-        rollout = read_rollout({**again, "reward": None}, task, stop_token_ids)
+        rollout = read_rollout({**again, "reward": None}, task)
     except (LookupError, TypeError, ValueError, StopIteration) as error:
         raise LedgerError(f"is no complete record of a rollout: {error!r}") from error
     for trajectory in rollout.trajectories:

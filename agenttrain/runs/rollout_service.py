@@ -34,6 +34,7 @@ from agenttrain.rollout.asynchronous.queue import GroupQueue
 from agenttrain.rollout.monitoring import LoopMonitor, Waiting, light_gc
 from agenttrain.rollout.sharing import SingleProcess
 from agenttrain.rollout.step_batch import StepBatch
+from agenttrain.runs.channel import Channel, ChannelClosed
 from agenttrain.runs.loading import make_standalone_engine
 from agenttrain.runs.rollout_messages import (
     CODEC,
@@ -61,7 +62,6 @@ from agenttrain.tracking.timeline import Timeline
 from agenttrain.training.checkpoint import seed_random
 from agenttrain.training.checkpoint_files import PREFIX, newest_first
 from agenttrain.types import AgenttrainError
-from agenttrain.utils.channel import Channel, ChannelClosed
 from agenttrain.utils.sections import plain
 from agenttrain.utils.seeds import derive_seed
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from agenttrain.engines.base import EngineDead, EngineRestarted
 from agenttrain.rollout.monitoring import InFlight, Waiting
+from agenttrain.runs.channel import Channel, ChannelClosed
 from agenttrain.runs.rollout_messages import CODEC, Answered, Begin, Failed, RolloutStatus, Stop
 from agenttrain.runs.rollout_process import STACKS
 from agenttrain.training.world import PeerFailed, World
-from agenttrain.utils.channel import Channel, ChannelClosed
 from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.signals import StopRequest
 

@@ -24,6 +24,7 @@ from agenttrain.launch.config import DistributedName
 from agenttrain.settings.async_checks import async_problems
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
+from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.role_checks import role_problems, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.config import tracker_problems
@@ -33,7 +34,6 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.model_path import PARTS, model_folder, template_file
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import shown
 from agenttrain.utils.text_templates import TextTemplate
 

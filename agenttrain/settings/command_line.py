@@ -101,7 +101,6 @@ def command_of(
         saved = folder if (folder / "config.yaml").exists() else None
     if saved is None:
         settings = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *settings])
-    extra = None if args.config_dir is None else str(args.config_dir)
     return Command(
         arguments=args.command_line,
         typed=args.words,
@@ -111,9 +110,15 @@ def command_of(
         saved=saved,
         trust=trust,
         auto=auto,
-        source=Source(extra=extra, name=args.config_name or "train"),
+        source=source_of(args),
         sweep=sweep,
     )
+
+
+def source_of(args: Namespace) -> Source:
+    """Return the places of YAML files that a command names."""
+    extra = None if args.config_dir is None else str(args.config_dir)
+    return Source(extra=extra, name=args.config_name or "train")
 
 
 def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:

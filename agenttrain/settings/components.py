@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from inspect import isclass, signature
 from typing import Any
 
@@ -74,6 +75,11 @@ TOOL_CHECKS: Mapping[str, Callable[..., object]] = {
     SEARCH: check_corpus,
 }
 """Checks of bundled tools' arguments that need no connection and no index."""
+ROW_CHECKS: Mapping[str, Callable[..., object]] = {
+    FILE_ROWS: check_row_files,
+    ROLLOUT_ROWS: check_rollout_files,
+    HUB_ROWS: check_hub,
+}
 TRACKER_METHODS = ("start", "log", "rollouts", "flush", "finish", "describe")
 TOTAL_LIMITS = {"max_calls": "max_tool_calls", "max_result_tokens": "max_completion_tokens"}
 """Limit of a tool or environment -> the limit of `rollout` above which it has no effect."""
@@ -183,10 +189,9 @@ def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
     check = TOOL_CHECKS.get(section["_target_"])
     if check is None:
         return
-    try:
-        check(**bound)
-    except ValueError as error:
-        yield about_argument(error, key, bound)
+    problems = list(_argument_problems(check, key, bound))
+    yield from problems
+    if problems:
         return
     patience = section.get("reconnect_s", 5.0)
     if check is check_mcp_server and patience >= settings.timeout_s:
@@ -213,13 +218,7 @@ def _environment(
             "of its own, so name a class"
         )
     elif (check := class_method(target, "check")) is not None:
-        _, bound = beside(EnvironmentSettings, section, key)
-        try:
-            check(**bound)
-        except TypeError as error:
-            yield f"{key}: {error}"
-        except ValueError as error:
-            yield about_argument(error, key, bound)
+        yield from _argument_problems(check, key, beside(EnvironmentSettings, section, key)[1])
 
 
 def _user(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
@@ -265,27 +264,24 @@ def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any
         yield f"{key}: would always be 0 with stop_tools=[]; name one: stop_tools=[final_answer]"
     if not path.startswith(OUR_REWARDS) or not isclass(target):
         return
-    _, bound = beside(RewardSettings, section, key)
-    try:
-        target(**bound)  # bundled ones check their arguments, and import nothing heavy
-    except TypeError as error:
-        yield f"{key}: {error}"
-    except ValueError as error:
-        yield about_argument(error, key, bound)
+    # Bundled ones check their arguments, and import nothing heavy.
+    yield from _argument_problems(target, key, beside(RewardSettings, section, key)[1])
 
 
 def _rows(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
     path = section["_target_"]
-    bound = {name: value for name, value in section.items() if name != "_target_"}
+    check = partial(target, index=0) if path in ENDLESS else ROW_CHECKS.get(path)
+    if check is not None:
+        bound = {name: value for name, value in section.items() if name != "_target_"}
+        yield from _argument_problems(check, key, bound)
+
+
+def _argument_problems(
+    check: Callable[..., object], key: str, bound: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the problem that `check` raises for the arguments of the component at `key`."""
     try:
-        if path == FILE_ROWS:
-            check_row_files(**bound)
-        elif path == ROLLOUT_ROWS:
-            check_rollout_files(**bound)
-        elif path == HUB_ROWS:
-            check_hub(**bound)
-        elif path in ENDLESS:
-            target(index=0, **bound)
+        check(**bound)
     except TypeError as error:
         yield f"{key}: {error}"
     except ValueError as error:

@@ -29,11 +29,11 @@ from agenttrain.data.config import has_test_rows
 from agenttrain.engines import registry
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.settings.messages import check_values, explained, with_files
+from agenttrain.settings.overrides import as_typed
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
 from agenttrain.utils.model_path import is_foreign
-from agenttrain.utils.overrides import as_typed
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.sections import plain, sections_below, validated
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.settings.checks import has_no_effect
+from agenttrain.settings.overrides import key_of
 from agenttrain.utils.files import conf_folder, parse_yaml
-from agenttrain.utils.overrides import key_of
 from agenttrain.utils.redaction import shell_command
 
 WARMSTART = "_warmstart"

@@ -31,11 +31,11 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError
 
+from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.run_config import RunConfig, choices
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import field_names, sections_below, shown
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

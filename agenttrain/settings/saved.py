@@ -27,6 +27,7 @@ from agenttrain.settings.compose import (
     unchanged,
 )
 from agenttrain.settings.messages import check_values, explained
+from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.pinning import adopt_pins
 from agenttrain.settings.resumable import RESUMABLE
 from agenttrain.settings.run_config import RunConfig
@@ -36,7 +37,6 @@ from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import in_this_layout
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.overrides import as_typed, key_of
 from agenttrain.utils.sections import shown
 
 EVALUABLE = (
@@ -76,7 +76,7 @@ def check_new(config: RunConfig) -> None:
         raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
 
 
-def resumed(
+def settings_for_resume(
     folder: Path,
     overrides: Sequence[str],
     source: Source,
@@ -90,11 +90,13 @@ def resumed(
     `runs` have to be data (`untrusted.py`), or the user's own.
     """
     argument = f"resume={folder}"
-    changed = _changed(argument, folder, overrides, RESUMABLE, source, runs=runs, trust=trust)
-    return _going_on(argument, folder, changed)
+    composed = saved_settings(
+        argument, folder, source, overrides=overrides, allowed=RESUMABLE, runs=runs, trust=trust
+    )
+    return _going_on(argument, folder, composed)
 
 
-def resumed_as_begun(
+def settings_for_auto_resume(
     folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
 ) -> Composed:
     """Return the settings of `resume=auto` for the run in `folder`: those under `overrides`.
@@ -119,8 +121,7 @@ def resumed_as_begun(
 
 def _going_on(argument: str, folder: Path, composed: Composed) -> Composed:
     """Prepare `composed` for the run in `folder`; raises ConfigError if that run cannot go on."""
-    # Evaluations of earlier versions record no verb; a run that finished has done a step.
-    if _summary(folder).get("verb") == "eval" or finished_steps(folder) == 0:
+    if _summary(folder).get("verb") == "eval":
         raise ConfigError(
             f"{argument}: holds an evaluation, which cannot go on; name a run's folder"
         )
@@ -147,27 +148,7 @@ def differences(
         yield ".".join(prefix), before, now
 
 
-def viewed(folder: Path, source: Source) -> Composed:
-    """Return the settings of `view <folder>`, a run or evaluation, as `resumed`."""
-    return _changed(f"view {folder}", folder, [], (), source, runs=())
-
-
-def replayed(
-    folder: Path, source: Source, *, trust: bool = False, runs: Sequence[str] = TRAINED
-) -> Composed:
-    """Return the settings of `replay <folder>`, a run or crash, as `resumed`."""
-    return _changed(f"replay {folder}", folder, [], (), source, runs=runs, trust=trust)
-
-
-def rescored(
-    folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
-) -> Composed:
-    """Return the settings of `rescore <folder>`, with another reward; as `resumed`."""
-    runs, allowed = ("reward", "data"), ("reward",)
-    return _changed(f"rescore {folder}", folder, overrides, allowed, source, runs=runs, trust=trust)
-
-
-def evaluated(
+def settings_for_eval(
     folder: Path,
     overrides: Sequence[str],
     source: Source,
@@ -177,11 +158,19 @@ def evaluated(
 ) -> Composed:
     """Return the settings of `eval run=<folder>`, with the checkpoint as the model.
 
-    `folder` is a run's, for its newest checkpoint, or a checkpoint's. `runs` as for `resumed`.
-    Raises ConfigError. Needs a `hydra_session`.
+    `folder` is a run's, for its newest checkpoint, or a checkpoint's. `runs` as for
+    `settings_for_resume`. Raises ConfigError. Needs a `hydra_session`.
     """
     run = run_of(folder)
-    composed = _changed(f"run={run}", run, overrides, EVALUABLE, source, runs=runs, trust=trust)
+    composed = saved_settings(
+        f"run={run}",
+        run,
+        source,
+        overrides=overrides,
+        allowed=EVALUABLE,
+        runs=runs,
+        trust=trust,
+    )
     checkpoint = run / "checkpoints" / "latest" if run == folder else folder
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
@@ -292,14 +281,14 @@ def tracker_project(command: Command) -> str | None:
     return typed.get("hydra.job.name", "run" if experiment in ("none", "null") else experiment)
 
 
-def _changed(
+def saved_settings(
     argument: str,
     folder: Path,
-    overrides: Sequence[str],
-    allowed: Sequence[str],
     source: Source,
     *,
-    runs: Sequence[str],
+    overrides: Sequence[str] = (),
+    allowed: Sequence[str] = (),
+    runs: Sequence[str] = (),
     trust: bool = False,
 ) -> Composed:
     """Return the settings of the run in `folder` under overrides, of `allowed` sections only.

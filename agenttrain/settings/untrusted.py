@@ -8,7 +8,7 @@ declare nothing, all of a component, engine or objective that is not bundled, an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, isclass, signature
@@ -70,28 +70,19 @@ def _of_class(
     sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
-        of_place = _reader(".".join(place), sections.get(name))
-        if of_place is not None and isinstance(value, Mapping):
-            yield from of_place(value, place)
+        key, is_section = ".".join(place), isinstance(value, Mapping)
+        if is_section and key in COMPONENTS:
+            yield from _of_component(COMPONENTS[key], value, place)
+        elif is_section and key in NAMED_COMPONENTS:
+            yield from _of_components(NAMED_COMPONENTS[key], value, place)
+        elif is_section and key in choices():
+            yield from _of_choice(choices()[key], value, place)
+        elif is_section and name in sections:
+            yield from _of_class(sections[name], value, place)
         elif name in defaults and value == defaults[name]:
             continue
         elif name not in hints or not is_data(hints[name], value):
             yield from _leaves(value, place)
-
-
-def _reader(
-    key: str, cls: type | None
-) -> Callable[[Mapping[str, Any], tuple[str, ...]], Iterator[UntrustedValue]] | None:
-    """Return the function that reads the section at `key`; None for a single value."""
-    if key in COMPONENTS:
-        return lambda section, path: _of_component(COMPONENTS[key], section, path)
-    if key in NAMED_COMPONENTS:
-        return lambda section, path: _of_components(NAMED_COMPONENTS[key], section, path)
-    if key in choices():
-        return lambda section, path: _of_choice(choices()[key], section, path)
-    if cls is not None:
-        return lambda section, path: _of_class(cls, section, path)
-    return None
 
 
 def _of_choice(

@@ -94,8 +94,9 @@ def send_all(
 ) -> None:
     """Have one tracker follow the run to its end; make it again, after a pause, where it fails."""
     from agenttrain.tracking.backends.base import TrackedRun
-    from agenttrain.tracking.following import Cursor, cursor_lock, cursor_path, follow, run_end
+    from agenttrain.tracking.following import Cursor, cursor_path, follow, run_end
     from agenttrain.tracking.machine import MachineLoad
+    from agenttrain.tracking.run_folder import file_lock
     from agenttrain.utils.locate import locate
 
     name = arguments["name"]
@@ -112,7 +113,7 @@ def send_all(
             tracker = target(**arguments["settings"])
             is_made = True
             # The process of a killed run may still be at work, and a resume starts this one.
-            with cursor_lock(tracked.folder, name):
+            with file_lock(cursor_path(tracked.folder, name).with_suffix(".lock")):
                 follow(
                     tracked,
                     name,

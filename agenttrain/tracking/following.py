@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
 from itertools import islice
@@ -19,13 +19,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from filelock import FileLock
-
 from agenttrain.tracking.backends.base import ExperimentTracker, RunEnd, TrackedRun
 from agenttrain.tracking.machine import MachineLoad
 from agenttrain.tracking.rollouts import read_step, step_path
 from agenttrain.tracking.run_folder import read_summary
-from agenttrain.utils.temporary import NO_LOCKS
 
 POLL_S = 0.5
 """Seconds between two looks at the files."""
@@ -76,24 +73,6 @@ class Cursor:
 def cursor_path(folder: Path, name: str) -> Path:
     """Return the path of a tracker's cursor in a run folder."""
     return folder / "trackers" / f"{name}.json"
-
-
-@contextmanager
-def cursor_lock(folder: Path, name: str) -> Iterator[None]:
-    """Wait until no other process moves a tracker's cursor, and keep others out for the block.
-
-    On a file system without locks nothing is locked.
-    """
-    lock = FileLock(cursor_path(folder, name).with_suffix(".lock"))
-    try:
-        lock.acquire()
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 class Lines:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -23,16 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from agenttrain.tracking.pictures import (
-    placed_images,
-    recorded_messages,
-    shown_text,
-    write_images,
-)
+from agenttrain.tracking.pictures import placed_images, recorded_messages, shown_text, write_images
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import (
-    MAIN,
     Completion,
+    ConfigError,
     Delegation,
     Finish,
     Message,
@@ -49,8 +44,7 @@ from agenttrain.utils.content import images_in, parts
 from agenttrain.utils.json_lines import dumps, read_rows
 from agenttrain.utils.turns import turns_in_time
 
-OF_A_TRAJECTORY = ("messages", "token_ids", "spans", "logprobs", "trainer_logprobs", "entropies")
-"""Keys that older files have in the rollout itself."""
+Record = Mapping[str, Any]
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
@@ -218,6 +212,23 @@ def step_path(run_folder: Path, step: int) -> Path:
     return run_folder / "rollouts" / f"step-{step:06d}.jsonl"
 
 
+def written_steps(run_folder: Path, command: str) -> list[int]:
+    """Return the steps with recorded rollouts; raises ConfigError if there are none."""
+    paths = sorted((run_folder / "rollouts").glob("step-*.jsonl"))
+    if not paths:
+        raise ConfigError(f"{command}: the run has written no rollouts (tracker.rollouts)")
+    return [int(path.stem.removeprefix("step-")) for path in paths]
+
+
+def written_step(run_folder: Path, step: int | None, command: str) -> int:
+    """Return the step, the last one for None; raises ConfigError if it has no recorded rollouts."""
+    steps = written_steps(run_folder, command)
+    if step is not None and step not in steps:
+        recorded = f"there are {steps[0]} to {steps[-1]}"
+        raise ConfigError(f"{command} --step {step}: no rollouts of that step; {recorded}")
+    return steps[-1] if step is None else step
+
+
 def write_step(
     run_folder: Path, step: int, rollouts: Sequence[Rollout], most: int | None = None
 ) -> None:
@@ -259,45 +270,15 @@ def _step_record(rollout: Rollout, step: int) -> dict[str, Any]:
 
 
 def read_step(run_folder: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the records of a step; those of older files in today's form.
-
-    Raises FileNotFoundError if the step has no file.
-    """
-    yield from map(current_form, read_rows(step_path(run_folder, step)))
+    """Yield the records of a step; raises FileNotFoundError if the step has no file."""
+    yield from read_rows(step_path(run_folder, step))
 
 
-def current_form(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record, of an older file too, in today's form.
-
-    In older files a rollout is one trajectory, and its `columns`, which were not written, become
-    null.
-    """
-    if "trajectories" in record:
-        return record
-    record = dict(record)
-    advantage = record.pop("advantage")
-    for span in record["spans"]:
-        span["advantage"] = advantage if span["origin"] == Origin.sampled else None
-    names = [name for name in OF_A_TRAJECTORY if name in record]
-    trajectory = {"role": MAIN, "parent": None, **{name: record.pop(name) for name in names}}
-    return {**record, "columns": None, "trajectories": [trajectory]}
-
-
-Record = Mapping[str, Any]
-
-
-def completions(record: Record, stop_token_ids: Collection[int] = ()) -> list[Completion]:
-    """Return the sampled completions of a record, in the order in which they were sampled.
-
-    `stop_token_ids` decide how a turn ended in records of earlier versions, which do not say.
-    """
-    aborted = record["stop_reason"] == StopReason.aborted
-    sampled = [
-        _completions(trajectory, stop_token_ids, aborted=aborted)
-        for trajectory in record["trajectories"]
-    ]
+def completions(record: Record) -> list[Completion]:
+    """Return the sampled completions of a record, in the order in which they were sampled."""
+    sampled = list(map(_completions, record["trajectories"]))
     delegations = map(_delegation, record["trajectories"])
-    callers = (None if one is None else one.caller for one in delegations)
+    callers = (None if delegation is None else delegation.caller for delegation in delegations)
     order = turns_in_time([*zip(callers, map(len, sampled), strict=True)])
     return [sampled[index][turn] for index, turn in order]
 
@@ -315,23 +296,16 @@ def _delegation(written: Record) -> Delegation | None:
     )
 
 
-def _completions(
-    trajectory: Record, stop_token_ids: Collection[int], *, aborted: bool
-) -> list[Completion]:
-    turns = [list(spans) for _, spans in groupby(_sampled(trajectory), key=lambda s: s["turn"])]
+def _completions(trajectory: Record) -> list[Completion]:
     result = []
-    for spans in turns:
+    for _, group in groupby(_sampled(trajectory), key=lambda span: span["turn"]):
+        spans = list(group)
         start, end = spans[0]["start"], spans[-1]["end"]
-        token_ids = tuple(trajectory["token_ids"][start:end])
-        finish = spans[-1].get("finish")
-        if finish is None:
-            cut = Finish.abort if aborted and spans is turns[-1] else Finish.length
-            finish = Finish.stop if token_ids[-1] in stop_token_ids else cut
         result.append(
             Completion(
-                token_ids=token_ids,
+                token_ids=tuple(trajectory["token_ids"][start:end]),
                 logprobs=tuple(_number(value) for value in trajectory["logprobs"][start:end]),
-                finish=Finish(finish),
+                finish=Finish(spans[-1]["finish"]),
                 versions=tuple((s["policy_version"], s["end"] - s["start"]) for s in spans),
             )
         )
@@ -400,7 +374,7 @@ def tool_results(record: Record) -> list[ToolResult]:
     return results
 
 
-def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = ()) -> Rollout:
+def read_rollout(record: Record, task: Task) -> Rollout:
     """Return the rollout of a record; its task is not in the file.
 
     A record lacks the rollout's `seconds` and the raw text of well-formed calls.
@@ -413,7 +387,7 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
     prompt = prompt_messages(record["trajectories"][0])
     trajectories: list[Trajectory] = []
     for index in range(len(record["trajectories"])):
-        trajectories.append(_trajectory(record, index, stop_token_ids, trajectories))
+        trajectories.append(_trajectory(record, index, trajectories))
     return Rollout(
         task=replace(task, messages=tuple(prompt)),
         rollout_id=record["rollout_id"],
@@ -431,11 +405,8 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
     )
 
 
-def _trajectory(
-    record: Record, index: int, stop_token_ids: Collection[int], before: Sequence[Trajectory]
-) -> Trajectory:
+def _trajectory(record: Record, index: int, before: Sequence[Trajectory]) -> Trajectory:
     written = record["trajectories"][index]
-    # Absent if the trainer computed none or an older version wrote none.
     scores = {
         name: array("f", map(_number, written[name]))
         for name in ("trainer_logprobs", "entropies")
@@ -456,8 +427,7 @@ def _trajectory(
         entropies=scores.get("entropies"),
     )
     trajectory._ids = trajectory.context(before)
-    aborted = record["stop_reason"] == StopReason.aborted
-    sampled = iter(_completions(written, stop_token_ids, aborted=aborted))
+    sampled = iter(_completions(written))
     for (origin, _), spans in groupby(written["spans"], key=lambda s: (s["origin"], s["turn"])):
         if origin == Origin.sampled:
             trajectory.append_sampled(next(sampled), trajectory.token_ids)

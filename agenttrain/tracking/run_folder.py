@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +29,43 @@ class FolderGone(AgenttrainError):
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock the run folder for the block, making it if needed; the lock ends with the process.
+def file_lock(path: Path, *, blocking: bool = True) -> Iterator[None]:
+    """Hold a lock file for the block; the lock ends with the process.
 
-    Raises FolderInUse if another process holds it, OSError if it cannot be written. On a file
-    system without locks nothing is locked.
+    Without `blocking`, raises filelock's Timeout if another process holds it. On a file system
+    without locks nothing is locked.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", blocking=False)
+    lock = FileLock(path, blocking=blocking)
     try:
         lock.acquire()
-    except Timeout as error:  # an OSError too
-        raise FolderInUse(
-            f"{folder}: another process works in this run folder. Wait for it or stop it, or "
-            "choose another folder with hydra.run.dir."
-        ) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            error.filename = str(folder)  # the file that the user can act on
             raise
     try:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock the run folder for the block, making it if needed.
+
+    Raises FolderInUse if another process holds it, OSError if it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(file_lock(folder / ".lock", blocking=False))
+        except Timeout as error:  # an OSError too
+            raise FolderInUse(
+                f"{folder}: another process works in this run folder. Wait for it or stop it, or "
+                "choose another folder with hydra.run.dir."
+            ) from error
+        except OSError as error:
+            error.filename = str(folder)  # the file that the user can act on
+            raise
+        yield
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -104,8 +104,8 @@ def read_processes(run_folder: Path) -> list[Process]:
     if not any(process.phases for process in processes):
         raise NoTimes(
             f"{run_folder}: it has recorded no times (timeline/*.jsonl). Runs do so as each "
-            "phase ends, unless tracker.timeline=false; those of earlier versions did not, and "
-            "metrics.jsonl has the seconds of their steps (time/*)"
+            "phase ends, unless tracker.timeline=false; metrics.jsonl has the seconds of their "
+            "steps (time/*)"
         )
     return processes
 

@@ -11,7 +11,6 @@ import os
 from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -114,12 +113,7 @@ class Tracker:
         self.progress.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(_end_of(error))
 
     @property
@@ -208,7 +202,7 @@ class Tracker:
 
         `how` is the end of the run, which trackers show.
         """
-        self.progress.__exit__(None, None, None)
+        self.progress.__exit__()
         self._metrics.close()
         if self._evaluations is not None:
             self._evaluations.close()

@@ -43,7 +43,9 @@ def render(
             "trajectories": [
                 {
                     **trajectory,
-                    "messages": _shown(trajectory["messages"], folder),
+                    "messages": trajectory["messages"]
+                    if folder is None
+                    else with_data(trajectory["messages"], folder),
                     "texts": token_texts(trajectory["token_ids"], decode, known),
                 }
                 for trajectory in rollout["trajectories"]
@@ -57,10 +59,6 @@ def render(
     parts = {"__TITLE__": html.escape(title), "__DATA__": payload}
     # In one pass, so that a title or token that reads like a placeholder stays.
     return re.sub("|".join(parts), lambda match: parts[match[0]], page)
-
-
-def _shown(messages: Sequence[dict[str, Any]], folder: Path | None) -> Sequence[dict[str, Any]]:
-    return messages if folder is None else with_data(messages, folder)
 
 
 def token_texts(token_ids: Sequence[int], decode: Decode, known: dict[int, str]) -> list[str]:

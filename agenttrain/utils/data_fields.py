@@ -50,8 +50,3 @@ def is_data(hint: Any, value: Any) -> bool:
 def names_no_module(value: Any) -> bool:
     """Return False for Gymnasium's ``my_module:MyEnv-v0``, which imports the module."""
     return ":" not in str(value)
-
-
-def is_role(value: Any) -> bool:
-    """Return True for ``role:judge``, which stands for servers of the run itself."""
-    return str(value).startswith("role:")

@@ -22,6 +22,11 @@ def conf_folder() -> Path:
     return packaged if packaged.is_dir() else PACKAGE.parent / "conf"
 
 
+def cache_folder() -> Path:
+    """Return the user's folder of files that are downloaded or converted once per machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agenttrain"
+
+
 def parse_yaml(text: str) -> Any:
     """Return `yaml.safe_load`, ten times as fast where PyYAML has libyaml."""
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

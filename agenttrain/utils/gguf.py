@@ -23,7 +23,7 @@ from pathlib import Path
 
 from agenttrain.types import ConfigError
 from agenttrain.utils.child_process import ChildProcess
-from agenttrain.utils.files import digest_of_blocks
+from agenttrain.utils.files import cache_folder, digest_of_blocks
 
 SUFFIX = ".gguf"
 PACKAGE = "package:"
@@ -71,8 +71,7 @@ def converted(file: Path) -> Path:
         if opened.read(len(MAGIC)) != MAGIC:
             raise ConfigError(f"model.path={file}: is no GGUF file; download it again")
     digest = digest_of_blocks(file, BLOCK_BYTES)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = cache / "agenttrain" / "models" / f"{file.stem}-{digest[:12]}"
+    folder = cache_folder() / "models" / f"{file.stem}-{digest[:12]}"
     if folder.is_dir():
         return folder
     if find_spec("gguf") is None:

@@ -33,13 +33,13 @@ class BadImage(ValueError):
     """A value that is no image, or one that is not read; the message is the reason."""
 
 
-def read_image(value: Any, *, most_pixels: int = MOST_PIXELS, folder: Path | None = None) -> Image:
+def read_image(value: Any, *, most_pixels: int = MOST_PIXELS) -> Image:
     """Read an image from a file, its bytes, base64 text, Pillow's image or an array.
 
-    A text is a path, relative to `folder`, or base64, with or without ``data:image/png;base64,``
-    before it. A mapping is a cell of `datasets.Image`: its `bytes`, else its `path`. An array is
-    uint8 [height, width, 1, 3 or 4]. A transparent image stands on white, one of several frames is
-    its first, and one that a camera took on its side is turned. Raises BadImage.
+    A text is a path or base64, with or without ``data:image/png;base64,`` before it. A mapping is a
+    cell of `datasets.Image`: its `bytes`, else its `path`. An array is uint8 [height, width, 1, 3
+    or 4]. A transparent image stands on white, one of several frames is its first, and one that a
+    camera took on its side is turned. Raises BadImage.
     """
     if isinstance(value, Image):
         return value
@@ -53,7 +53,6 @@ def read_image(value: Any, *, most_pixels: int = MOST_PIXELS, folder: Path | Non
                 f"{value!s:.80} is an address, and nothing is downloaded; store the file"
             )
         path = Path(value).expanduser()
-        path = path if folder is None else folder / path
         try:
             value = path.read_bytes()
         except OSError as error:

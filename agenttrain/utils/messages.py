@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agenttrain.utils.strict_json import read_json
+from agenttrain.utils.json_lines import read_json
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which messages hold an assistant's reasoning; ours is the first."""

@@ -10,3 +10,8 @@ def role_named(address: object) -> str | None:
     if not isinstance(address, str) or not address.startswith(ROLE):
         return None
     return address.removeprefix(ROLE)
+
+
+def is_role(address: object) -> bool:
+    """Return True for the address of a role's servers."""
+    return role_named(address) is not None

@@ -16,7 +16,7 @@ from agenttrain.commands.running import compose_all
 from agenttrain.commands.sweep.command import new_sweep
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.settings.pinning import pin, pins
-from agenttrain.settings.saved import resumed_as_begun
+from agenttrain.settings.saved import settings_for_auto_resume
 from agenttrain.utils.hub import snapshot
 
 NAME = "Qwen/Qwen3-0.6B"
@@ -84,7 +84,7 @@ def test_a_run_is_pinned_to_a_commit(
     assert "out: holds a run already" in errors(capsys, *run)
     assert not any("safetensors" in request for request in hub.requests)
     with hydra_session(Source()):
-        again = resumed_as_begun(Path("out"), [*run, "steps=3", "resume=auto"], Source())
+        again = settings_for_auto_resume(Path("out"), [*run, "steps=3", "resume=auto"], Source())
     assert again.config.model.revision == commit
 
 

@@ -123,29 +123,6 @@ def test_every_part_of_a_record_is_compared(edit, capsys, change, told):
     assert told in capsys.readouterr().out
 
 
-def test_files_of_earlier_versions_say_nothing_of_a_spans_end(edit, capsys):
-    def change(record):
-        for span in record["trajectories"][0]["spans"]:
-            span.pop("finish", None)
-
-    assert main(["replay", str(edit(change))]) == 0
-    assert "3 of 3" in capsys.readouterr().out
-
-
-def test_a_file_of_the_first_edition_replays_and_is_shown(edit, capsys):
-    def change(record):
-        (trajectory,) = record.pop("trajectories")
-        del record["columns"], trajectory["role"], trajectory["parent"]
-        record.update(trajectory, advantage=None)
-        for span in record["spans"]:
-            del span["advantage"]
-
-    folder = edit(change)
-    assert main(["replay", str(folder)]) == 0
-    assert "3 of 3" in capsys.readouterr().out
-    assert main(["view", str(folder)]) == 0
-
-
 def test_an_end_by_the_clock_is_replayed_up_to_it(edit, capsys):
     def change(record):
         (trajectory,) = record["trajectories"]

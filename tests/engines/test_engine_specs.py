@@ -22,7 +22,7 @@ ALLOWED = {
     ("tracking/run_folder.py", "transformers"): "the package, whose version is recorded",
     ("commands/templates.py", "transformers"): "the package, whose version is recorded",
     ("commands/doctor.py", "transformers"): "the package, which is examined",
-    ("commands/verbs/serve.py", "vllm"): "the help of serve, whose engines it names",
+    ("commands/verbs.py", "vllm"): "the help of serve, whose engines it names",
     ("engines/vllm_server/spec.py", "vllm"): "the package, and the engine to take instead",
     ("engines/vllm_server/server_process.py", "vllm"): "has the arguments of engine=vllm",
     ("engines/vllm_server/server_memory.py", "vllm"): "takes the memory of engine=vllm",
@@ -34,7 +34,7 @@ ALLOWED = {
         )
     },
     ("commands/export.py", "transformers"): "the format of an export",
-    ("commands/verbs/export.py", "transformers"): "the same",
+    ("commands/verbs.py", "transformers"): "a format of an export",
     ("commands/model_card.py", "transformers"): "the library that loads an export",
 }
 

@@ -211,12 +211,6 @@ def test_stop_tool_called():
     assert reward(stop_tool_called, made("", stop=StopReason.max_turns)) == 0.0
 
 
-def test_stop_tool_called_in_a_file_that_does_not_mark_stop_tools():
-    wrong = called("final_answer", ToolError.malformed)
-    for results, expected in (((called("add"), wrong), 0.0), ((wrong, called("quit")), 1.0)):
-        assert reward(stop_tool_called, made("", *results, stop=StopReason.stop_tool)) == expected
-
-
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [

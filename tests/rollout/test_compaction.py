@@ -91,7 +91,7 @@ def test_a_summary_and_the_last_turn_take_the_place_of_the_context(tmp_path) -> 
     assert later.messages[4]["content"] == "9"
     write_step(tmp_path, 1, [done])
     (record,) = read_step(tmp_path, 1)
-    again = read_rollout(record, TASK, chat().stop_token_ids)
+    again = read_rollout(record, TASK)
     assert [list(t.token_ids) for t in again.trajectories] == [
         list(t.token_ids) for t in done.trajectories
     ]

@@ -84,7 +84,7 @@ def test_a_sub_agent_has_a_trajectory_of_its_own_which_is_trained() -> None:
     delegation = helper.delegation
     assert (delegation.caller, delegation.call_id) == ((0, 0), "call_0_0")
     assert (delegation.max_turns, delegation.max_tokens) == (3, 1000)
-    again = read_rollout(rollout_record(done), TASK, chat().stop_token_ids)
+    again = read_rollout(rollout_record(done), TASK)
     assert [one.delegation.caller for one in again.trajectories[1:]] == [(0, 0)]
     assert again.trajectories[1].token_ids == helper.token_ids
 

@@ -12,7 +12,14 @@ from omegaconf import OmegaConf
 from agenttrain.runs.provenance import write_config
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session, open_keys
-from agenttrain.settings.saved import done_steps, evaluated, finished_steps, resumed, run_of, viewed
+from agenttrain.settings.saved import (
+    done_steps,
+    finished_steps,
+    run_of,
+    saved_settings,
+    settings_for_eval,
+    settings_for_resume,
+)
 from agenttrain.types import ConfigError
 from agenttrain.utils.signing import sign
 
@@ -35,12 +42,12 @@ def run(tmp_path: Path) -> Path:
 
 def resume(folder: Path, *overrides: str, trust: bool = False) -> Composed:
     with hydra_session(SOURCE):
-        return resumed(folder, overrides, SOURCE, trust=trust)
+        return settings_for_resume(folder, overrides, SOURCE, trust=trust)
 
 
 def evaluate(folder: Path, *overrides: str) -> Composed:
     with hydra_session(SOURCE):
-        return evaluated(folder, overrides, SOURCE)
+        return settings_for_eval(folder, overrides, SOURCE)
 
 
 def test_a_resumed_run_has_its_own_settings(run: Path) -> None:
@@ -139,7 +146,7 @@ def test_a_path_of_ours_that_this_version_lacks(run: Path, trust: bool) -> None:
     path = "agenttrain.tools.sql.Sqq"
     rewrite(run, tools={"sql": {"_target_": path}})
     with pytest.raises(ConfigError) as caught, hydra_session(SOURCE):
-        resumed(run, [], SOURCE, trust=trust)
+        settings_for_resume(run, [], SOURCE, trust=trust)
     assert str(caught.value) == (
         f"resume={run}: tools.sql._target_={path}: is no name of this version of agenttrain (did "
         "you mean 'agenttrain.tools.builtin.sql.Sql'?); write today's name into config.yaml, or "
@@ -147,13 +154,12 @@ def test_a_path_of_ours_that_this_version_lacks(run: Path, trust: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("summary", [{"verb": "eval"}, {"status": "finished", "steps": 0}])
-def test_an_evaluation_does_not_go_on(run: Path, summary: dict[str, object]) -> None:
-    (run / "summary.json").write_text(json.dumps(summary))
+def test_an_evaluation_does_not_go_on(run: Path) -> None:
+    (run / "summary.json").write_text(json.dumps({"verb": "eval"}))
     with pytest.raises(ConfigError, match=f"resume={run}: holds an evaluation"):
         resume(run)
     with hydra_session(SOURCE):
-        assert viewed(run, SOURCE).config.steps == 9
+        assert saved_settings("view run", run, SOURCE).config.steps == 9
 
 
 def test_a_run_does_not_go_back(run: Path) -> None:
@@ -326,7 +332,7 @@ def test_a_resolver_of_others_is_named_before_it_is_resolved(run: Path, monkeypa
 
 def viewed_run(folder: Path) -> Composed:
     with hydra_session(SOURCE):
-        return viewed(folder, SOURCE)
+        return saved_settings("view run", folder, SOURCE)
 
 
 def test_a_typed_value_is_the_users_and_what_it_is_merged_into_is_not(run: Path) -> None:

@@ -32,7 +32,7 @@ from agenttrain.tracking.run_folder import (
     write_atomically,
 )
 from agenttrain.tracking.tracker import MetricsFile, Tracker, cut
-from agenttrain.types import Completion, Finish, Task
+from agenttrain.types import Completion, Finish
 from agenttrain.utils.json_lines import dumps, read_rows
 
 
@@ -215,57 +215,6 @@ def test_columns_are_in_the_file_and_what_json_does_not_have_is_text():
         "scores": [1, 0.5],
         "7": {"seven": None},
     }
-
-
-FIRST_EDITION = """
-{"task_id":"sum-1","group_id":"train-3-1","rollout_id":"train-3-1-2",
-"messages":[{"role":"user","content":"What is 3 + 4?"},{"role":"assistant","content":"",
-"tool_calls":[{"id":"call_0_0","type":"function","function":{"name":"add","arguments":{"a":3}}}]},
-{"role":"tool","tool_call_id":"call_0_0","content":"7"},
-{"role":"assistant","content":"It is 7."}],
-"token_ids":[1,3,2,4,5,2,7,8,2,4,10,2],
-"spans":[{"origin":"prompt","start":0,"end":4,"turn":0,"policy_version":null},
-{"origin":"sampled","start":4,"end":6,"turn":0,"policy_version":7,"finish":"stop"},
-{"origin":"template","start":6,"end":7,"turn":0,"policy_version":null},
-{"origin":"tool","start":7,"end":8,"turn":0,"policy_version":null},
-{"origin":"template","start":8,"end":10,"turn":0,"policy_version":null},
-{"origin":"sampled","start":10,"end":12,"turn":1,"policy_version":7,"finish":"stop"}],
-"logprobs":[0.0,0.0,0.0,0.0,-0.5,-0.25,0.0,0.0,0.0,0.0,-0.125,-1.0],"stop_reason":"completed",
-"tool_calls":[{"id":"call_0_0","name":"add","arguments":{"a":3},"error":null,"seconds":0.25}],
-"rewards":{"answer":1.0},"reward":1.0,"advantage":0.75,
-"trainer_logprobs":[-0.5,-0.25,-0.125,-1.5],"entropies":[0.5,0.0,0.25,1.0]}
-"""
-
-
-def test_a_line_of_the_first_edition_is_read_as_todays(tmp_path):
-    path = step_path(tmp_path, 3)
-    path.parent.mkdir()
-    path.write_text(FIRST_EDITION.strip().replace("\n", "") + "\n")
-    (record,) = read_step(tmp_path, 3)
-    assert " ".join(record) == (
-        "task_id group_id rollout_id stop_reason tool_calls rewards reward columns trajectories"
-    )
-    assert record["columns"] is None
-    (written,) = record["trajectories"]
-    assert " ".join(written) == (
-        "role parent messages token_ids spans logprobs trainer_logprobs entropies"
-    )
-    #        prompt  sampled  template  tool  template  sampled
-    assert [span["advantage"] for span in written["spans"]] == [None, 0.75, None, None, None, 0.75]
-    rollout = read_rollout(record, Task(task_id="sum-1", messages=()))
-    (trajectory,) = rollout.trajectories
-    assert set(trajectory.advantages or ()) == {0.75}
-    assert (rollout.reward, rollout.turns, rollout.sample) == (1.0, 2, 2)
-    assert rollout.tool_results[0].content == "7"
-    assert list(trajectory.token_ids) == [1, 3, 2, 4, 5, 2, 7, 8, 2, 4, 10, 2]
-    assert trajectory.loss_mask == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1]
-    assert trajectory.rollout_logprobs[4:6] == [-0.5, -0.25]
-    assert list(trajectory.trainer_logprobs) == [-0.5, -0.25, -0.125, -1.5]
-    assert [message["role"] for message in trajectory.added_messages] == [
-        "assistant",
-        "tool",
-        "assistant",
-    ]
 
 
 def test_spans_of_a_completion_across_a_weight_update_cover_its_tokens():

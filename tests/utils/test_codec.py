@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agenttrain.runs.channel import Channel, ChannelClosed
 from agenttrain.types import (
     Completion,
     Finish,
@@ -24,7 +25,6 @@ from agenttrain.types import (
     ToolResult,
     Trajectory,
 )
-from agenttrain.utils.channel import Channel, ChannelClosed
 from agenttrain.utils.codec import Codec
 
 CODEC = Codec(

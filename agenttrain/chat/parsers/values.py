@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
-from agenttrain.utils.strict_json import finite_float, refuse_constant
+from agenttrain.utils.json_lines import finite_float, refuse_constant
 
 MAX_DEPTH = 64
 """Nesting of a call's arguments."""

@@ -19,8 +19,8 @@ from agenttrain.chat.wire.fields import OPENAI, SHAPE, field_problem, quote, unf
 from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, call_message
 from agenttrain.engines.config import LEAST_TEMPERATURE
 from agenttrain.types import Finish, Message
+from agenttrain.utils.json_lines import read_json
 from agenttrain.utils.messages import REASONING_KEYS, call_arguments
-from agenttrain.utils.strict_json import read_json
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Fields that change the distribution sampled from, and that `ChatRequest` reads."""

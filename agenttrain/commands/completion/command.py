@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +36,9 @@ LOADERS = {
 """Files that a shell loads at the first completion."""
 
 
-def completion(what: str, shell: str | None) -> int:
+def completion(args: Namespace) -> int:
     """Print a shell's script, or install it; exit code 0. Raises ConfigError."""
+    what, shell = args.what, args.shell
     if what != "install":
         if shell is not None:
             raise ConfigError(

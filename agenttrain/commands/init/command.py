@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import sys
+from argparse import Namespace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -29,9 +30,9 @@ COMMANDS = {
 """Words behind `agenttrain` -> what they are for; README.md has them too."""
 
 
-def init(folder: Path) -> int:
+def init(args: Namespace) -> int:
     """Make the folder of a new agent; exit code 0. Raises ConfigError."""
-    name = folder.name
+    folder, name = args.name, args.name.name
     problem = name_problem(name)
     if problem is not None:
         raise ConfigError(f"init {folder}: {problem}; choose another name, e.g. my_agent")

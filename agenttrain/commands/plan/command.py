@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.commands.plan import other_gpus, servers
-from agenttrain.commands.plan.estimate import (
-    GIB,
-    MemoryEstimate,
-    PlannedHardware,
-    has_policy_copy,
-)
+from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware, has_policy_copy
 from agenttrain.commands.plan.other_gpus import OtherGpus, plan_other_gpus
 from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.commands.plan.servers import FleetPlan, Speeds, plan_servers, trainers_of
@@ -112,11 +107,6 @@ def announced_if_slow(path: str, after_s: float = SLOW_S) -> Iterator[None]:
 
 def show(config: RunConfig, options: PlanOptions) -> int:
     """Print the plan. Return exit code 1 if the run does not fit. Raises ConfigError."""
-    with announced_if_slow(config.model.path):
-        return _show(config, options)
-
-
-def _show(config: RunConfig, options: PlanOptions) -> int:
     machine = _planned_machine(config, options)
     planner = Planner(config, machine, options.prompt_tokens)
     memory = planner.estimate()

@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from agenttrain.commands.plan.estimate import (
-    GIB,
-    RESERVE,
-    MemoryEstimate,
-    Sizes,
-    has_policy_copy,
-)
+from agenttrain.commands.plan.estimate import GIB, RESERVE, MemoryEstimate, Sizes, has_policy_copy
 from agenttrain.engines.memory import EngineLoad, EngineMemory, When
 from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedName

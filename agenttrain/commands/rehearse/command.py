@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import mean
 from time import perf_counter
 
@@ -23,7 +23,7 @@ from rich.text import Text
 
 from agenttrain.chat.chat import Chat
 from agenttrain.commands.rehearse.stub import Stub
-from agenttrain.commands.verb import write_report
+from agenttrain.commands.verb import refusing, write_report
 from agenttrain.data.build import check_needed_columns
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
@@ -32,14 +32,7 @@ from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.types import (
-    AgenttrainError,
-    ConfigError,
-    Rollout,
-    StopReason,
-    ToolError,
-    ToolResult,
-)
+from agenttrain.types import AgenttrainError, Rollout, StopReason, ToolError, ToolResult
 from agenttrain.utils.redaction import shell_command
 
 CONTEXT = 32_768
@@ -52,18 +45,6 @@ REFUSED = (
     *(ToolError.limit, ToolError.parallel),
 )
 """Errors of calls that no tool has run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearseOptions:
-    """Options of the verb."""
-
-    rollouts: int
-    tokens_per_s: float | None
-    file: Path | None
-    """Value of `--json`."""
-    settings: Sequence[str] = ()
-    """Settings, as typed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,28 +116,26 @@ class Report:
     warnings: list[str]
 
 
-def rehearse(config: RunConfig, options: RehearseOptions) -> int:
+def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> int:
     """Make the rollouts and print the report; return exit code 1 if it has problems.
 
     Raises ConfigError for components that cannot be built.
     """
-    try:
+    with refusing():
         components = Components(config)
         components.certificate.raise_if_refused()
         for key, source in components.tasks.by_key.items():
             check_needed_columns(source, components.needed_columns, key)
-        report = asyncio.run(_rehearse(components, options))
-    except (AgenttrainError, OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    if write_report(asdict(report), options.file):
-        show(report, options)
+        report = asyncio.run(_rehearse(components, args, overrides))
+    if write_report(asdict(report), args.json):
+        show(report, args.tokens_per_s)
     return int(bool(report.problems))
 
 
-async def _rehearse(components: Components, options: RehearseOptions) -> Report:
+async def _rehearse(components: Components, args: Namespace, overrides: Sequence[str]) -> Report:
     config = components.config
-    samples = min(config.algorithm.group_size, options.rollouts)
-    tasks = components.train_tasks.tasks(0, -(-options.rollouts // samples))
+    samples = min(config.algorithm.group_size, args.rollouts)
+    tasks = components.train_tasks.tasks(0, -(-args.rollouts // samples))
     context = context_of(config) or CONTEXT
     stub = Stub(components, tasks)
     engine = ScriptedEngine(stub, keeps_sent=False, max_context=context, reads_images=True)
@@ -190,7 +169,7 @@ async def _rehearse(components: Components, options: RehearseOptions) -> Report:
     prompts = [r.trajectories[0].prompt_length for r in rollouts if r.length]
     most = min(limits.max_turns * limits.max_turn_tokens, limits.max_completion_tokens, context)
     tokens = round(per_step * mean(sampled)) if sampled else 0
-    speed = options.tokens_per_s
+    speed = args.tokens_per_s
     report = Report(
         rollouts=len(rollouts),
         turns={str(kind): count for kind, count in stub.written.items()},
@@ -213,7 +192,7 @@ async def _rehearse(components: Components, options: RehearseOptions) -> Report:
         problems=problems,
         warnings=[],
     )
-    _judge(report, collected, components, options.settings)
+    _judge(report, collected, components, overrides)
     return report
 
 
@@ -368,8 +347,8 @@ class _Memory:
             self.own = max(self.own, self._process.memory_info().rss - self._start)
 
 
-def show(report: Report, options: RehearseOptions) -> None:
-    """Print a report."""
+def show(report: Report, tokens_per_s: float | None) -> None:
+    """Print a report; `tokens_per_s` is the speed of its `step_s`."""
     console = Console()
     written = ", ".join(f"{kind} {count}" for kind, count in report.turns.items())
     ended = ", ".join(f"{reason} {count}" for reason, count in report.stop_reasons.items())
@@ -415,11 +394,11 @@ def show(report: Report, options: RehearseOptions) -> None:
         "a step": f"{report.step_rollouts} rollouts; {report.step_tokens:,} sampled tokens if they "
         f"are as short as here, {report.step_tokens_most:,} at most",
     }
-    if report.step_s is not None and options.tokens_per_s is not None:
+    if report.step_s is not None and tokens_per_s is not None:
         short, long = report.step_s
         beside = report.seconds * report.step_rollouts / max(report.rollouts, 1)
         lines[""] = (
-            f"{short:,.1f} to {long:,.1f} s of sampling at {options.tokens_per_s:g} tokens/s; "
+            f"{short:,.1f} to {long:,.1f} s of sampling at {tokens_per_s:g} tokens/s; "
             f"tools, rewards and the loop take {beside:.1f} s beside"
         )
     for label, text in lines.items():

@@ -14,9 +14,9 @@ from enum import StrEnum
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.demonstrations import completion_ids
+from agenttrain.commands.schema_examples import example
 from agenttrain.runs.setup import Components
 from agenttrain.types import AssistantTurn, Message, Task, ToolCall
-from agenttrain.utils.schema_examples import example
 
 NO_TOOL = "no_such_tool"
 NO_ARGUMENT = "no_such_argument"

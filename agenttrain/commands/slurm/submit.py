@@ -37,11 +37,11 @@ from agenttrain.settings.compose import (
     job_name,
     run_folder,
 )
+from agenttrain.settings.overrides import key_of
 from agenttrain.settings.pinning import check_cached, pins
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
-from agenttrain.utils.overrides import key_of
 from agenttrain.utils.redaction import hide_secrets
 
 NODES = ("distributed.nodes", "distributed.rendezvous", "distributed.node_rank")

@@ -29,12 +29,12 @@ from agenttrain.settings.checks import check_for_verb, validate
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed, Source, check_writable, compose_raw
 from agenttrain.settings.messages import explained
+from agenttrain.settings.overrides import key_of
 from agenttrain.settings.pinning import pins
-from agenttrain.settings.saved import RESUMABLE, resumed
+from agenttrain.settings.saved import RESUMABLE, settings_for_resume
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import overrides_in_this_layout
-from agenttrain.utils.overrides import key_of
 from agenttrain.utils.redaction import shell_command
 from agenttrain.utils.sections import validated
 
@@ -142,7 +142,9 @@ def _resume_held(
     configs = []
     for one in jobs:
         if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
-            config = resumed(one.folder, changes, command.source, trust=command.trust).config
+            config = settings_for_resume(
+                one.folder, changes, command.source, trust=command.trust
+            ).config
             validate(config)
             check_for_verb(record.verb, config)
             configs.append(config)
@@ -189,9 +191,7 @@ def _with_trials(folder: Path, record: SweepRecord, trials: int) -> SweepRecord:
 
 def check_outside_sweep(overrides: Sequence[str]) -> None:
     """Raise ConfigError for settings of a sweep in a run that is not a job of a sweep."""
-    typed = [text for text in overrides if text.lstrip("+").startswith(("sweep=", "sweep."))]
-    if not typed:
-        return
+    typed = [text for text in overrides if key_of(text).split(".")[0] == "sweep"]
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     folders = [o.value() for o in parsed if o.key_or_group == "hydra.run.dir"]
     if not folders or not is_job(Path(str(folders[-1]))):

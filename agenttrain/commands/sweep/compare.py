@@ -13,12 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agenttrain.commands.sweep.record import (
-    FINISHED,
-    RUNNING,
-    read_record,
-    settings_line,
-)
+from agenttrain.commands.sweep.record import FINISHED, RUNNING, read_record, settings_line
 from agenttrain.commands.sweep.table import (
     Comparison,
     as_json,

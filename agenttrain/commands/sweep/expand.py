@@ -19,8 +19,8 @@ from agenttrain.commands.sweep.record import TrialSearch
 from agenttrain.commands.sweep.search import check_space, corners, draw_trials
 from agenttrain.settings.compose import Source, compose_raw, open_keys
 from agenttrain.settings.messages import REPLACED, explained
+from agenttrain.settings.overrides import as_typed
 from agenttrain.types import ConfigError
-from agenttrain.utils.overrides import as_typed
 
 REPEATED = "seed"
 """Setting that is not part of a trial: every trial is run with each of its values."""

@@ -18,17 +18,18 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agenttrain.tracking.run_folder import read_summary, write_atomically
+from filelock import Timeout
+
+from agenttrain.tracking.run_folder import file_lock, read_summary, write_atomically
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import overrides_in_this_layout
 from agenttrain.utils.redaction import hide_secrets, shell_command
 from agenttrain.utils.signing import sign, verifies
-from agenttrain.utils.temporary import NO_LOCKS
 
 RECORD = "sweep.json"
 RUNNING_FILE = ".running"
@@ -96,7 +97,7 @@ class SweepRecord:
         """Return the fields that the signature is computed from."""
         fields = {**asdict(self), "signature": None}
         if self.search is None:
-            del fields["search"]  # not in records of the first edition, nor in their signatures
+            del fields["search"]  # signatures of sweeps without a search do not cover it
         return fields
 
     def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
@@ -179,20 +180,16 @@ def write_record(sweep: Path, record: SweepRecord) -> None:
 def hold_sweep(sweep: Path) -> Iterator[None]:
     """Hold the sweep, so that no other process starts its waiting jobs.
 
-    Raises ConfigError if another process holds it. A file system without locks lets every process
-    in.
+    Raises ConfigError if another process holds it.
     """
-    with (sweep / RUNNING_FILE).open("w") as file:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            stack.enter_context(file_lock(sweep / RUNNING_FILE, blocking=False))
+        except Timeout as error:
             raise ConfigError(
                 f"{sweep}: another process runs this sweep, and starts the jobs that wait; wait "
                 f"for it or stop it, and watch it with {shell_command(['compare', str(sweep)])}"
             ) from error
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
         yield
 
 

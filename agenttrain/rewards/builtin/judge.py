@@ -16,8 +16,9 @@ from agenttrain.rewards.function import RewardUnavailable
 from agenttrain.types import Rollout
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
 from agenttrain.utils.content import parts, text_of
-from agenttrain.utils.data_fields import Data, DataWhere, is_role
+from agenttrain.utils.data_fields import Data, DataWhere
 from agenttrain.utils.expressions import compiled
+from agenttrain.utils.role_names import is_role
 from agenttrain.utils.text_templates import TextTemplate
 
 OF_THE_ROLLOUT = ("question", "final", "conversation", "tool_calls", "stop_reason")

@@ -65,8 +65,7 @@ def stop_tool_called(rollout: Rollout) -> float:
     """
     if rollout.stop_reason is not StopReason.stop_tool:
         return 0.0
-    # Files of earlier versions do not mark calls to stop tools, of which the last call was one.
-    calls = [result for result in rollout.tool_results if result.stop] or rollout.tool_results[-1:]
+    calls = [result for result in rollout.tool_results if result.stop]
     return float(not calls or any(result.error is None for result in calls))
 
 
