@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace, overrides: list[str]) -> int:
     """Check the runs; return exit code 1 if a certificate did not pass."""
     from agenttrain.commands.running import run_verb
-    from agenttrain.settings.machine import CHECK
+    from agenttrain.settings.command_line import CHECK
 
     verb = args.target if args.target in RUNS else CHECK
     return run_verb(verb, args, overrides, checks=True)
