@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agenttrain.engines.adapters import LARGEST_RANK
 from agenttrain.engines.base import Engine
-from agenttrain.engines.broadcast import WeightSender
 from agenttrain.engines.config import LEAST_TEMPERATURE, flash_attention_notes
 from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts
 from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.files_transport import PLUGIN
 from agenttrain.engines.vllm_server.server_memory import memory, server_memory
 from agenttrain.training.config import Transport, WeightSyncMode
 from agenttrain.utils.sections import shown
+
+if TYPE_CHECKING:
+    from agenttrain.engines.broadcast import WeightSender
 
 OWNED = {
     "dtype": "engine.dtype",
@@ -154,6 +155,8 @@ def check_machine(settings: VllmServerSettings, count_gpus: Callable[[], int]) -
 def installed_problems(setting: str) -> Iterator[str]:
     """Yield why servers cannot start: vLLM, or agenttrain's plugin for it, is not installed."""
     from importlib.metadata import entry_points
+
+    from agenttrain.engines.vllm_server.files_transport import PLUGIN
 
     if find_spec("vllm") is None:
         yield (
