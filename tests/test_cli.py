@@ -95,7 +95,7 @@ def test_help_names_verbs_groups_and_options(capsys: pytest.CaptureFixture[str])
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert "train          train an agent" in text
-    assert "algorithm        bnpo, cispo, dapo, dr_grpo" in text
+    assert "algorithm           bnpo, cispo, dapo, dr_grpo" in text
     assert "these may change:" in text and "steps, eval, checkpoint, tracker, engine" in text
     assert max(len(line) for line in text.splitlines()) <= 100 + len(str(ROOT))
 

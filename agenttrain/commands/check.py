@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agenttrain.commands.verb import refusing
+from agenttrain.settings.command_line import CHECK
 from agenttrain.settings.compose import Composed
-from agenttrain.settings.machine import CHECK, float32_on_gpu
+from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.sizes import describe
 from agenttrain.utils.garbage import no_collections
 

@@ -50,18 +50,20 @@ INDENT = " " * 31
 def help_text() -> str:
     """Return the text of `agenttrain --help`."""
     conf = conf_folder()
+    groups = list_groups(conf)
+    width = max(map(len, groups))
     options = option_rows(load_verb(DEFAULT).parser()).items()
     return HELP.format(
         verbs="\n".join(f"  {name:<14} {load_verb(name).help}" for name in VERBS),
         groups="\n".join(
             fill(
-                f"{name:<16} {', '.join(names)}",
+                f"{name:<{width}} {', '.join(names)}",
                 width=100,
                 initial_indent="  ",
-                subsequent_indent=" " * 19,
+                subsequent_indent=" " * (width + 3),
                 break_on_hyphens=False,
             )
-            for name, names in list_groups(conf).items()
+            for name, names in groups.items()
         ),
         resumable=fill(
             ", ".join(RESUMABLE), width=100, initial_indent=INDENT, subsequent_indent=INDENT

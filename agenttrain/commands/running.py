@@ -1,7 +1,9 @@
 """Compose, check and start the runs of `train`, `sft` and `eval`; `check` stops before the start.
 
 Settings are composed and checked before anything heavy is imported, so that a mistake costs a
-second and leaves no folder. The run's folder is made from what was composed.
+second and leaves no folder. The run's folder is made from what was composed. The checks themselves,
+and what starts a run, are imported once the settings are composed: half of the mistakes are found
+by then.
 """
 
 from __future__ import annotations
@@ -15,12 +17,9 @@ from shlex import quote
 
 from omegaconf import Container, OmegaConf
 
-from agenttrain.commands.check import check, check_files
 from agenttrain.commands.verbs import LIKE_TRAIN
-from agenttrain.launch.processes import assigned_folder, check_processes, count_gpus, is_later_node
-from agenttrain.launch.start import start
-from agenttrain.settings.checks import check_for_verb, check_init, check_verb, validate
 from agenttrain.settings.command_line import (
+    CHECK,
     RUN_DIR,
     TIMESTAMP,
     Command,
@@ -38,22 +37,7 @@ from agenttrain.settings.compose import (
     open_keys,
     print_info,
 )
-from agenttrain.settings.engine_checks import admit_engine
-from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
 from agenttrain.settings.overrides import as_typed, key_of
-from agenttrain.settings.pinning import fetch, pin
-from agenttrain.settings.saved import (
-    TRAINED,
-    USED,
-    check_new,
-    finished_steps,
-    run_of,
-    settings_for_auto_resume,
-    settings_for_eval,
-    settings_for_resume,
-    stopped_when,
-)
-from agenttrain.training.config import Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.model_path import PARTS, SIZES
@@ -90,6 +74,9 @@ def run(command: Command) -> int:
         runs = compose_all(command)
         if problems := _problems(command, runs):
             raise ConfigError("\n".join(problems))
+        from agenttrain.launch.processes import assigned_folder, is_later_node
+        from agenttrain.settings.pinning import fetch
+
         if command.sweep:
             from agenttrain.commands.sweep import command as sweeps
 
@@ -111,6 +98,11 @@ def run(command: Command) -> int:
 
 def _problems(command: Command, runs: Sequence[Composed]) -> list[str]:
     """Check files, processes and engines; return the problems of this machine."""
+    from agenttrain.commands.check import check_files
+    from agenttrain.launch.processes import check_processes, count_gpus
+    from agenttrain.settings.engine_checks import admit_engine
+    from agenttrain.settings.machine import SAMPLING_VERBS, Machine, machine_problems
+
     check_files(runs)
     check_processes(command, runs)
     if command.verb in SAMPLING_VERBS:
@@ -130,6 +122,8 @@ def _check(command: Command) -> int:
     folder = None if command.saved or command.sweep else named_folder(command.overrides)
     if folder is not None and _holds_run(folder):
         problems.append(str(_taken(folder)))
+    from agenttrain.commands.check import check
+
     try:
         code = check(command.verb, runs)
     except ConfigError as error:
@@ -167,6 +161,10 @@ def compose_all(command: Command) -> list[Composed]:
     """Return the checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
     overrides, source = command.overrides, command.source
     if command.saved is not None:
+        from agenttrain.settings.checks import check_for_verb, check_verb, validate
+        from agenttrain.settings.pinning import pin
+        from agenttrain.settings.saved import TRAINED, USED
+
         composed = _load_saved(command, command.saved)
         # Only code that the verb runs is imported: the user has been asked to trust no other.
         code = () if command.verb == "plan" else USED.get(command.verb, TRAINED)
@@ -199,6 +197,14 @@ def compose_all(command: Command) -> list[Composed]:
 
 def _load_saved(command: Command, saved: Path) -> Composed:
     """Compose the settings of a saved run, with the command's changes."""
+    from agenttrain.settings.saved import (
+        TRAINED,
+        USED,
+        settings_for_auto_resume,
+        settings_for_eval,
+        settings_for_resume,
+    )
+
     source, trust = command.source, command.trust
     if command.auto:
         return settings_for_auto_resume(saved, open_keys(command.overrides), source, trust=trust)
@@ -221,6 +227,10 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
 
         check_outside_sweep(overrides)
     composed = compose_new(overrides, command.source, starts=verb in RUNS)
+    from agenttrain.settings.checks import check_for_verb, check_init, check_verb, validate
+    from agenttrain.settings.pinning import pin
+    from agenttrain.settings.saved import check_new
+
     check_new(composed.config)
     validate(composed.config, SIZES if verb == "plan" else tuple(PARTS))
     pin(composed, verb)
@@ -232,6 +242,9 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
 
 def _continue_run(command: Command, saved: Path, composed: Composed) -> int:
     """Resume or evaluate a run in its folder; a finished run says how it could go on."""
+    from agenttrain.settings.saved import finished_steps, run_of, stopped_when
+    from agenttrain.training.config import Schedule
+
     if command.verb == "eval":
         folder = run_of(saved).parent / f"{datetime.now():{TIMESTAMP}}_eval"
         for text in command.overrides:
@@ -295,6 +308,9 @@ def _launch_new(command: Command, composed: Composed) -> int:
 
 def _launch(command: Command, composed: Composed, folder: Path, *, announce: bool = True) -> int:
     """Start a composed command in its folder. `announce` is False where another process prints."""
+    from agenttrain.launch.start import start
+    from agenttrain.settings.pinning import fetch
+
     fetch(composed.config, command.verb)
     if announce:
         print(f"{command.verb} in {folder}", flush=True)

@@ -46,6 +46,18 @@ SETTINGS = "key=value"
 """Placeholder of the settings in a usage line; words there that are none are mistakes."""
 BAD_VALUE = "value "
 """Beginning of the errors of our types, which argparse puts behind ``argument --rows: ``."""
+HYDRAS = {
+    **dict.fromkeys(
+        ("--config-path", "-cp"), "use --config-dir, which adds a folder of your groups"
+    ),
+    **dict.fromkeys(("--run", "-r"), "a run starts without it; leave it out"),
+    **dict.fromkeys(
+        ("--shell-completion", "-sc"), "agenttrain completion install is for bash and zsh"
+    ),
+    "--experimental-rerun": "agenttrain resume=FOLDER goes on with a run, and agenttrain replay "
+    "FOLDER repeats its rollouts",
+}
+"""Hydra's options that agenttrain does not take, and what is in their place."""
 SAVED = {
     "resume=FOLDER": "go on with the run in this folder, to the same bits",
     "trust=true": "let the code run that the folder's config.yaml names",
@@ -180,16 +192,19 @@ class VerbParser(ArgumentParser):
         if self.verb.settings is not None:
             from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys
 
+            if name in HYDRAS:
+                return f"{name}: {HYDRAS[name]}"
             # TRL's spelling: --num_generations 8, --learning-rate=1e-5.
             key = name.removeprefix("--").replace("-", "_")
+            for setting in self.verb.settings:  # --trust true
+                if setting.startswith(f"{key}="):
+                    return f"{word}: settings are written key=value; write {setting}"
             if key in ELSEWHERE or key in setting_keys():
                 ours = ELSEWHERE.get(key, key)
                 remark = f" ({REMARKS[key]})" if key in REMARKS else ""
                 return (
                     f"{word}: settings are written key=value; write {ours}={value or '…'}{remark}"
                 )
-        if name in ("--config-path", "-cp"):
-            return f"{name}: use --config-dir, which adds a folder of your groups"
         options = [option for option in self.options if option.startswith("--")]
         hint = did_you_mean(_option_name(name), options)
         listed = ", ".join(options) or "none"

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+BUFFER_BYTES = 1 << 28
+"""Bytes of packed weights that are sent at once: servers have little memory beside their caches."""
+
 
 class WeightForm(NamedTuple):
     """Name, number format and shape of a weight."""

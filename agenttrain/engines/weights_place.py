@@ -14,6 +14,8 @@ from agenttrain.engines.base import EngineError
 from agenttrain.utils.temporary import TemporaryFolder, remove_abandoned
 
 NOTE = "weights.txt"
+VERSIONS = 3
+"""Most versions of the weights on disk at once: two, and one that is being written."""
 
 _held: dict[Path, TemporaryFolder] = {}
 """Run -> the folder that this process has made for it."""

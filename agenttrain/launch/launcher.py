@@ -46,10 +46,9 @@ from agenttrain.launch.processes import (
 from agenttrain.launch.rendezvous import NotMet, meet
 from agenttrain.launch.worker import SIGNAL_FILE
 from agenttrain.launch.workers import PASSED_ON, WorkerEnd, Workers
-from agenttrain.settings.command_line import Command, resuming
+from agenttrain.settings.command_line import TRUSTED, Command, resuming
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.pinning import pins
-from agenttrain.settings.trust import TRUSTED
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.training.checkpoint_files import newest_first
 from agenttrain.training.heap import MAPPED_FROM_THE_START

@@ -20,10 +20,10 @@ from typing import Any
 
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.settings.checks import shared_problems
-from agenttrain.settings.command_line import Command
+from agenttrain.settings.command_line import CHECK, Command
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.engine_checks import engine_problems
-from agenttrain.settings.machine import CHECK, process_count_problem
+from agenttrain.settings.machine import process_count_problem
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
 from agenttrain.utils.signals import StopRequest

@@ -13,7 +13,7 @@ from agenttrain.engines.placement import gpu_numbers, place
 from agenttrain.engines.vllm_server.config import RoleConfig
 from agenttrain.engines.vllm_server.roles import await_start, role_folder, role_plan, start_role
 from agenttrain.engines.vllm_server.server_records import ServerPlan
-from agenttrain.engines.vllm_server.spec import SERVER
+from agenttrain.engines.vllm_server.starting import SERVER
 from agenttrain.settings.engine_checks import policy_gpus
 from agenttrain.settings.role_checks import fleets, used_roles
 from agenttrain.settings.run_config import RunConfig

@@ -12,10 +12,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
 from agenttrain.settings.compose import Source, open_keys
-from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
 
+CHECK = "check"
+"""The verb that checks for the others; it counts as `train`."""
 RUN_DIR = "hydra.run.dir="
+TRUSTED = "trust=true"
+"""Lets the code run that a saved run names."""
 AUTO = "auto"
 """Value of `resume=auto`; a folder of that name is written ./auto."""
 TIMESTAMP = "%Y-%m-%d_%H-%M-%S"

@@ -6,11 +6,11 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from hydra import compose, version
 from hydra._internal.callbacks import Callbacks
@@ -83,8 +83,9 @@ def schema() -> DictConfig:
     The chosen engine and objective check all of theirs, and pydantic those of a section that may be
     None. Do not change the returned node: OmegaConf.merge and Hydra copy it.
     """
-    # An instance: OmegaConf would not see pydantic's defaults in the class.
-    config = RunConfig()
+    # An instance: OmegaConf would not see pydantic's defaults in the class. Made of empty sections,
+    # so that pydantic builds one validator, and not one for each section.
+    config = validated(RunConfig, _empty_sections(RunConfig))
     config.algorithm.objective = {}  # type: ignore[assignment]
     node = cast(DictConfig, OmegaConf.structured(config))
     node.engine = {"name": DEFAULT_ENGINE}
@@ -93,6 +94,13 @@ def schema() -> DictConfig:
         OmegaConf.set_struct(OmegaConf.select(node, section), False)
     _open_optional(node, RunConfig)
     return node
+
+
+def _empty_sections(cls: type) -> dict[str, Any]:
+    """Return ``{"model": {"lora": {}}, …}``: the sections whose default is that of their class."""
+    hints = get_type_hints(cls, include_extras=True)
+    names = [field.name for field in fields(cls) if field.default_factory is hints[field.name]]
+    return {name: _empty_sections(hints[name]) for name in names}
 
 
 def _open_optional(node: DictConfig, cls: type) -> None:
@@ -163,10 +171,11 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
     `with_hydra`: with `Composed.raw`.
     """
     raw = compose_raw(overrides, source, with_hydra=with_hydra)
-    sections = [str(key) for key in raw if key != "hydra"]
     with explained(overrides, source.groups):
+        sections = {str(key): _contained(raw[key]) for key in raw if key != "hydra"}
+        adds = any(text.startswith("+") for text in overrides)  # +algorithm.typo=1 passes Hydra
         try:
-            composed = convert(OmegaConf.masked_copy(raw, sections) if with_hydra else raw)
+            composed = convert(sections) if adds else _checked(sections)
         except ConfigError as error:
             raise ConfigError(with_files(str(error), overrides, source.name)) from error
     _check_emptied(overrides, composed)
@@ -249,17 +258,27 @@ def unchanged(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[st
         yield f"{as_typed(override.input_line)}: leaves its keys as they are; {remedy}"
 
 
+def _contained(value: Any) -> Any:
+    """Return a value of a node as plain data; raises OmegaConf's error for one that is missing."""
+    if not OmegaConf.is_config(value):
+        return value
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+
+
 def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     """Convert plain data or a DictConfig to settings.
 
-    They are merged into the schema once more, because `+algorithm.typo=1` passes Hydra. Raises
-    OmegaConf's errors for unknown keys, wrong types and missing values, and ConfigError for values
-    out of their bounds.
+    They are merged into the schema. Raises OmegaConf's errors for unknown keys, wrong types and
+    missing values, and ConfigError for values out of their bounds.
     """
     node = raw if isinstance(raw, DictConfig) else OmegaConf.create(dict(raw))
     data = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
     typed = OmegaConf.merge(schema(), data)
-    sections = cast(dict[str, Any], OmegaConf.to_container(typed, throw_on_missing=True))
+    return _checked(cast(dict[str, Any], _contained(typed)))
+
+
+def _checked(sections: Mapping[str, Any]) -> Composed:
+    """Build the settings from sections that the schema has typed; raises ConfigError."""
     config = validated(RunConfig, sections)
     complete = plain(config)  # with the defaults of the choices
     if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number

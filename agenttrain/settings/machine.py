@@ -14,13 +14,12 @@ from agenttrain.engines.placement import placement_problems
 from agenttrain.engines.registry import OutsideEngine, spec_of
 from agenttrain.engines.vllm_server.spec import installed_problems
 from agenttrain.launch.config import DistributedConfig, DistributedName
+from agenttrain.settings.command_line import CHECK
 from agenttrain.settings.engine_checks import policy_gpus
 from agenttrain.settings.role_checks import fleets, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Dtype, MixedPrecision, Transport
 
-CHECK = "check"
-"""The verb that checks for the others; it counts as `train`."""
 SAMPLING_VERBS = ("train", "eval", CHECK)
 """Verbs of runs that start an engine."""
 CHECKED_VERBS = (*SAMPLING_VERBS, "sft")

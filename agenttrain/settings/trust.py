@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import chain, combinations
 from typing import Any
 
+from agenttrain.settings.command_line import TRUSTED
 from agenttrain.settings.untrusted import (
     UntrustedValue,
     bundled_targets,
@@ -30,7 +31,6 @@ from agenttrain.utils.signing import sign, verifies
 
 SIGNATURE, SIGNED = "signature", "signed"
 """Keys of `provenance` in config.yaml: the signature, and the sections that it covers."""
-TRUSTED = "trust=true"
 LONGEST_SHOWN = 200
 """Characters of a value that are printed."""
 ALWAYS_SIGNED = ("tools", "environment", "reward", "data")

@@ -8,8 +8,8 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from transformers import (
     DynamicCache,
     PreTrainedModel,
 )
+from transformers.integrations import moe
 
 from agenttrain.chat.vision import SEEING
 from agenttrain.training.attention import PackedTree, packing
@@ -159,7 +160,7 @@ class Saved:
         keywords = {"position_ids": positions, "blocks": tree, "use_cache": False}
         hooks = saved_tensors_hooks(save, lambda tensor: tensor)
         repeated = equal_layers_run_twice(layers(self._model), lambda: saved_bytes)
-        with packing(self._model), repeated as skipped, mode, cast, hooks:
+        with packing(self._model), repeated as skipped, mode, _traceable_experts(), cast, hooks:
             functional_call(net, state, (ids,), keywords)
         self._traced[tokens] = saved_bytes + skipped.saved_bytes
         return self._traced[tokens]
@@ -171,13 +172,28 @@ def _fake(tensor: Tensor) -> Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
+@contextmanager
+def _traceable_experts() -> Iterator[None]:
+    """Multiply experts by transformers' own operation, which saves the same tensors.
+
+    The `grouped_mm` of torch 2.13 takes real tensors in float32, but fake ones in bfloat16 alone.
+    """
+    usable = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *args: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = usable
+
+
 def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
     """Return how many numbers a token's key and its value have, for every layer that caches them.
 
     Example: 2 heads of size 64 in 3 layers: ``[(128, 128)] * 3``.
     """
     net = backbone(model)
-    with equal_layers_run_twice(layers(model)) as skipped, FakeTensorMode(), torch.no_grad():
+    repeated = equal_layers_run_twice(layers(model))
+    with repeated as skipped, FakeTensorMode(), _traceable_experts(), torch.no_grad():
         state: Mapping[str, Tensor] = {
             name: _fake(t) for name, t in (*net.named_parameters(), *net.named_buffers())
         }

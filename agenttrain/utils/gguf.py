@@ -17,12 +17,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, files
 from importlib.util import find_spec
 from pathlib import Path
 
 from agenttrain.types import ConfigError
-from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.files import cache_folder, digest_of_blocks
 
 SUFFIX = ".gguf"
@@ -47,6 +45,8 @@ def gguf_file(path: str) -> Path | None:
         if not file.is_file():
             raise ConfigError(f"model.path={path}: there is no such file; give one that exists")
         return file
+    from importlib.metadata import PackageNotFoundError, files
+
     name = path.removeprefix(PACKAGE)
     try:
         shipped = [file for file in files(name) or [] if file.suffix == SUFFIX]
@@ -81,7 +81,10 @@ def converted(file: Path) -> Path:
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        from filelock import FileLock  # it imports asyncio, and few models are of this kind
+        # These import asyncio, and few models are of this kind.
+        from filelock import FileLock
+
+        from agenttrain.utils.child_process import ChildProcess
 
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if folder.is_dir():  # the process that held the lock has made it

@@ -17,7 +17,7 @@ from agenttrain.engines.spec import EngineInputs
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.server_engine import VllmServerEngine
-from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.vllm_server.starting import build
 from agenttrain.training.config import Transport, WeightSyncMode
 from agenttrain.training.weight_sync import named_weights, policy_logprobs
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoConfig
 
 from agenttrain import cli
 from agenttrain.commands.plan.command import announced_if_slow, planned
@@ -80,6 +81,16 @@ def test_the_parts_of_a_bfloat16_run(capsys, folder):
     # logits of 16384 tokens would be 9.3 GiB: the budget of 1 GiB is used up
     assert got["head"] > GIB + 4 * 151936 * 1024
     assert found["tokens"]["microbatch"] == 16384
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe"])
+def test_experts_in_float32(capsys, tmp_path: Path, family: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    AutoConfig.for_model(family, **sizes, **heads).save_pretrained(tmp_path)
+    code, found = plan(capsys, tmp_path, "--gpu-memory-gb", "80", "model.dtype=float32")
+    assert code == 0
+    assert parts(found)["activations"] > 0
 
 
 def test_what_fsdp2_divides_and_ddp_does_not(capsys, short):

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.health import MemberState
-from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.vllm_server.starting import build
 from agenttrain.engines.vllm_server.stub import TOKEN_S
 from agenttrain.engines.vllm_server.versions import Versions
 from agenttrain.engines.weight_files import WeightFiles

@@ -37,7 +37,7 @@ from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.nccl_transport import NcclSender, address_towards
 from agenttrain.engines.vllm_server.server_engine import BroadcastEngine
-from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.vllm_server.starting import build
 from agenttrain.training.config import Transport
 
 LIVE, WAITS, AWAY = MemberState.live, MemberState.syncing, MemberState.restarting

@@ -21,7 +21,7 @@ from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.local import end_servers
 from agenttrain.engines.vllm_server.server_engine import VllmServerEngine
 from agenttrain.engines.vllm_server.server_records import update_path
-from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.vllm_server.starting import build
 from agenttrain.engines.weights_place import remove_weights_folder
 
 FIRST = """

@@ -21,7 +21,7 @@ from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.server_engine import VllmServerEngine
 from agenttrain.engines.vllm_server.server_records import order_path
-from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.vllm_server.starting import build
 from agenttrain.utils.exit_codes import DONE
 
 

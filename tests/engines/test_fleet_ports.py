@@ -64,7 +64,7 @@ from pathlib import Path
 from fleet_kit import STUB, inputs
 from transformers import Qwen3Config
 from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.spec import serve_alone
+from agenttrain.engines.vllm_server.starting import serve_alone
 
 model = Path(sys.argv[1], "model")
 Qwen3Config(max_position_embeddings=256).save_pretrained(model)

@@ -27,7 +27,7 @@ from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.nccl_transport import FanOut, NcclSender, OnePass, join_group
 from agenttrain.engines.vllm_server.server_engine import BroadcastEngine
-from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.vllm_server.starting import build
 from agenttrain.training.config import Transport
 from agenttrain.training.weight_sync import PolicyWeights, named_weights, policy_logprobs
 

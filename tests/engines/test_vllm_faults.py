@@ -24,7 +24,7 @@ from test_vllm_fleet import CONTEXT, EQUAL, Servers, engine_core, prompt
 
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.server_records import read_record
-from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.vllm_server.starting import build
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import policy_logprobs
 

@@ -30,7 +30,7 @@ from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.server_records import ServerRecord, log_path, read_record
-from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.vllm_server.starting import build
 from agenttrain.engines.weight_files import WeightWriter
 from agenttrain.training.weight_sync import named_weights, policy_logprobs
 from agenttrain.types import Completion

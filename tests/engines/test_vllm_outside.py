@@ -29,7 +29,7 @@ from process_runs import agenttrain, metrics, rollouts
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.guard import TOKEN
-from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.vllm_server.starting import build
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.lora import adapter_weights, add_lora
 from agenttrain.training.weight_sync import policy_logprobs

@@ -26,7 +26,7 @@ from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.server_engine import VllmServerEngine
 from agenttrain.engines.vllm_server.server_records import ServerRecord, read_record
-from agenttrain.engines.vllm_server.spec import build
+from agenttrain.engines.vllm_server.starting import build
 from agenttrain.engines.vllm_server.stub import CONFIG, next_token
 from agenttrain.training.config import Transport, WeightSyncMode
 

@@ -28,7 +28,7 @@ from agenttrain.commands.sweep.command import new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.record import RECORD, SweepRecord, quote_path, write_record
-from agenttrain.settings.command_line import RUN_DIR, Command, command_of
+from agenttrain.settings.command_line import RUN_DIR, TRUSTED, Command, command_of
 from agenttrain.settings.compose import (
     Composed,
     check_writable,
@@ -40,7 +40,6 @@ from agenttrain.settings.compose import (
 from agenttrain.settings.overrides import key_of
 from agenttrain.settings.pinning import check_cached, pins
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
 from agenttrain.utils.redaction import hide_secrets
 

@@ -36,9 +36,9 @@ from agenttrain.commands.sweep.record import (
 from agenttrain.commands.sweep.search import Trial, next_trial
 from agenttrain.commands.sweep.table import results
 from agenttrain.launch.config import DistributedName
+from agenttrain.settings.command_line import TRUSTED
 from agenttrain.settings.machine import Machine, machine_problems
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.settings.trust import TRUSTED
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.types import ConfigError
 from agenttrain.utils import exit_codes

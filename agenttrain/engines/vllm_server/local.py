@@ -34,11 +34,9 @@ from agenttrain.engines.vllm_server.server_records import (
     update_path,
 )
 from agenttrain.engines.vllm_server.status import OF_ROLES
-from agenttrain.engines.weights_place import new_weights_folder, remove_weights_folder
+from agenttrain.engines.weights_place import VERSIONS, new_weights_folder, remove_weights_folder
 from agenttrain.utils.child_process import ChildProcess
 
-VERSIONS = 3
-"""Most versions of the weights on disk at once: two, and one that is being written."""
 LOOK_S = 0.1
 """Seconds between two looks whether an earlier server has ended."""
 WRAPPER = "agenttrain.engines.vllm_server.wrapper"

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from agenttrain.engines.base import EngineError
-from agenttrain.engines.broadcast import Audience, BroadcastResult, Receipt, Receiver, Regathered
+from agenttrain.engines.broadcast import (
+    BUFFER_BYTES,
+    Audience,
+    BroadcastResult,
+    Receipt,
+    Receiver,
+    Regathered,
+)
 from agenttrain.engines.vllm_server.client import ServerClient, ServerFailed
 from agenttrain.utils.threads import DaemonThreads
 
@@ -34,8 +41,6 @@ BACKEND = "nccl"
 BROADCAST_S = 300.0
 """Longest time of a broadcast. The other processes, which take part in gathering, give up after
 600 s."""
-BUFFER_BYTES = 1 << 28
-"""Bytes of packed weights that are sent at once: servers have little memory beside their caches."""
 GRACE_S = 10.0
 """Seconds in which a server has to answer after a broadcast has failed."""
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+from agenttrain.engines.broadcast import BUFFER_BYTES
 from agenttrain.engines.memory import EngineLoad, EngineMemory, MemoryItem, ModelSizes, When
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.vllm_memory import memory as vllm_memory
 from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
-from agenttrain.engines.vllm_server.local import VERSIONS
-from agenttrain.engines.vllm_server.nccl_transport import BUFFER_BYTES
+from agenttrain.engines.weights_place import VERSIONS
 
 
 def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:

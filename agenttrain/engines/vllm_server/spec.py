@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import replace
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agenttrain.engines.adapters import LARGEST_RANK
 from agenttrain.engines.base import Engine
-from agenttrain.engines.config import LEAST_TEMPERATURE, EngineDtype, flash_attention_notes
-from agenttrain.engines.placement import place
+from agenttrain.engines.config import LEAST_TEMPERATURE, flash_attention_notes
 from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts
 from agenttrain.engines.vllm_server.config import VllmServerSettings
-from agenttrain.engines.vllm_server.files_transport import BACKEND as FILES
-from agenttrain.engines.vllm_server.files_transport import PLUGIN
-from agenttrain.engines.vllm_server.guard import TOKEN
-from agenttrain.engines.vllm_server.local import (
-    LocalServers,
-    NodeServers,
-    OutsideServers,
-    end_servers,
-    reusable_servers,
-    server_wrappers,
-    weights_folder,
-)
-from agenttrain.engines.vllm_server.nccl_transport import BACKEND as NCCL
-from agenttrain.engines.vllm_server.nccl_transport import NcclSender
-from agenttrain.engines.vllm_server.outside import Outside
 from agenttrain.engines.vllm_server.server_memory import memory, server_memory
-from agenttrain.engines.vllm_server.server_records import (
-    FOLDER,
-    ServerPlan,
-    is_running,
-    last_lines,
-    log_path,
-    read_record,
-)
-from agenttrain.engines.vllm_server.status import read_status
-from agenttrain.engines.vllm_server.versions import ADAPTERS
 from agenttrain.training.config import Transport, WeightSyncMode
-from agenttrain.types import ConfigError
-from agenttrain.utils.exit_codes import DONE
-from agenttrain.utils.sections import plain, shown
+from agenttrain.utils.sections import shown
 
 if TYPE_CHECKING:
-    from agenttrain.engines.vllm_server.wrapper import Wrapper
+    from agenttrain.engines.broadcast import WeightSender
 
-SERVER = "agenttrain.engines.vllm_server.server_process"
-"""Module that is run as a server."""
 OWNED = {
     "dtype": "engine.dtype",
     "enforce_eager": "engine.enforce_eager",
@@ -73,177 +38,56 @@ OWNED = {
 """Flags of the server that `servers.args` must not have, mapped to the setting to use, if any."""
 
 
-def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = SERVER) -> Engine:
-    """Start the servers, or use those that others start. The first update waits for them."""
-    import torch
-
-    from agenttrain.engines.vllm_server.broadcast_fleet import BroadcastFleet
-    from agenttrain.engines.vllm_server.fleet import Fleet
-    from agenttrain.engines.vllm_server.server_engine import (
-        BroadcastEngine,
-        ServedForm,
-        Servers,
-        VllmServerEngine,
-    )
-    from agenttrain.engines.weight_files import WeightWriter
-
-    folder, servers = inputs.run_folder, inputs.servers
-    assert folder is not None, "servers and run find each other in the run's folder"
-    plan = server_plan(settings, inputs, module)
-    weights: Path | None = None
-    if plan.backend == FILES:
-        size = sum(file.stat().st_size for file in inputs.model.glob("*.safetensors"))
-        weights = weights_folder(folder, inputs.sync_folder, size, servers)
-        plan = replace(plan, weights=str(weights))
-    alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
-    started: Servers
-    outside: Outside | None = None
-    if servers.outside:
-        outside = outside_servers(plan, inputs)
-        print(f"engine: {len(outside.urls)} servers of servers.admin_urls", flush=True)
-        started = OutsideServers(folder)
-    elif servers.nodes:
-        where = f"servers.nodes={servers.nodes} other machines (logs: {folder / FOLDER})"
-        print(
-            f"engine: waits for servers.count={servers.count} servers of {where}; outside a job "
-            f"of submit, start each: agenttrain engine-server {folder} number=N host=ADDRESS",
-            flush=True,
-        )
-        started = NodeServers(folder.resolve(), plan)
-    else:
-        progress = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
-        if running := reusable_servers(folder, plan):
-            progress = f"{len(running)} of {servers.count} servers are running, and are reused"
-        print(f"engine: {progress} (logs: {folder / FOLDER})", flush=True)
-        started = LocalServers(folder.resolve(), plan, servers.count)
-    form = ServedForm(
-        max_context=plan.max_context,
-        dtype=getattr(torch, plan.dtype),
-        quantized=settings.quantization is not None,
-        grammars=inputs.tokenizer is not None,
-    )
-    mode = inputs.sync_mode
-    if weights is None:
-        ahead = inputs.max_staleness > 0
-        broadcast_fleet = BroadcastFleet(folder.resolve(), servers, mode, outside, ahead=ahead)
-        return BroadcastEngine(broadcast_fleet, started, form, NcclSender())
-    fleet = Fleet(folder.resolve(), servers, mode, outside, plan.adapters)
-    return VllmServerEngine(fleet, started, form, WeightWriter(weights, alpha=alpha))
+# What starts servers or talks to them is imported when that is done.
 
 
-def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str) -> ServerPlan:
-    """Return the plan by which servers are started, without the folder of the weight files."""
-    import torch
-    from transformers import AutoConfig
+def build(settings: VllmServerSettings, inputs: EngineInputs) -> Engine:
+    """Start the servers, or use those that others start."""
+    from agenttrain.engines.vllm_server.starting import build
 
-    dtype = inputs.dtype if settings.dtype is EngineDtype.auto else str(settings.dtype)
-    if settings.dtype is EngineDtype.auto and inputs.on_gpu and torch.cuda.is_bf16_supported():
-        dtype = "bfloat16"
-    limit = AutoConfig.from_pretrained(inputs.model).get_text_config().max_position_embeddings
-    # By files the adapters are merged into the weights.
-    sends_adapters = inputs.transport is not Transport.files and inputs.adapters is not None
-    return ServerPlan(
-        module=module,
-        model=str(inputs.model),
-        tokenizer=None if inputs.tokenizer is None else str(inputs.tokenizer),
-        dtype=dtype,
-        max_context=settings.max_context or limit,
-        seed=inputs.seed,
-        engine=plain(settings),
-        servers=plain(inputs.servers),
-        rank=inputs.adapters.rank if sends_adapters and inputs.adapters is not None else 0,
-        adapters=ADAPTERS + inputs.max_staleness,
-        weights=None,
-        backend=NCCL if inputs.transport is Transport.nccl else FILES,
-        gpus=place(inputs.servers, inputs.trainers, inputs.taken)
-        if inputs.on_gpu and not inputs.servers.outside
-        else None,
-    )
+    return build(settings, inputs)
 
 
-def outside_servers(plan: ServerPlan, inputs: EngineInputs) -> Outside:
-    """Return the servers that somebody else started. Raises ConfigError without a token."""
-    servers, token = inputs.servers, os.environ.get(TOKEN)
-    if not token:
-        raise ConfigError(
-            f"servers.admin_urls={shown(servers.admin_urls)}: {TOKEN} is not set; export the token "
-            "that the servers were started with"
-        )
-    text = ""
-    ids: tuple[int, ...] = ()
-    with suppress(OSError, ValueError):  # a folder without a tokenizer
-        text, ids = _sample_text(inputs.tokenizer or inputs.model)
-    return Outside(
-        urls=tuple(url.rstrip("/") for url in servers.admin_urls),
-        router=servers.url and servers.url.rstrip("/"),
-        token=token,
-        model=inputs.model,
-        dtype=plan.dtype,
-        max_context=plan.max_context,
-        quantization=plan.engine["quantization"],
-        backend=plan.backend,
-        rank=plan.rank,
-        adapters=plan.adapters,
-        grammars=inputs.tokenizer is not None,
-        text=text,
-        token_ids=ids,
-    )
+def sender() -> WeightSender:
+    """Return the trainer's end of broadcasts."""
+    from agenttrain.engines.vllm_server.nccl_transport import NcclSender
 
-
-def _sample_text(folder: Path) -> tuple[str, tuple[int, ...]]:
-    """Return a text with the tokenizer's special tokens, and its ids, to compare tokenizers."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = f"{''.join(tokenizer.all_special_tokens)}The 2nd of 31 naïve cats: [x, y]\n"
-    return text, tuple(tokenizer.encode(text, add_special_tokens=False))
+    return NcclSender()
 
 
 def run_server(folder: Path, number: int, owner: int | None, host: str) -> int:
-    """Implement `EngineSpec.run_server`, for `agenttrain engine-server`."""
-    from agenttrain.engines.vllm_server.wrapper import Wrapper
+    """Run one server of a run."""
+    from agenttrain.engines.vllm_server.starting import run_server
 
-    if is_running(folder, number):
-        raise ConfigError(
-            f"number={number}: server {number} of {folder} runs already, or is started again by "
-            "its wrapper; leave it alone"
-        )
-    return _until_end(Wrapper(folder, number, owner, host))
+    return run_server(folder, number, owner, host)
 
 
-def serve_alone(
-    settings: VllmServerSettings,
-    inputs: EngineInputs,
-    host: str,
-    port: int,
-    *,
-    module: str = SERVER,
-) -> int:
-    """Implement `EngineSpec.serve_alone`. The environment has the token."""
-    from agenttrain.engines.vllm_server.wrapper import Wrapper
+def serve_alone(settings: VllmServerSettings, inputs: EngineInputs, host: str, port: int) -> int:
+    """Run a server for runs that did not start it."""
+    from agenttrain.engines.vllm_server.starting import serve_alone
 
-    token, folder = os.environ.get(TOKEN), inputs.run_folder
-    assert folder is not None
-    if not token:
-        raise ConfigError(
-            f"port={port}: {TOKEN} is not set; export a secret of your own, the same for the "
-            "servers and for the run"
-        )
-    if is_running(folder, 0):
-        raise ConfigError(f"{folder}: has a server that runs; name another folder")
-    server_plan(settings, inputs, module).write(folder)
-    print(f"server: http://{host}:{port} (log: {log_path(folder, 0)})", flush=True)
-    return _until_end(Wrapper(folder, 0, host=host, port=port, token=token))
+    return serve_alone(settings, inputs, host, port)
 
 
-def _until_end(wrapper: Wrapper) -> int:
-    """Run a wrapper. Print how its server ended, unless the user stopped it."""
-    code = wrapper.run()
-    if code != DONE and (record := read_record(wrapper.folder, wrapper.number)) is not None:
-        log = log_path(wrapper.folder, wrapper.number)
-        lines = last_lines(wrapper.folder, wrapper.number)
-        print(f"server {wrapper.number} {record.end}; the end of {log}:\n{lines}", file=sys.stderr)
-    return code
+def read_status(run: Path, lines: int) -> dict[str, Any] | None:
+    """Return the state of a run's servers."""
+    from agenttrain.engines.vllm_server.status import read_status
+
+    return read_status(run, lines)
+
+
+def server_wrappers(run: Path) -> list[int]:
+    """Return the process numbers of the wrappers on this machine."""
+    from agenttrain.engines.vllm_server.local import server_wrappers
+
+    return server_wrappers(run)
+
+
+def end_servers(run: Path) -> None:
+    """End the servers of a launcher's run."""
+    from agenttrain.engines.vllm_server.local import end_servers
+
+    end_servers(run)
 
 
 def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
@@ -310,6 +154,10 @@ def check_machine(settings: VllmServerSettings, count_gpus: Callable[[], int]) -
 
 def installed_problems(setting: str) -> Iterator[str]:
     """Yield why servers cannot start: vLLM, or agenttrain's plugin for it, is not installed."""
+    from importlib.metadata import entry_points
+
+    from agenttrain.engines.vllm_server.files_transport import PLUGIN
+
     if find_spec("vllm") is None:
         yield (
             f"{setting}: vLLM is not installed here. On a machine with GPUs: "
@@ -339,6 +187,6 @@ SPEC = EngineSpec(
     server_wrappers=server_wrappers,
     end_servers=end_servers,
     serve_alone=serve_alone,
-    sender=NcclSender,
+    sender=sender,
     too_cold=f"vLLM would sample at {LEAST_TEMPERATURE:g} instead",
 )
