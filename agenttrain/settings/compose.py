@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -252,14 +252,15 @@ def unchanged(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[st
 def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     """Convert plain data or a DictConfig to settings.
 
-    They are merged into the schema once more, because `+algorithm.typo=1` passes Hydra. Raises
-    OmegaConf's errors for unknown keys, wrong types and missing values, and ConfigError for values
-    out of their bounds.
+    Raises OmegaConf's errors for unknown keys, wrong types and missing values, and ConfigError for
+    values out of their bounds.
     """
     node = raw if isinstance(raw, DictConfig) else OmegaConf.create(dict(raw))
-    data = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
-    typed = OmegaConf.merge(schema(), data)
-    sections = cast(dict[str, Any], OmegaConf.to_container(typed, throw_on_missing=True))
+    data = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    # Hydra has merged the schema. Of `+algorithm.typo=1` and `~steps` it does not complain.
+    if not _has_keys_of(node, schema()):
+        data = OmegaConf.to_container(OmegaConf.merge(schema(), data), throw_on_missing=True)
+    sections = cast(dict[str, Any], data)
     config = validated(RunConfig, sections)
     complete = plain(config)  # with the defaults of the choices
     if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number
@@ -271,6 +272,21 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     if not objective.is_own:
         complete_objective(composed)
     return composed
+
+
+def _has_keys_of(node: Any, like: DictConfig) -> bool:
+    """Tell whether a node has the type and the keys of `like`, and so do the sections below it."""
+    if OmegaConf.get_type(node) is not OmegaConf.get_type(like) or node._is_none():
+        return False
+    names, is_open = set(node), like._get_node_flag("struct") is False
+    if names != set(like) and not (is_open and names > set(like)):
+        return False
+    sections = {str(name): like._get_node(name) for name in like}
+    return all(
+        _has_keys_of(node._get_node(name), section)
+        for name, section in sections.items()
+        if isinstance(section, DictConfig) and is_dataclass(OmegaConf.get_type(section))
+    )
 
 
 def complete_objective(composed: Composed) -> None:
