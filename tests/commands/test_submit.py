@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -399,15 +401,11 @@ esac
 def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of a run that may be put back three times."""
     folder = tmp_path_factory.mktemp("script")
-    done = subprocess.run(
-        [sys.executable, "-m", "agenttrain.cli", *DRY, "slurm.max_requeues=3", "slurm.setup=[]"],
-        cwd=folder,
-        env={"PATH": "/nowhere", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(folder)
+        patch.setenv("PATH", "/nowhere")
+        assert cli.main([*DRY, "slurm.max_requeues=3", "slurm.setup=[]"]) == 0
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize(
