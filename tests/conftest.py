@@ -9,7 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
-import parsed_once
+import composed_once
 
 from agenttrain.utils.signals import hear_interrupts
 
@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("AGENTTRAIN_KEY", str(Path(tempfile.mkdtemp(prefix="agenttrain-")) / "key"))
 
 hear_interrupts()
-parsed_once.install()
+composed_once.install()
 # A full collection visits half a million objects of torch, transformers and the tests.
 gc.set_threshold(5000, 20, 20)
 

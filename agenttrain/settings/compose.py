@@ -173,9 +173,10 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
     raw = compose_raw(overrides, source, with_hydra=with_hydra)
     with explained(overrides, source.groups):
         sections = {str(key): _contained(raw[key]) for key in raw if key != "hydra"}
-        adds = any(text.startswith("+") for text in overrides)  # +algorithm.typo=1 passes Hydra
+        # Of `+algorithm.typo=1` and `~steps` Hydra does not complain, though it has merged the schema.
+        is_open = any(text.startswith(("+", "~")) for text in overrides)
         try:
-            composed = convert(sections) if adds else _checked(sections)
+            composed = convert(sections) if is_open else _checked(sections)
         except ConfigError as error:
             raise ConfigError(with_files(str(error), overrides, source.name)) from error
     _check_emptied(overrides, composed)

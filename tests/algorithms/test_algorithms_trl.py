@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from functools import cache
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -27,14 +29,21 @@ from agenttrain.algorithms.config import (
 )
 from agenttrain.algorithms.objectives.config import build_objective
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    grpo = pytest.importorskip(
-        "trl.trainer.grpo_trainer", reason="pip install 'agenttrain[test]' brings TRL 1.16"
-    )
-    gmpo = pytest.importorskip("trl.experimental.gmpo.gmpo_trainer")
+pytestmark = pytest.mark.skipif(
+    find_spec("trl") is None, reason="pip install 'agenttrain[test]' brings TRL 1.16"
+)
 
 B, T, ACCUMULATED, LONGEST = 6, 9, 3, 16
+
+
+@cache
+def trl() -> SimpleNamespace:
+    """Import TRL's classes, which takes seconds, when a test runs and not when it is collected."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
+        from trl.trainer.grpo_trainer import GRPOConfig, GRPOTrainer
+    return SimpleNamespace(GMPOTrainer=GMPOTrainer, GRPOConfig=GRPOConfig, GRPOTrainer=GRPOTrainer)
 
 
 def draw(seed: int) -> Padded:
@@ -65,7 +74,7 @@ def trainer(cls: type, tmp_path: object, batch: Padded, new: torch.Tensor, **arg
     """TRL's trainer with what `_compute_loss` reads, and fixed log-probabilities."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args = grpo.GRPOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, **arguments)
+        args = trl().GRPOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, **arguments)
     made = cls.__new__(cls)
     vars(made).update(
         args=args,
@@ -94,7 +103,7 @@ def trainer(cls: type, tmp_path: object, batch: Padded, new: torch.Tensor, **arg
 def of_trl(tmp_path: object, batch: Padded, ratio: torch.Tensor | None = None, **arguments: object):
     """Loss, gradient and metrics of TRL on `batch`."""
     new = batch.new.clone().requires_grad_()
-    cls = arguments.pop("cls", grpo.GRPOTrainer)
+    cls = getattr(trl(), str(arguments.pop("cls", "GRPOTrainer")))
     made = trainer(cls, tmp_path, batch, new, **{"beta": 0.0, **arguments})
     made.use_vllm = ratio is not None
     prompt = torch.ones(B, 1, dtype=torch.long)
@@ -180,7 +189,7 @@ CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
         config(
             objective=build_objective("geometric_mean", low=0.1, high=0.2), aggregation=SEQUENCE
         ),
-        {"cls": gmpo.GMPOTrainer, "epsilon": 0.1, "epsilon_high": 0.2},
+        {"cls": "GMPOTrainer", "epsilon": 0.1, "epsilon_high": 0.2},
     ),
 }
 

@@ -23,7 +23,7 @@ from agenttrain import cli
 ROOT = Path(__file__).parents[2]
 UPDATE = bool(os.environ.get("UPDATE_GOLDEN"))
 LINES = list(command_lines())
-SAMPLE = LINES[::12]
+SAMPLE = LINES[::16]
 """The lines of the default suite."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -180,53 +182,6 @@ def test_servers_are_a_step_of_the_job(capsys, elsewhere):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["engine=vllm_server", "servers.nodes=2", "slurm.nodes=2"],
-            "servers.nodes=2: of slurm.nodes=2, and at least one has to train; set slurm.nodes=3",
-        ),
-        (
-            ["servers.nodes=2", "slurm.nodes=3"],
-            "servers.nodes=2: engine=transformers has no servers; set engine=vllm_server",
-        ),
-        (
-            ["engine=vllm_server", "servers.nodes=1", "slurm.nodes=3"],
-            "servers.nodes=1 of them serve, and distributed=single trains on one",
-        ),
-        (
-            ["engine=vllm_server", "servers.nodes=2", "servers.count=3", "slurm.nodes=3"],
-            "servers.count=3: servers.nodes=2 have equally many each; set a multiple of 2",
-        ),
-        (
-            [
-                *("engine=vllm_server", "servers.nodes=1", "servers.count=4", "slurm.nodes=2"),
-                *("servers.tensor_parallel_size=4", "slurm.gpus=8"),
-            ],
-            "need 16 GPUs, and it has slurm.gpus=8; lower one of them",
-        ),
-        (
-            [
-                *("engine=vllm_server", "servers.nodes=1", "slurm.nodes=2"),
-                *("servers.admin_urls=[http://a:1]", "servers.url=http://b:1"),
-            ],
-            "servers.url=http://b:1: names servers of others, and servers.nodes=1 has some of the",
-        ),
-        (
-            ["engine=vllm_server", "servers.nodes=1", "distributed.nodes=2", "slurm.nodes=2"],
-            "slurm.nodes=2: distributed.nodes=2 and servers.nodes=1 make slurm.nodes=3",
-        ),
-        (
-            ["-m", "seed=0,1", "engine=vllm_server", "servers.nodes=1", "slurm.nodes=2"],
-            "servers.nodes=1: the jobs of an array have no nodes for servers",
-        ),
-    ],
-)
-def test_servers_that_a_job_cannot_have(capsys, words, message):
-    assert message in refusal(capsys, "debug=tiny", *words)
-
-
 @pytest.mark.parametrize("name", ["single_node", "multi_node", "array_sweep"])
 def test_the_examples_are_what_is_written(name, capsys):
     example = (EXAMPLES / f"{name}.sbatch").read_text()
@@ -252,43 +207,11 @@ def test_the_examples_are_what_is_written(name, capsys):
     assert words[0] == words[1]
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("steps=0", "steps=0: must be at least 1"),
-        ("slurm.tim=1", "unknown key (did you mean 'slurm.time'?)"),
-        ("slurm=gpus", "no such option (did you mean 'gpu'?)"),
-        ("slurm.time=90", "slurm.time=90: write hours:minutes:seconds (04:00:00)"),
-        ("slurm.time=00:04:00", "slurm.signal_s=300: leaves nothing of slurm.time=00:04:00, 240"),
-        (
-            "slurm.signal_s=70000 slurm.time=2-00:00:00",
-            "slurm.signal_s=70000: must be at most 65535",
-        ),
-        ("slurm.gpus=-1", "slurm.gpus=-1: must be 0 or more"),
-        ("slurm.max_requeues=-1", "must be 0 or more"),
-        ("slurm.directives=[constraint]", "must be an option, e.g. --exclude=node7"),
-        ("slurm.directives=['--time=1']", "use slurm.time=…, which writes it"),
-        ("slurm.directives=['--open-mode=truncate']", "submit writes --open-mode itself"),
-        ("slurm=node", "slurm.gpus=8: distributed=single uses one; add distributed=ddp or"),
-        ("slurm.nodes=2", "slurm.nodes=2: distributed=single uses one"),
-        ("distributed=ddp", "how many processes on each node? add slurm.gpus=…"),
-        ("distributed=ddp distributed.processes=2 slurm=node", "there are slurm.gpus=8"),
-        ("distributed.nodes=2", "distributed.nodes=2: the job sets it; give slurm.nodes=…"),
-        ("-m distributed=ddp,fsdp2 slurm=node", "all jobs of an array have the same processes"),
-        ("-m seed=1,2 hydra/launcher=joblib", "agenttrain submit -m makes them an array"),
-        ("-m sweep=optuna", "sweep.sampler=tpe: chooses a trial by the results of those before"),
-        ("-m seed=1,2 sweep.parallel=2", "sweep.parallel=2: is for one machine; write slurm.conc"),
-        ("-m seed=1,2 sweep.on_failed_job=stop", "the jobs of an array start by themselves"),
-        ("-m seed=1,2 slurm.nodes=1,2", "slurm.nodes=1,2: "),
-        ("-m seed=1,2 steps=0", "in the run seed=1 steps=0"),
-        ("eval model.path=bundled:shop", "eval: expected one of train, sft"),
-        ("resume=auto hydra.run.dir=x", "resume=auto: the job adds it itself"),
-        ("resume=nowhere", "resume=nowhere: is no run folder"),
-    ],
-)
-def test_mistakes_are_told_before_anything_is_submitted(line, expected, capsys, elsewhere):
-    assert expected in refusal(capsys, *line.split())
-    assert list(elsewhere.iterdir()) == []
+def test_a_mistake_is_told_before_anything_is_written(capsys, elsewhere):
+    """`command_lines.txt` has the others."""
+    for line in ("slurm=node", "-m seed=1,2 steps=0", "resume=auto hydra.run.dir=x"):
+        refusal(capsys, *line.split())
+        assert list(elsewhere.iterdir()) == []
 
 
 def test_the_other_verbs_do_not_read_the_section(capsys):
@@ -399,15 +322,11 @@ esac
 def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of a run that may be put back three times."""
     folder = tmp_path_factory.mktemp("script")
-    done = subprocess.run(
-        [sys.executable, "-m", "agenttrain.cli", *DRY, "slurm.max_requeues=3", "slurm.setup=[]"],
-        cwd=folder,
-        env={"PATH": "/nowhere", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(folder)
+        patch.setenv("PATH", "/nowhere")
+        assert cli.main([*DRY, "slurm.max_requeues=3", "slurm.setup=[]"]) == 0
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -210,21 +210,16 @@ def replay(settings: TransformersSettings, inputs: EngineInputs) -> ScriptedEngi
 REPLAY = EngineSpec(settings=TransformersSettings, build=replay)
 
 
-def broken_reward(rollout) -> float:
-    """A reward function with a mistake."""
-    return 1 / 0
+def broken_reward(completions) -> list[float]:
+    """A reward function that prints, and has a mistake; all rollouts of a step are one call."""
+    print(len(completions), "to score", flush=True)
+    return [1 / 0]
 
 
 def hanging_reward(rollout) -> float:
     """A reward function that never ends."""
     time.sleep(100_000)
     return 0.0
-
-
-def loud_reward(completions) -> list[float]:
-    """A reward function that prints; all rollouts of a step come in one call."""
-    print(len(completions), "to score", flush=True)
-    return [float(n % 2) for n in range(len(completions))]
 
 
 def first_ids(rollout) -> float:

@@ -154,32 +154,23 @@ def test_weights_of_a_start_that_was_killed_go_with_the_next(tmp_path: Path) -> 
     assert not list(folder.glob("agenttrain-tmp-*")) and not (folder / "weights.txt").exists()
 
 
-def test_an_error_of_a_reward_leaves_a_crash_bundle(
+def test_what_a_reward_prints_and_raises_arrives(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     reward = "reward.exact_match._target_=scripted_engines.broken_reward"
     run = (*TINY, SCRIPTED, "steps=1", "eval.questions=0", OWN, f"hydra.run.dir={folder}")
     assert main([*run, reward]) == 1
-    assert "RewardError: reward 'exact_match' on rollout" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "RewardError: reward 'exact_match'" in printed and "12 to score" in printed
+    assert log(folder) == "12 to score\n"
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["rollout"]["process"] == "own"
     bundle = folder / "crash" / "step-000001"
     crash = json.loads((bundle / "crash.json").read_text())
     assert crash["stage"] == "reward" and "division by zero" in crash["error"]
     assert len(rollouts(bundle, 1)) == 12
     assert_nothing_left(folder)
-
-
-def test_what_it_prints_goes_to_the_terminal_and_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    reward = "reward.exact_match._target_=scripted_engines.loud_reward"
-    run = (*TINY, SCRIPTED, "steps=1", "eval.questions=0", OWN, f"hydra.run.dir={folder}")
-    assert main([*run, reward]) == 0
-    assert "12 to score" in capsys.readouterr().err
-    assert log(folder) == "12 to score\n"
-    saved = yaml.safe_load((folder / "config.yaml").read_text())
-    assert saved["rollout"]["process"] == "own"
 
 
 @pytest.mark.slow

@@ -88,7 +88,10 @@ OPTIONS = [
     if f"{group}={option}" not in DEFAULTS
 ]
 
-APART = ("chat_template", "response_schema", "reward", "optimizer", "tracker", "slurm", "user")
+APART = (
+    *("chat_template", "response_schema", "reward", "optimizer", "tracker", "slurm", "user"),
+    *("model", "algorithm", "sweep", "stop"),
+)
 """Groups that write into sections of their own and need nothing of each other."""
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,7 +26,9 @@ from agenttrain.tools.mcp.server import McpServer, inline_references
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Task, ToolCall, ToolContext, ToolError, ToolResult, ToolUnavailable
 
-pytest.importorskip("mcp", reason="needs the MCP SDK: pip install 'agenttrain[mcp]'")
+pytestmark = pytest.mark.skipif(
+    find_spec("mcp") is None, reason="needs the MCP SDK: pip install 'agenttrain[mcp]'"
+)
 
 SERVER = str(Path(__file__).parents[1] / "kit" / "mcp_server.py")
 COMMAND = [sys.executable, SERVER]
