@@ -256,16 +256,16 @@ def fill_suffix(
         # A token that holds any character of a reply is the tool's, every other the template's.
         pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
         ids, offsets = encoder.encode_plain_offsets("".join(pieces))
-        filled = position = 0
+        done = position = 0
         for part, piece in zip(block.parts, pieces, strict=True):
             position += len(piece)
             if isinstance(part, str) or not piece:
                 continue
-            first = bisect_right(offsets, position - len(piece), lo=filled, key=lambda o: o[1])
+            first = bisect_right(offsets, position - len(piece), lo=done, key=lambda o: o[1])
             last = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
-            unmerged += [(Origin.template, ids[filled:first]), (Origin.tool, ids[first:last])]
-            filled = last
-        unmerged.append((Origin.template, ids[filled:]))
+            unmerged += [(Origin.template, ids[done:first]), (Origin.tool, ids[first:last])]
+            done = last
+        unmerged.append((Origin.template, ids[done:]))
     spans: Spans = []
     for origin, ids in unmerged:
         if spans and spans[-1][0] is origin:

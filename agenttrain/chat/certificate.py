@@ -88,17 +88,14 @@ def with_images(schemas: Sequence[dict]) -> Iterator[tuple[str, Message, list[St
     """Yield probe conversations with images by name, each with its first message."""
     one, two, three = PICTURES
     answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
-    first_message: Message = {
-        "role": "user",
-        "content": content_of(["Read ", one, " and ", two, "."]),
-    }
-    second_message: Message = {"role": "user", "content": content_of([three, "And this?"])}
-    yield "images in the prompt", first_message, [(answer, [{"role": "user", "content": "Again."}])]
-    yield "image in a user reply", QUESTION[0], [(answer, [second_message])]
+    seen: Message = {"role": "user", "content": content_of(["Read ", one, " and ", two, "."])}
+    shown: Message = {"role": "user", "content": content_of([three, "And this?"])}
+    yield "images in the prompt", seen, [(answer, [{"role": "user", "content": "Again."}])]
+    yield "image in a user reply", QUESTION[0], [(answer, [shown])]
     if not schemas:
         return
     tools = [schema.get("function", schema) for schema in schemas]
-    yield "image in a tool reply", first_message, [_step(0, tools[:1], ["it: "], images=[one])]
+    yield "image in a tool reply", seen, [_step(0, tools[:1], ["it: "], images=[one])]
     calls = _step(0, [tools[0], tools[-1]], ["", "both"], images=[two, three])
     plain = _step(1, tools[:1], ["8"])
     yield "several images in a turn", QUESTION[0], [calls, plain, _step(2, tools[:1], ["9"])]
@@ -434,11 +431,11 @@ def _ledger(
         _require_equal(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
         parsed = chat.parse(sampled, schemas, turn=0, after=after)
         calls = [(call.name, call.arguments) for call in turn.calls]
-        read_calls = [(call.name, call.arguments) for call in parsed.calls]
-        if calls != read_calls or any(call.malformed for call in parsed.calls):
+        read = [(call.name, call.arguments) for call in parsed.calls]
+        if calls != read or any(call.malformed for call in parsed.calls):
             raise _Mismatch(
                 "the response schema does not read the calls that the template renders",
-                f"{_short(chat.decode(sampled))} parses to {_short(read_calls)} "
+                f"{_short(chat.decode(sampled))} parses to {_short(read)} "
                 f"instead of {_short(calls)}",
                 Misfit.response_schema,
             )

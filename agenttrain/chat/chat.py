@@ -239,23 +239,23 @@ class Chat:
                     f"the role {role}: remove them, or set chat_template to one that renders them, "
                     "such as hermes"
                 )
-        message_places = places(messages)
+        seen = places(messages)
         close = getattr(self.response, "reasoning_close", "")
-        if self._shown_places.issuperset(message_places.values()) and texts_stand_in(
+        if self._shown_places.issuperset(seen.values()) and texts_stand_in(
             marked, rendering, close
         ):
             return
         omitted = find_omitted(messages, lambda changed: self._prompt(changed, schemas))
         if len(self._shown_places) >= CACHED_SHAPES:
             self._shown_places.clear()
-        self._shown_places.update(place for i, place in message_places.items() if i not in omitted)
+        self._shown_places.update(place for i, place in seen.items() if i not in omitted)
         for index in omitted:
             role = str(messages[index].get("role"))
             if role not in may_omit:
-                rendered_roles = [name for name in ROLES if not self._omits_role(name, name)]
+                shown = [name for name in ROLES if not self._omits_role(name, name)]
                 raise ChatError(
                     f"messages[{index}]: the chat template leaves out the text of this message of "
-                    f"the role {role}: {advice(messages, index, rendered_roles)}"
+                    f"the role {role}: {advice(messages, index, shown)}"
                 )
 
     def check_places(self, messages: Sequence[Message], schemas: Sequence[dict]) -> None:
@@ -282,8 +282,8 @@ class Chat:
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 is_image = kind == "image" and isinstance(part.get("image"), Image)
                 if kind != "text" and not (is_image and self.placeholders):
-                    supported = "only texts and images that were read are supported"
-                    why = supported if self.placeholders else self.no_images
+                    known = "only texts and images that were read are supported"
+                    why = known if self.placeholders else self.no_images
                     raise ChatError(
                         f"a message of the role {message.get('role')} holds a part of type "
                         f"{kind!r}: {why}; remove it from the data"
@@ -420,8 +420,8 @@ class Chat:
         """Give the placeholders of each image a span of their own, of the origin `tool`."""
         if self.placeholders is None:
             raise ChatError(f"a reply holds an image: {self.no_images}")
-        ids = self._expand([token_id for _, span_ids in spans for token_id in span_ids], replies)
-        origins = iter([origin for origin, span_ids in spans for _ in span_ids])
+        ids = self._expand([token_id for _, own in spans for token_id in own], replies)
+        origins = iter([origin for origin, own in spans for _ in own])
         images = iter(self.place(ids, replies))
         split: list[tuple[Origin, list[int]]] = []
         position, image = 0, next(images, None)
@@ -455,14 +455,14 @@ class Chat:
         if not self.one_call_per_turn or len(turn.calls) < 2:
             return turn, replies
         tools = [reply for reply in replies if reply["role"] == "tool"]
-        other_messages = [reply for reply in replies if reply["role"] != "tool"]
+        others = [reply for reply in replies if reply["role"] != "tool"]
         merged: list[str | Image] = []
         for reply in tools:
-            reply_parts = parts(reply.get("content"))
-            merged += ["\n"] if merged and any(reply_parts) else []
-            merged += [part for part in reply_parts if part]
-        merged_reply = [{**tools[0], "content": content_of(merged)}] if tools else []
-        return replace(turn, calls=turn.calls[:1]), [*merged_reply, *other_messages]
+            own = parts(reply.get("content"))
+            merged += ["\n"] if merged and any(own) else []
+            merged += [part for part in own if part]
+        one = [{**tools[0], "content": content_of(merged)}] if tools else []
+        return replace(turn, calls=turn.calls[:1]), [*one, *others]
 
     def end_ids(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
@@ -549,9 +549,9 @@ class Chat:
                     kinds = tuple(type(part).__name__ for part in parts(value))
                     shape.append((key, kinds))
             shapes.append(tuple(shape))
-        call_names = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
-        cache_key = (generation_prompt, call_names, tuple(shapes))
-        cached = self._suffixes.get(cache_key)  # one look-up: another thread may clear the cache
+        named = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
+        known = (generation_prompt, named, tuple(shapes))
+        cached = self._suffixes.get(known)  # one look-up: another thread may clear the cache
         if cached is not None:
             return cached
         mark = self.encoder.mark
@@ -581,7 +581,7 @@ class Chat:
             suffix = replace(suffix, last_end_ids=() if same else last)
         if len(self._suffixes) >= CACHED_SHAPES:
             self._suffixes.clear()
-        self._suffixes[cache_key] = suffix
+        self._suffixes[known] = suffix
         return suffix
 
     def _turn_ends(self) -> list[int]:

@@ -113,11 +113,11 @@ def pattern(find: str) -> re.Pattern[str]:
 
 def parse_family(name: str, content: Mapping[str, Any]) -> Family:
     """Make a family of the content of its YAML file. Raises ChatError that names a wrong key."""
-    field_names = {field.name for field in fields(Family)}
-    if unknown := sorted(set(map(str, content)) - field_names):
+    known = {field.name for field in fields(Family)}
+    if unknown := sorted(set(map(str, content)) - known):
         raise ChatError(
             f"chat_template={name}: family.{unknown[0]} is no key; they are "
-            f"{', '.join(sorted(field_names))}"
+            f"{', '.join(sorted(known))}"
         )
     lists = {
         key: tuple(content.get(key) or ())

@@ -158,17 +158,17 @@ class CallGrammar:
     ) -> Format:
         """Return the format of a completion that must have a form; reasoning may come first."""
         spec = self._spec
-        calls_of_tool = [
+        chosen = [
             call
             for schema, call in zip(schemas, calls, strict=True)
             if form.tool in (None, schema["function"]["name"])
         ]
         # Behind a call of a named tool there is text at most.
-        call_tags = [] if form.tool is not None else [(spec.call_open, _either(calls))]
-        after_form = _dispatch(call_tags, [spec.call_open] if not call_tags else [], loop=True)
+        others = [] if form.tool is not None else [(spec.call_open, _either(calls))]
+        rest = _dispatch(others, [spec.call_open] if not others else [], loop=True)
         answers = []
-        if calls_of_tool:
-            answers.append(_sequence(_text(spec.call_open), _either(calls_of_tool), after_form))
+        if chosen:
+            answers.append(_sequence(_text(spec.call_open), _either(chosen), rest))
         if form.schema is not None and not form.call:
             schema = _schema(json.loads(form.schema))
             value = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": BLANKS}

@@ -80,13 +80,13 @@ def load_chat(
     `placeholders` are those of the model's images, or the reason why it reads none. Raises
     ChatError that names the group and the key to change.
     """
-    bundled = dict(families())
+    known = dict(families())
     if template.family:
-        bundled[template.name] = parse_family(template.name, template.family)
-    source, note = _template_source(tokenizer, template, bundled, tools=tools)
-    fix = replace(make_fix(tokenizer, source, template, bundled), chosen=note)
+        known[template.name] = parse_family(template.name, template.family)
+    source, chosen = _template_source(tokenizer, template, known, tools=tools)
+    fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
     _check_variables(fix.template, template.kwargs)
-    family = bundled.get(fix.family or "")
+    family = known.get(fix.family or "")
     # The tokenizer's end of sequence, then those in the generation config beside it.
     eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
@@ -94,9 +94,7 @@ def load_chat(
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         eos_token_ids += ids if isinstance(ids, list) else [] if ids is None else [ids]
     # A template to which another family added tools keeps the ordinary tokens of its own family.
-    matching = [
-        other for other in bundled.values() if other == family or matches_source(source, other)
-    ]
+    taken = [other for other in known.values() if other == family or matches_source(source, other)]
     make = partial(
         Chat,
         tokenizer,
@@ -104,12 +102,7 @@ def load_chat(
         kwargs=template.kwargs,
         eos_token_ids=eos_token_ids,
         fix=fix,
-        plain={
-            text: plain.why
-            for matched in matching
-            for plain in matched.plain
-            for text in plain.tokens
-        },
+        plain={text: plain.why for one in taken for plain in one.plain for text in plain.tokens},
         placeholders=None if isinstance(placeholders, str) else placeholders,
         no_images=placeholders if isinstance(placeholders, str) else "",
         roles=template.roles,
@@ -225,8 +218,8 @@ def reads_back(
     completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
     for completion in completions or [rendering]:
         calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
-        parsed = [(call.name, call.arguments, call.malformed) for call in calls]
-        if parsed == [("forecast", CALL_ARGUMENTS, None)]:
+        read = [(call.name, call.arguments, call.malformed) for call in calls]
+        if read == [("forecast", CALL_ARGUMENTS, None)]:
             return True
     return False
 
@@ -356,11 +349,11 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
 
     Raises ChatError.
     """
-    tokenizer_config = getattr(tokenizer, "init_kwargs", None) or {}
+    own = getattr(tokenizer, "init_kwargs", None) or {}
     carried = {
         key: content
         for key in ("response_template", "response_schema")
-        if (content := getattr(tokenizer, key, None) or tokenizer_config.get(key))
+        if (content := getattr(tokenizer, key, None) or own.get(key))
     }
     if config.path is not None:
         spec = read_spec(Path(config.path))

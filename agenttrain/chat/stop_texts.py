@@ -40,9 +40,9 @@ class StopScan:
     def _append(self, text: str) -> None:
         begin = max(len(self.text) - self._longest + 1, 0)
         self.text += text
-        positions = [place for stop in self.stops if (place := self.text.find(stop, begin)) >= 0]
-        if positions:
-            self.text, self.end = self.text[: min(positions)], self.count
+        found = [place for stop in self.stops if (place := self.text.find(stop, begin)) >= 0]
+        if found:
+            self.text, self.end = self.text[: min(found)], self.count
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

@@ -112,10 +112,7 @@ class ArgumentSchema:
         )
         if problems or (
             self._checks_types_only
-            and all(
-                not required_type or any(_is_type(v, t) for t in required_type)
-                for v, required_type in types
-            )
+            and all(not wanted or any(_is_type(v, t) for t in wanted) for v, wanted in types)
         ):
             return problems
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
@@ -123,8 +120,8 @@ class ArgumentSchema:
             path = error.json_path.removeprefix("$.") if error.absolute_path else "arguments"
             rule: Any = error.validator_value
             if error.validator == "type":
-                required_type = rule if isinstance(rule, str) else " or ".join(rule)
-                problems.append(f"{path} must be {required_type}, not {_quote(error.instance)}")
+                wanted = rule if isinstance(rule, str) else " or ".join(rule)
+                problems.append(f"{path} must be {wanted}, not {_quote(error.instance)}")
             elif error.validator == "enum":
                 options = _short(", ".join(_quote(option) for option in rule), 5 * MAX_QUOTE)
                 problems.append(f"{path} must be one of {options}, not {_quote(error.instance)}")

@@ -34,7 +34,7 @@ def build_toolbox(
     be called: then each public method is one. A section with `stop: true` makes stop tools, like
     the names in `stop_tools`. Raises ValueError with key, value and remedy.
     """
-    tools_by_name: dict[str, Tool] = {}
+    built: dict[str, Tool] = {}
     limits: dict[str, ToolLimits] = {}
     stops = list(stop_tools)
     for name, section in tools.items():
@@ -48,17 +48,15 @@ def build_toolbox(
         else:
             section_tools = _build(located, name)
         for tool in section_tools:
-            if tool.name in tools_by_name:
+            if tool.name in built:
                 raise ValueError(
                     f"{located.where}: its tool {tool.name!r} is the second of that name; rename "
                     "one of the two (those of an MCP server: with prefix)"
                 )
-            tools_by_name[tool.name], limits[tool.name] = tool, limit
+            built[tool.name], limits[tool.name] = tool, limit
             if limit.stop:
                 stops.append(tool.name)
-    return Toolbox(
-        tools_by_name, limits=limits, stop_tools=stops, threads=threads, max_stuck=max_stuck
-    )
+    return Toolbox(built, limits=limits, stop_tools=stops, threads=threads, max_stuck=max_stuck)
 
 
 def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
@@ -92,20 +90,20 @@ def _build(located: Located, name: str) -> list[Tool]:
     if makes_tool:
         try:
             inspect.signature(target).bind(**bound)
-            product = target(**bound)
+            made = target(**bound)
         except TypeError as error:
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
         except ValueError as error:
             if str(error).partition("=")[0] in bound:
                 raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
-        if isinstance(product, Tools):
-            return list(product.tools())
-        if hasattr(product, "schema") and hasattr(product, "name"):
-            return [product]
-        if not callable(product):
-            return list(method_tools(product, where).values())
-        target, bound = product, {}
+        if isinstance(made, Tools):
+            return list(made.tools())
+        if hasattr(made, "schema") and hasattr(made, "name"):
+            return [made]
+        if not callable(made):
+            return list(method_tools(made, where).values())
+        target, bound = made, {}
     try:
         return [FunctionTool(target, name=name, bound=bound)]
     except ValueError as error:

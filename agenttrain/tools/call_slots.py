@@ -64,13 +64,13 @@ class CallSlots:
         return lent
 
     async def _acquire(self) -> None:
-        acquired: list[asyncio.Semaphore] = []
+        taken: list[asyncio.Semaphore] = []
         try:
             for slot in self._slots:
                 await slot.acquire()
-                acquired.append(slot)
+                taken.append(slot)
         except BaseException:
-            for slot in acquired:
+            for slot in taken:
                 slot.release()
             raise
         self._held = True

@@ -74,8 +74,8 @@ class ToolLimits:
             if module == "builtins" and not (
                 isinstance(error, type) and issubclass(error, Exception)
             ):
-                error_names = [n for n, v in vars(builtins).items() if isinstance(v, type)]
-                hint = did_you_mean(name, [n for n in error_names if n.endswith("Error")])
+                known = [n for n, v in vars(builtins).items() if isinstance(v, type)]
+                hint = did_you_mean(name, [n for n in known if n.endswith("Error")])
                 raise ValueError(f"{path}: is no exception{hint}")
         return paths
 
@@ -113,9 +113,9 @@ def check_mcp_server(
 ) -> None:
     """Raise ValueError, beginning with the argument and its value, for what cannot work."""
     if (command is None) == (url is None):
-        reason = "both are given" if command is not None else "none is given"
+        given = "both are given" if command is not None else "none is given"
         raise ValueError(
-            f"command or url: {reason}; a server is either started here, e.g. "
+            f"command or url: {given}; a server is either started here, e.g. "
             "command=[python,my_server.py], or reached, e.g. url=http://127.0.0.1:8000/mcp"
         )
     if command is not None:
@@ -159,7 +159,7 @@ def expanded(name: str, values: object) -> dict[str, str]:
     """
     if not isinstance(values, Mapping | None):
         raise ValueError(f"{name}={hide_in_settings(values)}: must be a mapping of names to texts")
-    printable = hide_in_settings({name: values})[name]
+    shown = hide_in_settings({name: values})[name]
     texts = {}
     for key, value in (values or {}).items():
         try:
@@ -167,11 +167,11 @@ def expanded(name: str, values: object) -> dict[str, str]:
         except KeyError as error:
             variable = error.args[0]
             raise ValueError(
-                f"{name}={printable}: ${variable} of {key} is not set in the environment; "
+                f"{name}={shown}: ${variable} of {key} is not set in the environment; "
                 f"export {variable}=… first"
             ) from None
         except ValueError as error:
-            raise ValueError(f"{name}={printable}: {key}: {error}; write $$ for a dollar") from None
+            raise ValueError(f"{name}={shown}: {key}: {error}; write $$ for a dollar") from None
     return texts
 
 
@@ -240,8 +240,8 @@ def check_corpus(
     elif not folder_or_file.is_file():
         raise ValueError(f"path={path}: there is no such folder or file")
     elif folder_or_file.suffix not in (*TEXTS, *ROWS):
-        endings = ", ".join((*TEXTS, *ROWS))
-        raise ValueError(f"path={path}: its ending must be one of {endings}")
+        known = ", ".join((*TEXTS, *ROWS))
+        raise ValueError(f"path={path}: its ending must be one of {known}")
     return folder_or_file
 
 

@@ -245,11 +245,11 @@ class ProcessTool:
             lambda: [worker.gone(max(deadline - time.monotonic(), 0.0)) for worker in dying]
         )
         self._threads.close()
-        survivors = [str(w.process.pid) for w in dying if w.process is not None and not w.gone()]
-        if survivors:
+        left = [str(w.process.pid) for w in dying if w.process is not None and not w.gone()]
+        if left:
             warnings.warn(
                 f"tool {self.name}: what its calls started has not ended, below the processes "
-                f"{', '.join(survivors)}",
+                f"{', '.join(left)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -312,7 +312,7 @@ class BoundWorker:
         if tool.releases:
             worker.served.add(context.rollout_id)
         released, worker.released = tuple(worker.released), []
-        worker_context = context if tool.sends_context else None
+        sent = context if tool.sends_context else None
         return await tool.ask(
-            worker, WorkerRequest(released=released, arguments=arguments, context=worker_context)
+            worker, WorkerRequest(released=released, arguments=arguments, context=sent)
         )

@@ -55,13 +55,13 @@ class WorkerRequest:
 
 def build(recipe: Recipe) -> FunctionTool:
     """Make the tool; raises ValueError for one that cannot run in another process."""
-    instance = recipe.make()
-    if not isinstance(instance, FunctionTool):
+    made = recipe.make()
+    if not isinstance(made, FunctionTool):
         raise ValueError(
-            f"tools.{recipe.name}.isolation=process: {type(instance).__name__} is a tool of its "
-            "own kind, which cannot be moved to another process; leave isolation=thread"
+            f"tools.{recipe.name}.isolation=process: {type(made).__name__} is a tool of its own "
+            "kind, which cannot be moved to another process; leave isolation=thread"
         )
-    return instance
+    return made
 
 
 def fault_types(paths: tuple[str, ...]) -> tuple[type[BaseException], ...]:
@@ -108,10 +108,10 @@ def main() -> None:
     requests = int(sys.argv[1])
     os.set_inheritable(requests, False)
     connection = Connection(requests)
-    pid = os.getpid()
+    own = os.getpid()
 
     def send(answer: dict[str, Any]) -> None:
-        if os.getpid() != pid:  # a tool that forked returns twice: the call has one answer
+        if os.getpid() != own:  # a tool that forked returns twice: the call has one answer
             os._exit(0)
         connection.send_bytes(json.dumps(answer).encode())
 
@@ -119,9 +119,9 @@ def main() -> None:
         sys.path[:] = json.loads(connection.recv_bytes())
         recipe = connection.recv_bytes()
         UNSEEN.set(True)
-        outcome = attempt(lambda: Server(pickle.loads(recipe)))
-        server = outcome.value
-        send({"problem": None if outcome.error is None else str(outcome.error)})
+        built = attempt(lambda: Server(pickle.loads(recipe)))
+        server = built.value
+        send({"problem": None if built.error is None else str(built.error)})
         while isinstance(server, Server):
             request: WorkerRequest = pickle.loads(connection.recv_bytes())
             reply = server.answer(request)

@@ -47,14 +47,14 @@ def make_reply(value: Any, *, max_chars: int) -> Reply:
     try:
         if isinstance(value, TurnReward):
             reward, value = float(value.value), value.content
-        is_final = isinstance(value, Done)
+        done = isinstance(value, Done)
         value = value.content if isinstance(value, Done) else value
         if parts := _with_images(value, max_chars):
-            return Reply(content=text_of(parts), done=is_final, reward=reward, parts=parts)
+            return Reply(content=text_of(parts), done=done, reward=reward, parts=parts)
         text = result_to_text(value, max_chars=max_chars)
     except BaseException as error:  # e.g. the value's own __str__ or __iter__ raises
         return error_reply(with_fixed_text(error), max_chars=max_chars)
-    return Reply(content=text, done=is_final, reward=reward)
+    return Reply(content=text, done=done, reward=reward)
 
 
 def _with_images(value: Any, max_chars: int) -> tuple[str | Image, ...]:
@@ -64,8 +64,8 @@ def _with_images(value: Any, max_chars: int) -> tuple[str | Image, ...]:
         return ()
     try:
         return tuple(
-            read_image(item) if is_image(item) else result_to_text(item, max_chars=max_chars)
-            for item in values
+            read_image(one) if is_image(one) else result_to_text(one, max_chars=max_chars)
+            for one in values
         )
     except BadImage as error:
         raise ToolFailure(f"the tool returned an image that cannot be read: {error}") from error
@@ -74,8 +74,8 @@ def _with_images(value: Any, max_chars: int) -> tuple[str | Image, ...]:
 def reply_to_json(reply: Reply) -> dict[str, Any]:
     """Return a reply as JSON data; an image is the base64 text of its file, in a list."""
     parts = [
-        part if isinstance(part, str) else [base64.b64encode(part.data).decode()]
-        for part in reply.parts
+        one if isinstance(one, str) else [base64.b64encode(one.data).decode()]
+        for one in reply.parts
     ]
     fields = {name: getattr(reply, name) for name in ("content", "error", "done", "reward")}
     return {**fields, "parts": parts}
@@ -90,8 +90,7 @@ def reply_from_json(data: Any) -> Reply:
         done=data["done"] is True,
         reward=data["reward"],
         parts=tuple(
-            part if isinstance(part, str) else read_image(base64.b64decode(part[0]))
-            for part in parts
+            one if isinstance(one, str) else read_image(base64.b64decode(one[0])) for one in parts
         ),
     )
 
@@ -253,10 +252,10 @@ def _check_keys(value: Any, limit: int) -> Any:
     Example: ``{1: "a", "1": "b"}``. Only the first `limit` parts are looked at: each has a
     character of its own in the text.
     """
-    waiting, count = [value], 0
-    while waiting and count < limit:
+    waiting, seen = [value], 0
+    while waiting and seen < limit:
         part = waiting.pop()
-        count += 1
+        seen += 1
         if isinstance(part, dict):
             if not all(isinstance(key, str) for key in part):
                 texts = {_key_text(key) for key in part}

@@ -223,15 +223,15 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     context = hints.get("context")
     takes_context = context is ToolContext or ToolContext in get_args(context)
     left_out = {*hidden, "context"} if takes_context else {*hidden}
-    visible = [parameter for parameter in parameters.values() if parameter.name not in left_out]
-    doc, needs_schema = read_docstring(inspect.getdoc(target) or ""), not UNSEEN.get()
-    if needs_schema:
-        _check_annotated(visible, where)
+    shown = [parameter for parameter in parameters.values() if parameter.name not in left_out]
+    doc, seen = read_docstring(inspect.getdoc(target) or ""), not UNSEEN.get()
+    if seen:
+        _check_annotated(shown, where)
     properties: dict[str, Any] = {}
     builders: dict[str, Build] = {}
-    for parameter in visible:
+    for parameter in shown:
         try:
-            kind = describe_type(hints.get(parameter.name, Any), shown=needs_schema)
+            kind = describe_type(hints.get(parameter.name, Any), shown=seen)
         except (ValueError, NameError) as error:
             raise ValueError(
                 f"{where}: no JSON schema can be made of it: parameter {parameter.name!r}: {error}"
@@ -240,9 +240,9 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
         if kind.build is not None:
             builders[parameter.name] = kind.build
     schema: dict[str, Any] = {"type": "function", "function": {"name": name}}
-    if needs_schema:
+    if seen:
         _check_described(properties, doc, where)
-        required = [p.name for p in visible if p.default is inspect.Parameter.empty]
+        required = [p.name for p in shown if p.default is inspect.Parameter.empty]
         schema["function"]["description"] = doc.description
         schema["function"]["parameters"] = {
             "type": "object",
@@ -254,9 +254,9 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
 
 def _check_annotated(shown: Sequence[inspect.Parameter], where: str) -> None:
     """Raise ValueError unless all parameters have a name and a type."""
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in shown:
-        if parameter.kind not in by_name:
+        if parameter.kind not in named:
             raise ValueError(
                 f"{where}: `{parameter}` cannot be described to a model; give every parameter a "
                 "name and a type, e.g. `query: str`"

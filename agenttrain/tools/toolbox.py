@@ -288,11 +288,11 @@ class Toolbox:
         task = asyncio.create_task(self._reply(entry, tool, arguments, context, deadline))
         try:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
-            remaining_s = entry.limits.timeout_s
-            while not task.done() and remaining_s > 0:
+            left = entry.limits.timeout_s
+            while not task.done() and left > 0:
                 # While its sub-agent runs, no time passes for it.
-                await asyncio.wait({task}, timeout=max(remaining_s, 0.05))
-                remaining_s = entry.limits.timeout_s - held.seconds()
+                await asyncio.wait({task}, timeout=max(left, 0.05))
+                left = entry.limits.timeout_s - held.seconds()
         finally:
             if expired := not task.done():
                 patience = time.monotonic() + CANCEL_S / 2

@@ -148,12 +148,12 @@ def parse_response(
     """
     with search_budget():
         parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
-    parsed_calls = list(parts.calls[:MAX_CALLS])
+    written = list(parts.calls[:MAX_CALLS])
     if len(parts.calls) > MAX_CALLS:
-        parsed_calls.append(ParsedCall(text=parts.calls[MAX_CALLS].text, problem=TOO_MANY))
-    ids = _ids(parsed_calls, lambda index: spec.call_id.format(turn=turn, index=index))
+        written.append(ParsedCall(text=parts.calls[MAX_CALLS].text, problem=TOO_MANY))
+    ids = _ids(written, lambda index: spec.call_id.format(turn=turn, index=index))
     calls = []
-    for call, call_id in zip(parsed_calls, ids, strict=True):
+    for call, call_id in zip(written, ids, strict=True):
         arguments, problem, loose = _arguments(call.arguments, call.arguments_label, spec.lenient)
         name = call.name if isinstance(call.name, str) else ""
         if call.problem is not None:
@@ -182,8 +182,8 @@ def _ids(calls: Sequence[ParsedCall], numbered: Callable[[int], str]) -> list[st
     An id that the model wrote once stays; one that it wrote twice identifies neither call. Example:
     calls with the id ``call_0_1`` and without one get ``call_0_1`` and ``call_0_2``.
     """
-    id_counts = Counter(call.id for call in calls if call.id and portable(call.id, call.text))
-    unique_ids = {call_id for call_id, times in id_counts.items() if times == 1}
+    written = Counter(call.id for call in calls if call.id and portable(call.id, call.text))
+    unique_ids = {call_id for call_id, times in written.items() if times == 1}
     spare_numbers = count(len(calls))
     ids = []
     for index, call in enumerate(calls):

@@ -78,9 +78,9 @@ def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
 
 def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     """``{"name": "f", "arguments": {"x": 1}}``"""
-    value, end, problem, is_cut = _value(body, 0, syntax)
+    value, end, problem, cut = _value(body, 0, syntax)
     if problem is not None:
-        return _problem(problem, name=written_name(body, syntax.name_key) or None, cut=is_cut)
+        return _problem(problem, name=written_name(body, syntax.name_key) or None, cut=cut)
     call = _object(value, syntax, schemas, lenient=_is_loose(body, syntax))
     return Read(calls=[call], end=end)
 
@@ -92,15 +92,15 @@ def _object(
     if not isinstance(value, dict):
         return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
     name = value.get(syntax.name_key)
-    parameters = schemas.get(name, {}) if isinstance(name, str) else {}
-    key, problem = arguments_of(value, syntax.name_key, syntax.arguments_key, parameters)
-    call_id = value.get("id")
+    known = schemas.get(name, {}) if isinstance(name, str) else {}
+    key, problem = arguments_of(value, syntax.name_key, syntax.arguments_key, known)
+    written = value.get("id")
     return ParsedCall(
         text=text,
         name=name,
         arguments=value.get(key),
         problem=problem,
-        id=call_id if isinstance(call_id, str) else None,
+        id=written if isinstance(written, str) else None,
         name_label=f'"{syntax.name_key}"',
         arguments_label=f'"{key}"',
         lenient=lenient,
@@ -140,17 +140,17 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     start = skip_blank(body)
     if not body.startswith("[", start):
         return _problem("the calls must be a JSON array")
-    read_value = partial(_value, syntax=syntax)
-    items, end = read_items(body, start + 1, syntax.name_key, read_value, limit=MAX_CALLS + 1)
+    read = partial(_value, syntax=syntax)
+    items, end = read_items(body, start + 1, syntax.name_key, read, limit=MAX_CALLS + 1)
     calls = [
         _object(item.value, syntax, schemas, item.text, lenient=_is_loose(item.text, syntax))
         if item.problem is None
         else ParsedCall(text=item.text, name=item.name, problem=item.problem)
         for item in items
     ]
-    is_cut = bool(calls) and calls[-1].problem is not None and end == len(body)
+    cut = bool(calls) and calls[-1].problem is not None and end == len(body)
     return Read(
-        calls=calls or [ParsedCall(text="", problem="the array holds no call")], end=end, cut=is_cut
+        calls=calls or [ParsedCall(text="", problem="the array holds no call")], end=end, cut=cut
     )
 
 
@@ -164,9 +164,9 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         return _problem(f"the call must begin with the name of a tool: {excerpt(body)}")
     groups = header.groupdict()
     name = groups["name"]
-    (value, end, problem, is_cut), footer, loose = _named_arguments(body, header, syntax)
+    (value, end, problem, cut), footer, loose = _named_arguments(body, header, syntax)
     if problem is not None:
-        return _problem(problem, name=name, cut=is_cut)
+        return _problem(problem, name=name, cut=cut)
     if footer:
         at = skip_blank(body, end)
         end = at + len(footer) if body.startswith(footer, at) else end
@@ -209,9 +209,9 @@ def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     header = _GEMMA_NAME.match(body)
     if header is None:
         return _problem(f"the call must begin with call:NAME: {excerpt(body)}")
-    value, end, problem, is_cut = read_literal(body, header.end(), GEMMA)
+    value, end, problem, cut = read_literal(body, header.end(), GEMMA)
     if problem is not None:
-        return _problem(problem, name=header["name"], cut=is_cut)
+        return _problem(problem, name=header["name"], cut=cut)
     label = "the text after call:"
     call = ParsedCall(text="", name=header["name"], arguments=value, name_label=label)
     return Read(calls=[replace(call, arguments_label="the value of the arguments")], end=end)
@@ -278,12 +278,12 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         if end is None:
             what = f"the value of {excerpt(key['name'])} is not closed"
             return _problem(what, name=name, cut=True)
-        parameter, value = key["name"].strip(), body[key.end() : end.start()]
+        written, value = key["name"].strip(), body[key.end() : end.start()]
         if _SECOND_VALUE.search(value):
-            return _problem(f"the parameter {excerpt(parameter)} has two values", name=name)
-        if _runs_over(value, parameter, schemas.get(name, {})):
-            return _problem(f"the value of {excerpt(parameter)} is not closed", name=name)
-        parameters.append((parameter, value))
+            return _problem(f"the parameter {excerpt(written)} has two values", name=name)
+        if _runs_over(value, written, schemas.get(name, {})):
+            return _problem(f"the value of {excerpt(written)} is not closed", name=name)
+        parameters.append((written, value))
         at = end.end()
     if (key := _LONE_KEY.match(body, at)) is not None:
         fault = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
@@ -338,8 +338,8 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     """``[f(x=1, y='a'), g()]``; an array of JSON calls is read too."""
     start = skip_blank(body)
     if not body.startswith("[", start):
-        call, end, is_cut = _python_call(body, start)
-        return Read(calls=[replace(call, text="")], end=end, cut=is_cut)
+        call, end, cut = _python_call(body, start)
+        return Read(calls=[replace(call, text="")], end=end, cut=cut)
     at = skip_blank(body, start + 1)
     if body.startswith("{", at):
         return read_list(body, syntax, schemas)
@@ -348,10 +348,10 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         if len(calls) >= MAX_CALLS:
             beyond = ParsedCall(text=body[at:], problem=TOO_MANY)
             return Read(calls=[*calls, beyond], end=len(body))
-        call, end, is_cut = _python_call(body, at)
+        call, end, cut = _python_call(body, at)
         calls.append(call)
-        if is_cut or (end == len(body) and call.problem is not None):
-            return Read(calls=calls, end=end, cut=is_cut)
+        if cut or (end == len(body) and call.problem is not None):
+            return Read(calls=calls, end=end, cut=cut)
         at = skip_blank(body, end)
         if body.startswith(",", at):
             at = skip_blank(body, at + 1)

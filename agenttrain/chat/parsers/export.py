@@ -141,12 +141,12 @@ def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
     else:  # up to the next call's mark; the separator before it keeps the match from being empty
         closing = rf"\s*{re.escape(spec.separator)}\s*(?={mark})|\s*(?:{stops})\s*"
     if spec.syntax == "json":
-        name_pattern = {"name": f"{{content.{spec.name_key}}}"}
-        name_pattern["arguments"] = f"{{content.{spec.arguments_key}}}"
+        named = {"name": f"{{content.{spec.name_key}}}"}
+        named["arguments"] = f"{{content.{spec.arguments_key}}}"
         usual = (spec.name_key, spec.arguments_key) == ("name", "arguments")
         yield {
             **_between(opening, closing, "json"),
-            "transform": {"type": "function", "function": "{content}" if usual else name_pattern},
+            "transform": {"type": "function", "function": "{content}" if usual else named},
         }
     elif spec.syntax == "named_json":
         footer = rf"\s*(?:{re.escape(spec.footer)})?" if spec.footer else ""
@@ -192,7 +192,7 @@ def _reads_back(chat: Chat, template: Mapping[str, Any]) -> bool:
     """Return True if transformers reads completions as our parser does."""
     user: Message = {"role": "user", "content": USER_TEXT}
     prompt = chat.rendered_ids([user], [FORECAST])
-    turn_count = 0
+    read = 0
     for turn in _turns(chat):
         try:
             ids = completion_ids(chat, [user], [FORECAST], turn)
@@ -212,8 +212,8 @@ def _reads_back(chat: Chat, template: Mapping[str, Any]) -> bool:
             ours.reasoning or None,
         ):
             return False
-        turn_count += 1
-    return turn_count > 0
+        read += 1
+    return read > 0
 
 
 def _turns(chat: Chat) -> Iterator[AssistantTurn]:

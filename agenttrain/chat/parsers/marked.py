@@ -78,10 +78,10 @@ class MarkedSpec(Syntax):
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
-        marks = (self.reasoning_open, self.reasoning_close, self.call_open, self.call_close or "")
-        texts = (*marks, *self.ignored, *self.controls, self.call_open_pattern or "")
-        pattern_text = "\n".join(texts).replace("\\", "")
-        return tuple(control for control in controls if control in pattern_text)
+        own = (self.reasoning_open, self.reasoning_close, self.call_open, self.call_close or "")
+        texts = (*own, *self.ignored, *self.controls, self.call_open_pattern or "")
+        read = "\n".join(texts).replace("\\", "")
+        return tuple(control for control in controls if control in read)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See ResponseSpec."""
@@ -137,11 +137,11 @@ class MarkedSpec(Syntax):
             if len(calls) >= MAX_CALLS:
                 beyond = ParsedCall(text=text[mark.start() :], problem=TOO_MANY)
                 return "".join(content), [*calls, beyond]
-            reading = self._read(text, mark.end(), marks, index, schemas)
-            end = mark.end() + reading.end
+            read = self._read(text, mark.end(), marks, index, schemas)
+            end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:
                 index += 1
-            if mark.end() == mark.start() and [call.name for call in reading.calls] == [None]:
+            if mark.end() == mark.start() and [call.name for call in read.calls] == [None]:
                 between = text[position : mark.start()].strip(self.separator + " \t\r\n")
                 if calls and not between and _lost_arguments(calls[-1], text[mark.start() :]):
                     what = f"text after the call: {excerpt(text[mark.start() :])}"
@@ -149,7 +149,7 @@ class MarkedSpec(Syntax):
                 position = mark.start()  # JSON that no mark opens and that names no tool
                 continue
             following = marks[index] if index < len(marks) else None
-            region, position = self._region(text, mark.start(), end, reading, following)
+            region, position = self._region(text, mark.start(), end, read, following)
             calls += region
         behind = self._beside(text[position:], calls, schemas)
         if calls and self.call_open_pattern is not None and self.call_close is None:
@@ -159,8 +159,8 @@ class MarkedSpec(Syntax):
             match = beginning.match(head, partial=True) if head else None
             if match is not None and match.partial and match.end() == len(head):
                 name = written_name(head, self.name_key)
-                unclosed = ParsedCall(text=head, name=name, problem="the call is not closed")
-                return "".join(content), [*calls, unclosed]
+                cut = ParsedCall(text=head, name=name, problem="the call is not closed")
+                return "".join(content), [*calls, cut]
         return "".join([*content, behind]), calls
 
     def _region(
@@ -171,9 +171,9 @@ class MarkedSpec(Syntax):
         limit = following.start() if following is not None else len(text)
         problem = None
         if self.call_close is None:
-            lost_arguments = bool(read.calls) and _lost_arguments(read.calls[-1], text[end:limit])
-            position = limit if bad or lost_arguments else end
-            if lost_arguments:
+            lost = bool(read.calls) and _lost_arguments(read.calls[-1], text[end:limit])
+            position = limit if bad or lost else end
+            if lost:
                 problem = f"text after the call: {excerpt(text[end:limit])}"
         elif following is None or following["_open"] is not None:
             position, problem = limit, f"the call is not closed: {self.call_close} is missing"
@@ -214,11 +214,11 @@ class MarkedSpec(Syntax):
         for start, limit in pairwise([*openings, len(text)]):
             if len(calls) > MAX_CALLS:
                 break
-            reading = READERS[self.syntax](text[start:limit], self, schemas)
-            if [call.name in schemas for call in reading.calls] != [True]:
+            read = READERS[self.syntax](text[start:limit], self, schemas)
+            if [call.name in schemas for call in read.calls] != [True]:
                 continue
-            (call,) = reading.calls
-            end = limit if call.problem is not None else start + reading.end
+            (call,) = read.calls
+            end = limit if call.problem is not None else start + read.end
             if (closing := self._closing.match(text, end)) is not None:
                 end = closing.end()
             calls.append(replace(call, text=text[start:end]))
@@ -238,18 +238,18 @@ class MarkedSpec(Syntax):
         for count in MARKS_IN_STRINGS:
             last = index + count - 1
             body = text[start : marks[last].start() if last < len(marks) else len(text)]
-            reading = READERS[self.syntax](body, self, schemas)
+            read = READERS[self.syntax](body, self, schemas)
             if first is None:
-                first = reading
-            elif not reading.cut:
+                first = read
+            elif not read.cut:
                 # More text is right only if it completes the call that ran into the mark.
-                at = min(len(first.calls), len(reading.calls)) - 1
-                return reading if reading.calls[at].problem is None else first
-            if not reading.cut:
-                return reading
+                at = min(len(first.calls), len(read.calls)) - 1
+                return read if read.calls[at].problem is None else first
+            if not read.cut:
+                return read
             if last >= len(marks):
                 break
-        return first or reading
+        return first or read
 
 
 def _lost_arguments(call: ParsedCall, behind: str) -> bool:

@@ -123,22 +123,22 @@ class Pattern:
     def _limited(self, work: Callable[[float], Any], *about: Any) -> Any:
         """Run `work` within the expression's remaining time; return None if that runs out."""
         budget = _BUDGET.get()
-        budget_s = LIMIT_S if budget is None else budget.get(self.source, LIMIT_S)
-        if budget_s <= 0:
+        left = LIMIT_S if budget is None else budget.get(self.source, LIMIT_S)
+        if left <= 0:
             return None
         key = (self.source, *about)
         result, spent = _SLOW.get(key, (None, 0.0)) if _SLOW else (None, 0.0)
         if not spent:
             started = time.thread_time()
             try:
-                result = work(budget_s)
+                result = work(left)
                 spent = time.thread_time() - started
             except TimeoutError:
-                result, spent = None, budget_s
+                result, spent = None, left
             if spent > SLOW_S:
                 if len(_SLOW) >= MAX_SLOW:
                     _SLOW.pop(next(iter(_SLOW)))
                 _SLOW[key] = (result, spent)
         if budget is not None:
-            budget[self.source] = budget_s - spent
+            budget[self.source] = left - spent
         return result

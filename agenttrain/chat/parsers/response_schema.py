@@ -140,24 +140,24 @@ class SchemaSpec:
         # The calls are one value: a whole list, or its items one by one if it cannot be read.
         loose = False
         try:
-            items = node.value(value)
+            read = node.value(value)
         except ContentError as error:
             try:
                 if not self.lenient:
                     raise
-                items, loose = self.loose.properties[CALLS].value(value), True
+                read, loose = self.loose.properties[CALLS].value(value), True
             except ContentError:
                 return self._repaired(node, value, schemas) or [
                     ParsedCall(text=value, problem=str(error))
                 ]
         inner = node.inner(value)
         text = inner if isinstance(inner, str) else value
-        values = items if isinstance(items, list) else [] if items is None else [items]
+        values = read if isinstance(read, list) else [] if read is None else [read]
         values = values[: MAX_CALLS + 1]  # `parse_response` reports those beyond
         calls = [call_from_item(item, text, schemas, inside=self.inside) for item in values]
         return [
-            replace(with_all_arguments(call, json_item, schemas), lenient=loose)
-            for call, json_item in paired(calls, read_json(text).value)
+            replace(with_all_arguments(call, written, schemas), lenient=loose)
+            for call, written in paired(calls, read_json(text).value)
         ]
 
     def _each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:
@@ -199,21 +199,21 @@ class SchemaSpec:
             yield ParsedCall(text=text, name=written_name(inside), problem="the call is not closed")
 
     def _call(self, match: Any, text: str, schemas: Schemas) -> ParsedCall:
-        captures = groups(match)
+        given = groups(match)
         loose = False
         try:
-            value = self._item_value(captures, schemas, self.root)
+            value = self._item_value(given, schemas, self.root)
         except ContentError as error:
             try:
                 if not self.lenient:
                     raise
-                value, loose = self._item_value(captures, schemas, self.loose), True
+                value, loose = self._item_value(given, schemas, self.loose), True
             except ContentError:
                 return ParsedCall(text=text, name=written_name(text), problem=str(error))
         call = replace(call_from_item(value, text, {}, inside=self.inside), lenient=loose)
-        if not isinstance(captures, str):
+        if not isinstance(given, str):
             return call
-        return with_all_arguments(call, read_json(captures).value, schemas)
+        return with_all_arguments(call, read_json(given).value, schemas)
 
     def _item_value(self, given: Any, schemas: Schemas, root: Node) -> Any:
         """Read a call; parameters get the types that the tool's schema gives them."""
@@ -230,12 +230,12 @@ class SchemaSpec:
         inner, texts = value.get("function", value), raw.get("function", raw)
         if not isinstance(inner, dict) or not isinstance(texts, dict):
             return value
-        arguments, arguments_text = inner.get("arguments"), texts.get("arguments")
-        if not isinstance(arguments, dict) or not isinstance(arguments_text, dict):
+        arguments, written = inner.get("arguments"), texts.get("arguments")
+        if not isinstance(arguments, dict) or not isinstance(written, dict):
             return value
         typed_arguments = {
             key: typed(text, schemas[name][key])
-            for key, text in arguments_text.items()
+            for key, text in written.items()
             if isinstance(text, str) and key in schemas[name]
         }
         return {**inner, "arguments": arguments | typed_arguments}
@@ -255,12 +255,10 @@ class SchemaSpec:
                 calls.append(ParsedCall(text=item.text, name=item.name, problem=item.problem))
                 continue
             try:
-                values = node.parsed(f"[{item.text}]")
+                read = node.parsed(f"[{item.text}]")
                 calls += [
-                    with_all_arguments(
-                        call_from_item(item_value, item.text, {}), item.value, schemas
-                    )
-                    for item_value in values or ()
+                    with_all_arguments(call_from_item(one, item.text, {}), item.value, schemas)
+                    for one in read or ()
                 ]
             except ContentError as error:
                 calls.append(ParsedCall(text=item.text, problem=str(error)))
@@ -419,11 +417,11 @@ class Node:
             raise ContentError(f"expected a JSON object, found {kind(value)}")
         fields: dict[str, Any] = {}
         for key, node in self.properties.items():
-            member = node.value(value.get(key), raw=raw)
-            if member is None and node.default is not NOTHING:
-                member = node.default
-            if member is not None:
-                fields[key] = member
+            read = node.value(value.get(key), raw=raw)
+            if read is None and node.default is not NOTHING:
+                read = node.default
+            if read is not None:
+                fields[key] = read
         if self.additional is not None:
             extra = {k: v for k, v in value.items() if k not in self.properties}
             fields |= {k: self.additional.value(v, raw=raw) for k, v in extra.items()}

@@ -107,8 +107,8 @@ class TemplateSpec:
         patterns = [p for field in self.fields for p in (field.open, field.close) if p is not None]
         texts = [pattern.source for pattern in patterns]
         texts += [repr(field.content_args) for field in self.fields]
-        pattern_text = "\n".join(texts).replace("\\", "")
-        return tuple(control for control in controls if control in pattern_text)
+        read = "\n".join(texts).replace("\\", "")
+        return tuple(control for control in controls if control in read)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See ResponseSpec."""
@@ -142,9 +142,9 @@ class TemplateSpec:
             values = region.value if isinstance(region.value, list) else [region.value]
             types = types_by_name if field.content in ("xml-inline", "kv-lines") else {}
             # `parse_response` reports those beyond the limit.
-            for value, json_value in paired(values[: MAX_CALLS + 1], region.json):
+            for value, written in paired(values[: MAX_CALLS + 1], region.json):
                 call = call_from_item(value, span, types, inside=self.inside)
-                call = with_all_arguments(call, json_value, types_by_name)
+                call = with_all_arguments(call, written, types_by_name)
                 calls.append(replace(call, lenient=True) if region.loose else call)
         thoughts = [region for region in regions if region.field.name in REASONING]
         return ParsedCompletion(
@@ -236,15 +236,15 @@ def _close(region: _Region, marks: _Marks) -> _Region:
         return region
     opening = marks.opening(field, region.body, count=MARKS_IN_STRINGS[-1] + 1)
     limit = opening[-1] if len(opening) > MARKS_IN_STRINGS[-1] else len(marks.text)
-    is_cut = _read(region, marks) if region.stop <= limit else True
+    cut = _read(region, marks) if region.stop <= limit else True
     longer = region
     for _ in range(MARKS_IN_STRINGS[-1]):
         hit = field.close.search(marks.text, longer.end) if field.close else None
-        if not is_cut or not hit or not longer.closed or hit.start > limit or hit.end <= longer.end:
+        if not cut or not hit or not longer.closed or hit.start > limit or hit.end <= longer.end:
             break
         longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
-        is_cut = _read(longer, marks)
-    if longer.problem is None and not is_cut:
+        cut = _read(longer, marks)
+    if longer.problem is None and not cut:
         return longer
     if opening and opening[0] < region.stop:
         problem = "the call is not closed"
@@ -259,20 +259,20 @@ def _read(region: _Region, marks: _Marks) -> bool:
     if marks.lenient and field.content == "json":
         tries.append({**field.content_args, LOOSE: True})
     problem: str | None = None
-    is_cut = False
+    cut = False
     for args in tries:
         try:
-            value = CONTENT[field.content](text, args)
-            region.value = reshaped(field.transform, value, region.captures, each=field.each)
-            region.json = value if field.content == "json" else None
+            read = CONTENT[field.content](text, args)
+            region.value = reshaped(field.transform, read, region.captures, each=field.each)
+            region.json = read if field.content == "json" else None
         except ContentError as error:
             if problem is None:  # the strict reader's, if both have one
-                problem, is_cut = str(error), error.cut
+                problem, cut = str(error), error.cut
         else:
             region.loose = problem is not None
             return False
     region.problem = problem
-    return is_cut
+    return cut
 
 
 def _text(text: str, regions: Sequence[_Region]) -> str:
@@ -297,9 +297,9 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
             key: typed(value, types.get(key, ())) if isinstance(value, str) else value
             for key, value in arguments.items()
         }
-    call_id = value.get("id") if isinstance(value, dict) else None
-    call_id = call_id if isinstance(call_id, str) else None
-    return ParsedCall(text=text, name=name, arguments=arguments, problem=problem, id=call_id)
+    written = value.get("id") if isinstance(value, dict) else None
+    written = written if isinstance(written, str) else None
+    return ParsedCall(text=text, name=name, arguments=arguments, problem=problem, id=written)
 
 
 def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> ParsedCall:
@@ -314,8 +314,8 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     if call.problem is not None or not isinstance(inner, dict) or call.arguments is written:
         return call
     present = [key for key in ARGUMENT_KEYS if key in inner]
-    other_keys = {key: v for key, v in inner.items() if v != call.name or key in ARGUMENT_KEYS}
-    filled = {k: v for k, v in other_keys.items() if v not in EMPTY or k in present}
+    named = {key: v for key, v in inner.items() if v != call.name or key in ARGUMENT_KEYS}
+    filled = {k: v for k, v in named.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
     key, problem = arguments_of(filled, parameters=types)
     if len(present) > 1 or (problem and ("name" in inner or not (present or call.arguments))):
@@ -365,15 +365,13 @@ def _field(name: str, settings: Any) -> _Field:
     check_content(content, arguments, settings.get("transform"), scope)
     opening, closing = _anchor(settings, "open", scope), _anchor(settings, "close", scope)
     # The opening mark may include the opening brace of the JSON object behind it.
-    takes_brace = opening is not None and _OPEN_BRACE.search(opening.source) is not None
+    taken = opening is not None and _OPEN_BRACE.search(opening.source) is not None
     return _Field(
         name=name,
         open=opening,
         close=closing,
         content=content,
-        content_args={**arguments, INSIDE: True}
-        if takes_brace and content == "json"
-        else arguments,
+        content_args={**arguments, INSIDE: True} if taken and content == "json" else arguments,
         transform=settings.get("transform"),
         each=bool(settings.get("transform_each")),
         join=str(settings.get("join") or ""),
@@ -431,9 +429,9 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
     if quotes or args.get("unquoted_keys"):
         words = {"true": True, "false": False, "null": None}
         dialect = Dialect(raw_quotes=quotes, bare_keys=bool(args.get("unquoted_keys")), words=words)
-        value, end, problem, is_cut = read_literal(text, 0, dialect)
+        value, end, problem, cut = read_literal(text, 0, dialect)
     else:
-        value, end, problem, is_cut = read_json(text)
+        value, end, problem, cut = read_json(text)
     if problem is None and text[end:].strip():
         problem = f"text after the JSON value: {excerpt(text[end:])}"
     if problem is not None and args.get(INSIDE):
@@ -448,7 +446,7 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
         return value
     if args.get("allow_non_json"):
         return text.strip()
-    raise ContentError(problem, cut=is_cut)
+    raise ContentError(problem, cut=cut)
 
 
 _tag_pattern = cache(partial(Pattern, key="tag_pattern"))
@@ -544,14 +542,14 @@ def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: b
     """Bring a value into the transform's shape: fill in ``{name}`` and ``{content.args}``."""
     if transform is None:
         return value
-    matched = {key: text for key, text in captures.items() if text is not None}
+    given = {key: text for key, text in captures.items() if text is not None}
     if not each:
-        return _filled(transform, {**matched, "content": value})
+        return _filled(transform, {**given, "content": value})
     if not isinstance(value, list):
         raise ContentError(f"the calls must be a JSON array, not {kind(value)}")
     # An item that is no mapping becomes a malformed call; the others are not affected.
     return [
-        _filled(transform, {**matched, **item}, partly=True) if isinstance(item, dict) else item
+        _filled(transform, {**given, **item}, partly=True) if isinstance(item, dict) else item
         for item in value
     ]
 

@@ -60,8 +60,8 @@ def read_json(text: str, start: int = 0) -> Json:
         line = text.count("\n", start, error.pos) + 1
         column = error.pos - max(text.rfind("\n", start, error.pos), start - 1)
         began = skip_blank(text, start) < error.pos
-        is_cut = UNTERMINATED in error.msg or (began and skip_blank(text, error.pos) == len(text))
-        return Json(problem=f"invalid JSON at line {line} column {column}: {problem}", cut=is_cut)
+        cut = UNTERMINATED in error.msg or (began and skip_blank(text, error.pos) == len(text))
+        return Json(problem=f"invalid JSON at line {line} column {column}: {problem}", cut=cut)
     except RecursionError:
         return Json(problem="invalid JSON: nested too deeply")
     except ValueError as error:
@@ -97,9 +97,9 @@ def read_items(
     while not text.startswith("]", at):
         if limit is not None and len(items) >= limit:
             return [*items, Item(text[at:], problem="there are too many items")], len(text)
-        value, end, problem, is_cut = read(text, at)
+        value, end, problem, cut = read(text, at)
         if problem is not None:
-            resume = None if is_cut else following.search(text, at)
+            resume = None if cut else following.search(text, at)
             end = resume.start() if resume else len(text)
             items.append(Item(text[at:end], problem=problem, name=written_name(text[at:end], key)))
         else:
@@ -136,11 +136,11 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a mapping of the pairs. Raises ValueError for a key given twice, which is ambiguous."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        keys: set[str] = set()
+        seen: set[str] = set()
         for key, _ in pairs:
-            if key in keys:
+            if key in seen:
                 raise ValueError(f"the key {excerpt(key)} is given twice")
-            keys.add(key)
+            seen.add(key)
     return mapping
 
 
@@ -261,12 +261,12 @@ def read_loose(text: str) -> Json:
     text = text.strip()
     tries = [f"{{{text}}}", f"{{{text}"] if KEY_AHEAD.match(text) else [text]
     for tried in tries:
-        value, end, problem, is_cut = read_literal(tried, 0, LENIENT)
+        value, end, problem, cut = read_literal(tried, 0, LENIENT)
         if problem is None and tried[end:].strip():
             problem = f"text after the arguments: {excerpt(tried[end:])}"
         if problem is None:
             return Json(value, len(text))
-    return Json(problem=problem, cut=is_cut)
+    return Json(problem=problem, cut=cut)
 
 
 def _unescaped(text: str, *, python: bool = False) -> str:
@@ -465,9 +465,9 @@ class _Reader:
         return self.dialect.words[word.group()], word.end()
 
     def _expected(self, what: str, at: int) -> NoReturn:
-        is_cut = at >= len(self.text)
-        actual = "the end" if is_cut else excerpt(self.text[at : at + 60])
-        raise LiteralError(f"expected {what}, found {actual}", cut=is_cut)
+        cut = at >= len(self.text)
+        actual = "the end" if cut else excerpt(self.text[at : at + 60])
+        raise LiteralError(f"expected {what}, found {actual}", cut=cut)
 
 
 MAX_ITEMS = 65_536

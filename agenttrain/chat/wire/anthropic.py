@@ -268,8 +268,8 @@ def message_events(answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
 def error_body(error: RequestError) -> dict[str, Any]:
     """Return an error in Anthropic's shape."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    error_fields = {"type": ERROR_TYPES.get(error.status, kind), "message": str(error)}
-    return {"type": "error", "error": error_fields}
+    named = {"type": ERROR_TYPES.get(error.status, kind), "message": str(error)}
+    return {"type": "error", "error": named}
 
 
 def _head(answer: Answer) -> dict[str, Any]:

@@ -110,8 +110,8 @@ class ChatRequest(BaseModel):
                     param=f"tools[{index}].function",
                 )
             # `strict` is the API's, and no part of what the model was trained with.
-            fields = {k: v for k, v in function.items() if k != "strict" and v is not None}
-            schemas.append({"type": "function", "function": {**fields, "parameters": parameters}})
+            kept = {k: v for k, v in function.items() if k != "strict" and v is not None}
+            schemas.append({"type": "function", "function": {**kept, "parameters": parameters}})
         return schemas
 
 
@@ -146,8 +146,8 @@ def read_question(
 ) -> Question:
     """Return a request in the form of all APIs. Raises RequestError."""
     form = _form(data)
-    handled = {*SAMPLING, "tool_choice", "response_format"}
-    fields = {name: value for name, value in data.items() if name not in handled}
+    taken = {*SAMPLING, "tool_choice", "response_format"}
+    fields = {name: value for name, value in data.items() if name not in taken}
     changing = unfollowed(fields, ChatRequest.model_fields, OPENAI)
     for name in SHAPE:
         if name in changing:
@@ -193,17 +193,17 @@ def _form(data: Mapping[str, Any]) -> AnswerForm:
             param="tool_choice",
             code="unsupported_value",
         )
-    response_format = data.get("response_format")
+    wanted = data.get("response_format")
     schema: Any = None
-    kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
-    if isinstance(response_format, Mapping) and kind == "json_object":
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else wanted
+    if isinstance(wanted, Mapping) and kind == "json_object":
         schema = {"type": "object"}
-    elif isinstance(response_format, Mapping) and kind == "json_schema":
-        schema_section = response_format.get("json_schema")
-        schema = schema_section.get("schema") if isinstance(schema_section, Mapping) else None
+    elif isinstance(wanted, Mapping) and kind == "json_schema":
+        named = wanted.get("json_schema")
+        schema = named.get("schema") if isinstance(named, Mapping) else None
     if kind not in (None, "text") and not isinstance(schema, Mapping):
         raise RequestError(
-            f"response_format={quote(response_format)}: expected the type text, json_object, or "
+            f"response_format={quote(wanted)}: expected the type text, json_object, or "
             'json_schema with {"json_schema": {"schema": …}}',
             param="response_format",
             code="unsupported_value",

@@ -137,11 +137,11 @@ def documents(path: Path, text_column: str, title_column: str) -> list[Document]
     for number, row in enumerate(_rows(path)):
         text, title = row.get(text_column), row.get(title_column)
         if not isinstance(text, str):
-            column_names = ", ".join(map(str, row))
+            known = ", ".join(map(str, row))
             problem = "is no text" if text_column in row else "is no column"
             raise ValueError(
                 f"text_column={text_column}: {problem} of row {number} of {path}"
-                f"{did_you_mean(text_column, map(str, row))}; the row has: {column_names}"
+                f"{did_you_mean(text_column, map(str, row))}; the row has: {known}"
             )
         name, title = str(row.get(ID_COLUMN, number)), "" if title is None else str(title)
         result.append(Document(id=name, title=title, text=text))
@@ -155,15 +155,15 @@ def split(text: str, max_chars: int) -> Iterator[str]:
     """
     text = text.strip()
     while len(text) > max_chars:
-        cut_at = max_chars
+        cut = max_chars
         for mark in BREAKS:
             # In the second half only, so that pieces are not tiny.
             position = text.rfind(mark, max_chars // 2, max_chars + 1)
             if position > 0:
-                cut_at = position + (1 if mark == ". " else 0)
+                cut = position + (1 if mark == ". " else 0)
                 break
-        yield text[:cut_at].strip()
-        text = text[cut_at:].strip()
+        yield text[:cut].strip()
+        text = text[cut:].strip()
     yield text
 
 

@@ -104,13 +104,13 @@ class Sql:
                 elif code == sqlite3.SQLITE_AUTH or problem == "not authorized":
                     problem = "only SELECT is allowed"
                 raise ToolFailure(problem) from error
-        lines = [
+        shown = [
             ", ".join("NULL" if value is None else str(value) for value in row)
             for row in rows[: self._max_rows]
         ]
         if len(rows) > self._max_rows:
-            lines.append(f"… (only the first {self._max_rows} rows)")
-        return "; ".join(lines) or "no rows"
+            shown.append(f"… (only the first {self._max_rows} rows)")
+        return "; ".join(shown) or "no rows"
 
     def close(self) -> None:
         """Close the idle connections."""

@@ -94,8 +94,8 @@ class Connection:
         """Call a tool, again if the connection breaks. Raises ToolUnavailable, MCPError."""
         if self._closed:
             raise ToolUnavailable("the connection to the MCP server is closed")
-        future = asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)
-        return await asyncio.wrap_future(future)
+        sent = asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)
+        return await asyncio.wrap_future(sent)
 
     def close(self) -> None:
         """End the session and the server's process, and block until they have ended."""
@@ -178,8 +178,8 @@ class Connection:
             await self._link.end()  # never two server processes at a time
         while True:
             try:
-                remaining_s = max(deadline - loop.time(), PAUSES_S[0])
-                self._link = await self._connect(min(remaining_s, self._start_s))
+                left = max(deadline - loop.time(), PAUSES_S[0])
+                self._link = await self._connect(min(left, self._start_s))
                 return self._link
             except CannotConnect as error:
                 if loop.time() + pause >= deadline:
@@ -234,10 +234,10 @@ class StderrTail:
 
     def open(self) -> Any:
         """Return a file to pass to a process; close it once the process has it."""
-        read_end, write = os.pipe()
+        read, write = os.pipe()
 
         def drain() -> None:
-            with os.fdopen(read_end, "rb", buffering=0) as stream, suppress(OSError):
+            with os.fdopen(read, "rb", buffering=0) as stream, suppress(OSError):
                 while chunk := stream.read(65536):
                     self._tail = (self._tail + chunk)[-TAIL_BYTES:]
 

@@ -156,7 +156,7 @@ class McpTool:
         except MCPError as error:
             raise ToolFailure(error.message) from error
         texts: list[str] = []
-        parts: list[str | Image] = []
+        shown: list[str | Image] = []
         for block in result.content:
             if block.type == "text":
                 texts.append(block.text)
@@ -169,7 +169,7 @@ class McpTool:
                     picture = read_image(base64.b64decode(block.data))
                 except ValueError as error:
                     raise ToolFailure(f"the result holds a broken image: {error}") from error
-                parts += ["\n".join(texts), picture]
+                shown += ["\n".join(texts), picture]
                 texts = []
             else:
                 kind = getattr(block, "mime_type", None)
@@ -180,8 +180,8 @@ class McpTool:
                 )
         if result.is_error:
             raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
-        if parts:
-            return [*parts, "\n".join(texts)]
+        if shown:
+            return [*shown, "\n".join(texts)]
         return result.structured_content if not texts else "\n".join(texts)
 
     async def close(self) -> None:
@@ -197,9 +197,9 @@ def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
     itself stays as it is. Example: ``{"properties": {"home": {"$ref": "#/$defs/Address"}},
     "$defs": {"Address": {"type": "object"}}}`` -> ``{"properties": {"home": {"type": "object"}}}``
     """
-    schema_keys = {key: value for key, value in schema.items() if key != "$defs"}
+    own = {key: value for key, value in schema.items() if key != "$defs"}
     try:
-        return _inline(schema_keys, schema.get("$defs", {}), ())
+        return _inline(own, schema.get("$defs", {}), ())
     except (KeyError, RecursionError):
         return dict(schema)
 

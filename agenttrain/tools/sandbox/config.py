@@ -59,8 +59,8 @@ class SandboxSettings:
         for name, least in LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                setting_text = str(value).lower() if isinstance(value, bool) else value
-                raise ValueError(f"{name}={setting_text}: expected a whole number")
+                shown = str(value).lower() if isinstance(value, bool) else value
+                raise ValueError(f"{name}={shown}: expected a whole number")
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least}")
         if isinstance(self.call_s, bool) or not isinstance(self.call_s, int | float):

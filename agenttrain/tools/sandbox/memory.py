@@ -41,5 +41,5 @@ def memory_in_use(disks: Sequence[str], most_files: int = OPEN_FILES) -> int:
 def disk_in_use(disks: Sequence[str]) -> int:
     """Return the bytes that are written to folders in memory; a file system counts once."""
     systems = {os.stat(path).st_dev: path for path in disks}
-    file_systems = [os.statvfs(path) for path in systems.values()]
-    return sum((system.f_blocks - system.f_bfree) * system.f_frsize for system in file_systems)
+    used = [os.statvfs(path) for path in systems.values()]
+    return sum((system.f_blocks - system.f_bfree) * system.f_frsize for system in used)

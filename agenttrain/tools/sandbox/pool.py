@@ -68,13 +68,13 @@ class Pool:
             if self._jails.get(rollout_id) is jail:
                 break
             jail.lock.release()  # the calls before this one ended it: take a new one
-        was_started = jail.started
+        used = jail.started
         try:
-            if not was_started:
+            if not used:
                 await jail.start()
             outcome = await run_call(jail, kind, code, settings)
         except SandboxError as error:
-            if was_started:  # a retry must not pretend that the variables are still there
+            if used:  # a retry must not pretend that the variables are still there
                 self._lost[rollout_id] = "The sandbox broke down"
             raise ToolUnavailable(f"tool {kind}: the sandbox is broken: {error}") from error
         except asyncio.CancelledError:
@@ -116,8 +116,8 @@ class Pool:
     ) -> str:
         """Make the text that the model reads; raises ToolFailure with it for a failed call."""
         text, end = outcome.output, outcome.end
-        if reason := self._lost.pop(rollout_id, None):
-            text = _joined(f"[{reason}. {LOST}]", text)
+        if lost := self._lost.pop(rollout_id, None):
+            text = _joined(f"[{lost}. {LOST}]", text)
         if end in ENDS:
             why = ENDS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
             raise ToolFailure(_joined(text, f"[{why}. {LOST}]"))

@@ -53,9 +53,9 @@ def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
     """Run the code of one call; return True if it raised."""
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
-        for step, is_shown in _compiled(code, name):
+        for step, shown in _compiled(code, name):
             value = eval(step, namespace)
-            if is_shown and value is not None:
+            if shown and value is not None:
                 namespace["_"] = value
                 print(repr(value))
     except SystemExit as stop:  # it ends the call and not the session

@@ -140,7 +140,7 @@ def _show_all(root: Root, submounts: Sequence[str]) -> None:
     os.mkdir(LAYERS)
     mount("tmpfs", LAYERS, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     numbers = itertools.count()
-    mounted: list[str] = []
+    done: list[str] = []
     for path in sorted({*root.programs, *root.shown}):
         if path in root.shown and os.path.isdir(HOST + path):
             _show(path, f"{LAYERS}/{next(numbers)}", root)
@@ -148,9 +148,9 @@ def _show_all(root: Root, submounts: Sequence[str]) -> None:
                 if inner != path and is_within(inner, path) and os.path.isdir(path):
                     with suppress(OSError):  # no disk: it is absent
                         _show(inner, f"{LAYERS}/{next(numbers)}", root)
-        elif not is_within(path, *mounted):
+        elif not is_within(path, *done):
             _expose(path)
-        mounted.append(path)
+        done.append(path)
     unmount(LAYERS)
     os.rmdir(LAYERS)
 

@@ -150,10 +150,10 @@ class _Call:
         data = request.encode("utf-8", "replace")
         self._jail.control.send(b"go")
         try:
-            sent_bytes = self._worker.channel.send(data)
+            sent = self._worker.channel.send(data)
         except OSError:
-            sent_bytes = 0
-        if sent_bytes != len(data):
+            sent = 0
+        if sent != len(data):
             # Earlier code closed the channel or left it unread. Or the sandbox is dying: that is
             # reported within this time, and is then the end of the call.
             self._loop.call_later(DEATH_REPORT_S, self._finish, End.broken)

@@ -88,14 +88,14 @@ def interpreter(
         max_chars=max_chars,
         packages=packages,
     )
-    tool = Python(settings) if language == "python" else Bash(settings)
+    made = Python(settings) if language == "python" else Bash(settings)
     if sandbox == "none":
         print(
             f"warning: sandbox=none: the `{language}` tool runs the model's code without a sandbox,"
             " as this user, with its files and the network; only limits per process hold",
             file=sys.stderr,
         )
-    return tool
+    return made
 
 
 def interpreter_problems(
