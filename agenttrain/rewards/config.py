@@ -12,7 +12,7 @@ from agenttrain.utils.sections import SETTINGS, Number, Whole
 
 
 class OnUnavailable(StrEnum):
-    """Consequence of a reward that could not be had (its judge is down, it took too long)."""
+    """Consequence of a reward that is unavailable: its judge is down, or it took too long."""
 
     stop = "stop"
     """Stop the run."""
