@@ -221,11 +221,11 @@ class Suffix:
     """The context after any turn of one shape, without the texts of its replies."""
 
     end_ids: tuple[int, ...]
-    """The end of the turn, up to its control token; empty where the template writes none."""
+    """The end of the turn, up to its control token; empty if the template writes none."""
     blocks: tuple[tuple[int, ...] | ReplyBlock, ...]
     """The context behind the end: ids of constant text, and text to fill with replies."""
     glue_length: int
-    """Tokens of `blocks` with empty replies."""
+    """Number of tokens of `blocks` with empty replies."""
     last_end_ids: tuple[int, ...] = ()
     """The end of an answer that nothing follows; empty unless it differs from `end_ids`."""
 

@@ -48,7 +48,7 @@ class Misfit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The result of one probe."""
+    """The result of a probe of a chat template."""
 
     name: str
     status: Status

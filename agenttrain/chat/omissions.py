@@ -81,7 +81,7 @@ def find_omitted(messages: Sequence[Message], render: Render) -> list[int]:
     except ChatError:
         return []
     omitted = []
-    for index in places(messages):
+    for index in places(messages):  # messages with a text
         content = messages[index].get("content")
         parts = content if isinstance(content, list | tuple) else [content]
         words = [_word(index, number) for number, part in enumerate(parts) if _texts([part])]

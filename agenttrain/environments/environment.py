@@ -417,11 +417,11 @@ class Instance:
         """Guards `obj` and `_closing`: the object is closed whichever of them is set first."""
         self._closing = False
 
-    async def make(self, make: Callable[[], object]) -> None:
+    async def make(self, construct: Callable[[], object]) -> None:
         """Construct the object; close it at once if `close` was called meanwhile."""
 
         def make_in_thread() -> None:
-            obj = make()
+            obj = construct()
             with self._lock:
                 self.obj, is_late = obj, self._closing
             if is_late:

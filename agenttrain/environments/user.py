@@ -80,10 +80,10 @@ class SimulatedUser:
         messages = [dict(message) for message in spoken]  # copies, which the function may change
         if not blocks(self.function):
             return await self.function(task, messages, seed)
-        outcome = await self._threads.run(
+        in_thread = await self._threads.run(
             lambda: attempt(lambda: self.function(task, messages, seed)), label="user"
         )
-        result: Any = outcome.value
+        result: Any = in_thread.value  # the outcome of the function
         if result.alarm:
             warn_of_alarm("user", NO_ALARM)
         if isinstance(result.error, Exception):

@@ -60,18 +60,18 @@ def print_losses(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     dashboards: Sequence[str],
-    words: Sequence[str],
+    arguments: Sequence[str],
 ) -> None:
     """Print the held-out losses of supervised learning, and the commands to run next.
 
-    `words` are the arguments of the run's own command.
+    `arguments` are those of the run's own command.
     """
     if before and after:
         print(
             f"held-out loss  {before['loss']:.4f} -> {after['loss']:.4f} nats per token, "
             f"{after['conversations']:.0f} conversations"
         )
-    follow_up = after_sft(words, str(folder / "checkpoints" / "latest"))
+    follow_up = after_sft(arguments, str(folder / "checkpoints" / "latest"))
     print(f"run            {folder}")
     print(f"tokens         agenttrain view {shlex.quote(str(folder))}")
     for dashboard in dashboards:

@@ -256,14 +256,14 @@ def _fields(cls: Any) -> _Fields:
     elif typing.is_typeddict(cls):
         names = list(hints)
         # With postponed annotations __required_keys__ ignores Required and NotRequired.
-        marks = {Required: False, NotRequired: True}
+        is_optional = {Required: False, NotRequired: True}
         optional = {
             name
             for name, hint in hints.items()
-            if marks.get(get_origin(hint), name in cls.__optional_keys__)
+            if is_optional.get(get_origin(hint), name in cls.__optional_keys__)
         }
         for name, hint in hints.items():
-            if get_origin(hint) in marks:
+            if get_origin(hint) in is_optional:
                 hints[name] = get_args(hint)[0]
     else:
         names, defaults = list(cls._fields), dict(cls._field_defaults)

@@ -268,7 +268,8 @@ def _json_text(value: Any) -> Any:
 def _coerce_enum(value: Any, members: Sequence[Any]) -> Any:
     """Return the value if it is a member, else a member of the same text: "1" -> 1, 1 -> "1"."""
     for member in members:
-        if value == member and isinstance(value, bool) == isinstance(member, bool):  # True == 1
+        # In Python True == 1, in JSON not.
+        if value == member and isinstance(value, bool) == isinstance(member, bool):
             return value
     for member in members:
         if isinstance(member, str) and _json_text(value) == member:

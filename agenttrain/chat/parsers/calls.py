@@ -38,9 +38,9 @@ class Syntax:
     arguments_key: str = "arguments"
     """Key of a JSON call that holds the arguments."""
     header: str | None = None
-    """named_json: a regular expression, with the group `name` and perhaps `id`."""
+    """With syntax=named_json: expression for a call's head; groups `name` and perhaps `id`."""
     footer: str | None = None
-    """named_json: text after the arguments, e.g. a code fence; the model may leave it out."""
+    """With syntax=named_json: text after the arguments, e.g. a code fence; optional."""
     lenient: bool = False
     """JSON may have keys without quotes, Python's literals, trailing commas, and arguments without
     braces."""
@@ -79,7 +79,7 @@ def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
 
 
 def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``{"name": "f", "arguments": {"x": 1}}``"""
+    """Read ``{"name": "f", "arguments": {"x": 1}}``."""
     value, end, problem, cut = _value(body, 0, syntax)
     if problem is not None:
         return _problem(problem, name=written_name(body, syntax.name_key) or None, cut=cut)
@@ -138,7 +138,7 @@ def arguments_of(
 
 
 def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]``"""
+    """Read ``[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]``."""
     start = skip_blank(body)
     if not body.startswith("[", start):
         return _problem("the calls must be a JSON array")
@@ -157,7 +157,7 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """A header with the name, then the arguments: ``f[ARGS]{"x": 1}``; or an array of calls."""
+    """Read a header with the name and then the arguments, ``f[ARGS]{"x": 1}``, or an array."""
     start = skip_blank(body)
     if body.startswith("[", start) and not body.startswith("[ARGS]", start):
         return read_list(body, syntax, schemas)
@@ -211,7 +211,7 @@ _GEMMA_NAME = re.compile(r"\s*call:(?P<name>[\w.-]*)\s*")
 
 
 def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``call:f{city:<|"|>Oslo<|"|>,days:2}``"""
+    """Read ``call:f{city:<|"|>Oslo<|"|>,days:2}``."""
     header = _GEMMA_NAME.match(body)
     if header is None:
         return _problem(f"the call must begin with call:NAME: {excerpt(body)}")
@@ -243,7 +243,7 @@ def _runs_over(value: str, key: str, parameters: Container[str]) -> bool:
 
 
 def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``<function=f>\\n<parameter=x>\\n1\\n</parameter>\\n</function>``"""
+    """Read ``<function=f>\\n<parameter=x>\\n1\\n</parameter>\\n</function>``."""
     header = _FUNCTION.match(body)
     if header is None:
         return _problem(f"the call must begin with <function=NAME>: {excerpt(body)}")
@@ -275,7 +275,7 @@ _VALUE_END = re.compile(r"</arg_value>(?=\s*+(?:<arg_key>|$|</tool_call>))")
 
 
 def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``f\\n<arg_key>x</arg_key>\\n<arg_value>1</arg_value>``"""
+    """Read ``f\\n<arg_key>x</arg_key>\\n<arg_value>1</arg_value>``."""
     tag = body.find("<")
     at = tag if tag >= 0 else len(body)
     name = body[:at].strip()
@@ -342,7 +342,7 @@ _ARGUMENT = re.compile(r"(?P<key>[^\W\d]\w*)\s*=")
 
 
 def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``[f(x=1, y='a'), g()]``; an array of JSON calls is read too."""
+    """Read ``[f(x=1, y='a'), g()]``, or an array of JSON calls."""
     start = skip_blank(body)
     if not body.startswith("[", start):
         call, end, cut = _python_call(body, start)

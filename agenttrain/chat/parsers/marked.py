@@ -265,7 +265,7 @@ class MarkedSpec(Syntax):
             if first is None:
                 first = read
             elif not read.cut:
-                # More text is right only if it completes the call that ran into the mark.
+                # The longer text is right only if it completes the call that ran into the mark.
                 cut_call = min(len(first.calls), len(read.calls)) - 1
                 return read if read.calls[cut_call].problem is None else first
             if not read.cut:

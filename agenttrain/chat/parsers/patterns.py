@@ -54,13 +54,14 @@ class Pattern:
         if not isinstance(source, str):
             raise ValueError(f"{key}: must be a regular expression, not {source!r}")
         self.source, self._text = source, text
-        ahead = _AHEAD.fullmatch(source)
+        # A mere lookahead is searched by the expression inside it.
+        lookahead = _AHEAD.fullmatch(source)
         try:
-            self._compiled = regex.compile(ahead[1] if ahead else source, regex.DOTALL)
+            self._compiled = regex.compile(lookahead[1] if lookahead else source, regex.DOTALL)
         except regex.error as error:
             raise ValueError(f"{key}: {source!r} is no regular expression: {error}") from error
-        self._ahead = ahead is not None
-        self._literal = _LITERAL.fullmatch(source) is not None
+        self._is_lookahead = lookahead is not None
+        self._needs_no_limit = _LITERAL.fullmatch(source) is not None
         self.names = tuple(self._compiled.groupindex)
 
     def search(self, text: str, start: int = 0) -> Hit | None:
@@ -68,13 +69,13 @@ class Pattern:
         if self._text is not None:
             at = text.find(self._text, start)
             return None if at < 0 else Hit(at, at + len(self._text), {})
-        if self._literal:
+        if self._needs_no_limit:
             match = self._compiled.search(text, start)
             return None if match is None else Hit(match.start(), match.end(), {})
         match = self.match(text, start)
         if match is None:
             return None
-        if self._ahead:
+        if self._is_lookahead:  # it matches at `start`, whatever stands before its text
             return Hit(start, start, {})
         return Hit(match.start(), match.end(), match.groupdict())
 

@@ -269,8 +269,8 @@ class SchemaSpec:
             try:
                 parsed = node.parsed(f"[{item.text}]")
                 calls += [
-                    with_all_arguments(call_from_item(value, item.text, {}), item.value, schemas)
-                    for value in parsed or ()
+                    with_all_arguments(call_from_item(call, item.text, {}), item.value, schemas)
+                    for call in parsed or ()
                 ]
             except ContentError as error:
                 calls.append(ParsedCall(text=item.text, problem=str(error)))
@@ -368,7 +368,7 @@ class Node:
         return None if match is None else groups(match)
 
     def value(self, value: Any, *, raw: bool = False) -> Any:
-        """Convert a value, a text or what a node above has split, as this node says.
+        """Convert a value as this node says: a text, or a value that its parent has split off.
 
         `raw`: text that may or may not be JSON stays text. Raises ContentError.
         """

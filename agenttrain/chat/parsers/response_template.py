@@ -592,6 +592,7 @@ def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -
     value: Any = scope
     for key in placeholder[1].split("."):
         if key in ARGUMENT_KEYS and isinstance(value, Mapping) and key not in value:
+            # The model may have written the arguments under another key.
             key = next((alias for alias in ARGUMENT_KEYS if alias in value), key)
         if not isinstance(value, Mapping) or key not in value:
             if partly:

@@ -221,6 +221,7 @@ class Dialect:
     """All literals of Python that JSON has a value for: tuples, sets, hexadecimal numbers, strings
     in three quotes or with a prefix, strings behind each other, keys that are no strings."""
     words: Mapping[str, Any]
+    """Words such as `true` or `None` -> their values."""
 
 
 GEMMA = Dialect(

@@ -97,10 +97,15 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     callbacks, and the bytes that arrive between two callbacks, which are one unfinished header.
     """
 
-    _callbacks = _head = _unfinished = 0
+    _callbacks = 0
+    """Number of httptools' callbacks: data that causes none belongs to an unfinished header."""
+    _head = 0
+    """Bytes of the address and the headers of this request."""
+    _unfinished = 0
+    """Bytes since the last callback."""
 
     def on_message_begin(self) -> None:
-        """Begin to count."""
+        """Begin to count for a new request."""
         self._callbacks, self._head = self._callbacks + 1, 0
         super().on_message_begin()
 

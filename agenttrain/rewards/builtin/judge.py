@@ -117,6 +117,7 @@ class _ScoreReader:
     _compiled: Any = None
 
     def __post_init__(self) -> None:
+        """Compile the pattern or the path; raises ValueError, which begins with the argument."""
         if (self.pattern is None) == (self.json_path is None):
             raise ValueError(
                 f"json_path={self.json_path}: give either it or a pattern (pattern=null), to find "

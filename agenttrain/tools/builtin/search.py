@@ -94,7 +94,7 @@ class Search:
             return []
         scores_P = self._index.get_scores(terms)  # P passages
         k = min(self._k, len(scores_P))
-        # Take all passages that tie with the k-th: a partition puts them in no defined order.
+        # All passages that tie with the k-th best, whose order a partition leaves undefined.
         threshold = max(np.partition(scores_P, -k)[-k], np.finfo(scores_P.dtype).tiny)
         candidates = np.flatnonzero(scores_P >= threshold)
         order = np.argsort(-scores_P[candidates], kind="stable")[:k]

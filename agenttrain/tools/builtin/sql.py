@@ -137,6 +137,7 @@ class Sql:
             yield connection
         finally:
             with self._lock:
+                # A concurrent call of the rollout may have returned another connection: keep one.
                 _, extra = self._idle.pop(context.rollout_id, (None, None))
                 if extra is not None:
                     extra.close()

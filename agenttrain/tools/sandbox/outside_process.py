@@ -169,7 +169,7 @@ class Jail:
                 "OPENBLAS_NUM_THREADS": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
             }
-            # A file and no pipe, whose reading would take a thread for each rollout.
+            # A file: reading a pipe would take a thread for each rollout.
             with tempfile.TemporaryFile() as output:
                 self._process = ChildProcess(
                     [*wrapper, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],

@@ -216,7 +216,7 @@ class _Call:
         self._unwatch(number)
         if self._output.size > MAX_OUTPUT_BYTES:
             self._finish(End.flood)
-        elif data:  # not at the end of the file; another reader then ends the call
+        elif data:  # read on after a pause; at the end of the file another reader ends the call
             self._loop.call_later(PAUSE_S, self._watch, number, self._read_output)
 
     def _read_answer(self) -> None:
