@@ -163,6 +163,7 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         return chat.rendered_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
 
     def reply_ids(text: str) -> list[int]:
+        """Return the ids behind a turn whose reply is `text`: a tool's, or a user's."""
         turn, reply = ANSWER, {"role": "user", "content": text}
         if chat.renders_calls:
             turn = CALL

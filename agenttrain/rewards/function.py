@@ -309,7 +309,7 @@ class FunctionScorer:
             raise scoring_error(self.name, rollout, outcome.error) from outcome.error
         if isinstance(outcome.value, NoNumber) and self.strict:
             raise scoring_error(self.name, rollout, ValueError(str(outcome.value)))
-        if isinstance(outcome.value, RewardUnavailable):  # one of a batch
+        if isinstance(outcome.value, RewardUnavailable):  # for one rollout of a batch
             return outcome.value
         try:
             return as_score(outcome.value, rollout)

@@ -185,6 +185,7 @@ def make_standalone_engine(
 
 
 def _build_engine(config: RunConfig, inputs: EngineInputs) -> Engine:
+    """Build the engine by its spec; ConfigError if it lacks methods that the spec promises."""
     spec = run_spec(config)
     engine = spec.build(config.engine, inputs)
     if spec.own_weights and not isinstance(engine, Separate):

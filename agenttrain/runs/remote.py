@@ -250,6 +250,7 @@ class RemoteCopy(RemoteReplica):
     async def _write(
         self, process: RolloutProcess, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> WeightFiles:
+        """Write the weights with the engine's writer; raise EngineError if that fails."""
         writer: WeightWriter = await process.ask(WriterRequest(version=version))
         # The first writer stays: it compares each version with the first. Only its folder changes.
         if self._writer is None:

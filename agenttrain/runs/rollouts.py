@@ -63,6 +63,7 @@ class RolloutProcess:
         self._start()
 
     def _start(self) -> None:
+        """Start the child process, and forget the state of an earlier one."""
         self._connection, end = socket.socketpair()
         command = [sys.executable, "-u", "-m", MODULE, str(end.fileno()), json.dumps(sys.path)]
         with end:

@@ -161,6 +161,7 @@ class Components:
 
     @cached_property
     def _toolbox_and_environments(self) -> tuple[Toolbox, Environments]:
+        """Both are built together: a stop tool is a tool or an environment's method."""
         if self._tools is not None:
             return self._tools
         config = self.config
