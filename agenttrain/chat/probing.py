@@ -79,7 +79,7 @@ SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateBehaviour:
-    """What probe conversations show of a template."""
+    """Behaviour of a template, found by rendering probe conversations."""
 
     renders_calls: bool
     """The assistant's tool calls are rendered."""

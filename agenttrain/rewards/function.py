@@ -70,7 +70,7 @@ class NoNumber(RewardUnavailable):
 
 
 Schemas = tuple[Mapping[str, Any], ...]
-VISIT_S = 0.02
+BATCH_S = 0.02
 """Seconds after which a thread that runs a batch of short calls returns the outcomes so far."""
 Call = Callable[[], Any]
 TRUSTED_PACKAGES = ("builtins", "numpy", "torch")
@@ -186,7 +186,7 @@ class FunctionScorer:
         return self._semaphores.setdefault(loop, asyncio.Semaphore(self._concurrency))
 
     async def _run_several(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Run calls in a thread for VISIT_S; return the outcomes of the first ones, at least one.
+        """Run calls in a thread for BATCH_S; return the outcomes of the first ones, at least one.
 
         A call that sets an alarm, or returns an awaitable, is the last: it continues in the main
         thread, or on the event loop.
@@ -195,7 +195,7 @@ class FunctionScorer:
             return [await self._run(calls[0])]
         started_calls: list[Call] = []
         outcomes: list[Outcome] = []
-        until = time.monotonic() + VISIT_S
+        until = time.monotonic() + BATCH_S
 
         def run_some() -> None:
             for call in calls:
@@ -206,17 +206,16 @@ class FunctionScorer:
                     return
 
         try:
-            # The last call begins before `until`, so it had all of its time at this limit.
-            async with asyncio.timeout(self._timeout_s and self._timeout_s + VISIT_S):
+            # The last call begins before `until`: this limit leaves it all of its time.
+            async with asyncio.timeout(self._timeout_s and self._timeout_s + BATCH_S):
                 await self._threads.run(run_some, label=self.name)
                 if inspect.isawaitable(outcomes[-1].value) and not outcomes[-1].alarm:
                     outcomes[-1] = await attempt_async(outcomes[-1].value)
         except TimeoutError:
             # The call that took too long has no outcome yet, or an awaitable.
             finished = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
-            return (
-                [*finished, self._timed_out()] if len(finished) < len(started_calls) else finished
-            )
+            last_is_late = len(finished) < len(started_calls)
+            return [*finished, self._timed_out()] if last_is_late else finished
         if outcomes[-1].alarm:
             outcomes[-1] = await self._run_in_main_thread(started_calls[-1])
         return outcomes

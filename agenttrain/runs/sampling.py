@@ -58,24 +58,21 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
     # The rollout process samples from a copy of the model, with an engine of its own.
     has_copy = spec is not spec_of(config.engine)
     is_asynchronous = config.async_training.max_staleness > 0
-    reasons = {
-        "the model's copy in the rollout process reads token ids alone; set "
-        + ("async_training.max_staleness=0" if is_asynchronous else "rollout.process=same"): (
-            has_copy and not spec.reads_images
-        ),
-        f"engine={config.engine.name} reads token ids alone; set {names_with(reads_images=True)}": (
-            not spec.reads_images
-        ),
-        "rollout.compact_at shortens contexts, and those with images cannot be; leave it out": (
-            config.rollout.compact_at is not None
-        ),
-        "algorithm.teacher reads token ids alone; leave it out": config.algorithm.has_teacher,
-        "an outside agent's requests hold text alone; leave agent out": config.agent.outside,
-        "distributed=fsdp2 does not share a vision tower; set distributed=ddp or single": (
-            config.distributed.name is DistributedName.fsdp2
-        ),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), placeholders)
+    if not spec.reads_images and has_copy:
+        remedy = "async_training.max_staleness=0" if is_asynchronous else "rollout.process=same"
+        return f"the model's copy in the rollout process reads token ids alone; set {remedy}"
+    if not spec.reads_images:
+        remedy = names_with(reads_images=True)
+        return f"engine={config.engine.name} reads token ids alone; set {remedy}"
+    if config.rollout.compact_at is not None:
+        return "rollout.compact_at shortens contexts, and those with images cannot be; leave it out"
+    if config.algorithm.has_teacher:
+        return "algorithm.teacher reads token ids alone; leave it out"
+    if config.agent.outside:
+        return "an outside agent's requests hold text alone; leave agent out"
+    if config.distributed.name is DistributedName.fsdp2:
+        return "distributed=fsdp2 does not share a vision tower; set distributed=ddp or single"
+    return placeholders
 
 
 def vision_of(config: RunConfig) -> Vision | None:

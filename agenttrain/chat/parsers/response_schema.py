@@ -111,6 +111,7 @@ class SchemaSpec:
     @cached_property
     def _opener(self) -> str:
         """The text with which every call begins; empty if there is none."""
+        # The expression that finds calls may begin with literal text.
         source = self.iterator.source if self.iterator is not None else ""
         literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", source)
         if literal is None:

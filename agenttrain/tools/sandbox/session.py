@@ -156,10 +156,10 @@ class _Call:
         data = request.encode("utf-8", "replace")
         self._jail.control.send(b"go")
         try:
-            sent = self._worker.channel.send(data)
+            sent_bytes = self._worker.channel.send(data)
         except OSError:
-            sent = 0
-        if sent != len(data):
+            sent_bytes = 0
+        if sent_bytes != len(data):
             # Earlier code closed the channel or left it unread. Or the sandbox is ending: then
             # `_read_control` learns of it first.
             self._loop.call_later(DEATH_REPORT_S, self._finish, End.broken)
