@@ -178,7 +178,7 @@ class ReplyTexts:
         return self._verbatim[role]
 
     def after_turn(self, role: str, text: str) -> tuple[str, str]:
-        """Return what `TurnBoundary.split` does for a turn that gets one reply of `role`."""
+        """Split the text behind a turn with one reply of `role`, as `TurnBoundary.split` does."""
         turn = CALL if role == "tool" else ANSWER
         reply = {"role": role, "content": text}
         if role == "tool":

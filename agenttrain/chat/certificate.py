@@ -88,17 +88,20 @@ PICTURES = tuple(
 
 def image_conversations(schemas: Sequence[dict]) -> Iterator[tuple[str, Message, list[Step]]]:
     """Yield (name, first message, steps) of probe conversations with images."""
-    one, two, three = PICTURES
+    first, second, third = PICTURES
     answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
-    seen: Message = {"role": "user", "content": content_of(["Read ", one, " and ", two, "."])}
-    shown: Message = {"role": "user", "content": content_of([three, "And this?"])}
-    yield "images in the prompt", seen, [(answer, [{"role": "user", "content": "Again."}])]
+    question: Message = {
+        "role": "user",
+        "content": content_of(["Read ", first, " and ", second, "."]),
+    }
+    shown: Message = {"role": "user", "content": content_of([third, "And this?"])}
+    yield "images in the prompt", question, [(answer, [{"role": "user", "content": "Again."}])]
     yield "image in a user reply", QUESTION[0], [(answer, [shown])]
     if not schemas:
         return
     tools = [schema.get("function", schema) for schema in schemas]
-    yield "image in a tool reply", seen, [_step(0, tools[:1], ["it: "], images=[one])]
-    calls = _step(0, [tools[0], tools[-1]], ["", "both"], images=[two, three])
+    yield "image in a tool reply", question, [_step(0, tools[:1], ["it: "], images=[first])]
+    calls = _step(0, [tools[0], tools[-1]], ["", "both"], images=[second, third])
     plain = _step(1, tools[:1], ["8"])
     yield "several images in a turn", QUESTION[0], [calls, plain, _step(2, tools[:1], ["9"])]
 

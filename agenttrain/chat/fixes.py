@@ -116,11 +116,11 @@ def pattern(find: str) -> re.Pattern[str]:
 
 def parse_family(name: str, content: Mapping[str, Any]) -> Family:
     """Make a family of the content of its YAML file. Raises ChatError that names a wrong key."""
-    known = {field.name for field in fields(Family)}
-    if unknown := sorted(set(map(str, content)) - known):
+    keys = {field.name for field in fields(Family)}
+    if unknown := sorted(set(map(str, content)) - keys):
         raise ChatError(
             f"chat_template={name}: family.{unknown[0]} is no key; they are "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(keys))}"
         )
     lists = {
         key: tuple(content.get(key) or ())
@@ -223,7 +223,7 @@ def apply_fix(name: str, family: Family, stock: str) -> Fix:
 
 
 def recognise(
-    source: str, known: Mapping[str, Family], reads_back: Callable[[Family, str], bool]
+    source: str, all_families: Mapping[str, Family], reads_back: Callable[[Family, str], bool]
 ) -> str | None:
     """Return the name of a template's family, judged by its source and proven by its behaviour.
 
@@ -231,16 +231,16 @@ def recognise(
     rendered. Families whose marks all occur are tried first, the longest marks first. Then come
     the families without marks. Return None if the parser of none reads the template's calls.
     """
-    names = [name for name, family in known.items() if matches_source(source, family)]
-    names.sort(key=lambda name: -sum(map(len, known[name].marks)))
+    names = [name for name, family in all_families.items() if matches_source(source, family)]
+    names.sort(key=lambda name: -sum(map(len, all_families[name].marks)))
     for name in names:
-        family = known[name]
+        family = all_families[name]
         if not family.tools or reads_back(family, source):
             return name
         with suppress(ChatError):
             if reads_back(family, apply_fix(name, family, source).template):
                 return name
-    for name, family in known.items():
+    for name, family in all_families.items():
         if family.tools and not family.marks and reads_back(family, source):
             return name
     return None

@@ -80,13 +80,13 @@ def load_chat(
     `placeholders` are those of the model's images, or the reason why the model reads none. Raises
     ChatError that names the group and the key to change.
     """
-    known = dict(families())
+    all_families = dict(families())
     if template.family:
-        known[template.name] = parse_family(template.name, template.family)
-    source, chosen = _template_source(tokenizer, template, known, tools=tools)
-    fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
+        all_families[template.name] = parse_family(template.name, template.family)
+    source, chosen = _template_source(tokenizer, template, all_families, tools=tools)
+    fix = replace(make_fix(tokenizer, source, template, all_families), chosen=chosen)
     _check_variables(fix.template, template.kwargs)
-    family = known.get(fix.family or "")
+    family = all_families.get(fix.family or "")
     # The end of sequence of the tokenizer, then those in the generation config beside it.
     eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
@@ -94,7 +94,7 @@ def load_chat(
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         eos_token_ids += ids if isinstance(ids, list) else [] if ids is None else [ids]
     # A template to which another family added tools keeps the ordinary tokens of its own family.
-    matching = [f for f in known.values() if f == family or matches_source(source, f)]
+    matching = [f for f in all_families.values() if f == family or matches_source(source, f)]
     make_chat = partial(
         Chat,
         tokenizer,
@@ -124,7 +124,7 @@ def load_chat(
 
 
 def make_fix(
-    tokenizer: Any, source: str, config: ChatTemplateConfig, known: Mapping[str, Family]
+    tokenizer: Any, source: str, config: ChatTemplateConfig, all_families: Mapping[str, Family]
 ) -> Fix:
     """Fix a template as the group says: with its recognised family, a named one, or not at all.
 
@@ -137,11 +137,11 @@ def make_fix(
         return reads_back(tokenizer, template, load_spec(family.response), config.kwargs)
 
     name: str | None = config.name
-    if name not in known:
-        name = recognise(source, known, reads)
+    if name not in all_families:
+        name = recognise(source, all_families, reads)
     if name is None or config.name in ("none", "file"):
         return Fix(family=name, stock=source, template=source)
-    family = known[name]
+    family = all_families[name]
     if not family.marks and reads(family, source):
         # A family without marks only adds a tool format, which this template has already.
         return Fix(family=name, stock=source, template=source)
@@ -156,7 +156,7 @@ def make_fix(
         if family.marks and not matches_source(source, family):
             # The user names a family that the template is not of. It may still be a fork without
             # the marks that writes calls as the family does.
-            recognised = recognise(source, known, reads)
+            recognised = recognise(source, all_families, reads)
             fits = family.tools and reads(family, fix.template)
             if not fits or (recognised is not None and not fix.changes):
                 kind = f"is of the family {recognised}" if recognised else "is of no known family"
@@ -173,13 +173,13 @@ def make_fix(
 
 
 def _template_source(
-    tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family], *, tools: bool
+    tokenizer: Any, config: ChatTemplateConfig, all_families: Mapping[str, Family], *, tools: bool
 ) -> tuple[str, str | None]:
     """Return (the template before fixes, a note if the tokenizer carries several or None).
 
     The template is the user's file, or one that the tokenizer carries.
     """
-    names = sorted(["auto", "none", "file", *known])
+    names = sorted(["auto", "none", "file", *all_families])
     if config.name not in names:
         close = get_close_matches(config.name, names, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
@@ -331,11 +331,11 @@ def spec_names() -> list[str]:
 @cache
 def load_spec(name: str) -> ResponseSpec:
     """Load a format of conf/response_schema/ by name. Raises ChatError for an unknown name."""
-    known = spec_names()
-    if name not in known:
-        close = get_close_matches(name, known, n=1)
+    bundled = spec_names()
+    if name not in bundled:
+        close = get_close_matches(name, bundled, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        names = ", ".join(sorted([*CHOICES, *known]))
+        names = ", ".join(sorted([*CHOICES, *bundled]))
         raise ChatError(f"{GROUP}.name={name} is not known: it is one of {names}{hint}")
     content = _load(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
     return make_spec(content.get("spec") or {}, source=f"{GROUP}={name}")

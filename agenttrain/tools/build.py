@@ -94,20 +94,20 @@ def _build(located: Located, name: str) -> list[Tool]:
     if makes_tool:
         try:
             inspect.signature(target).bind(**bound)
-            made = target(**bound)
+            result = target(**bound)
         except TypeError as error:
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
         except ValueError as error:
             if str(error).partition("=")[0] in bound:
                 raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
-        if isinstance(made, Tools):
-            return list(made.tools())
-        if hasattr(made, "schema") and hasattr(made, "name"):
-            return [made]
-        if not callable(made):
-            return list(method_tools(made, where).values())
-        target, bound = made, {}
+        if isinstance(result, Tools):
+            return list(result.tools())
+        if hasattr(result, "schema") and hasattr(result, "name"):
+            return [result]
+        if not callable(result):
+            return list(method_tools(result, where).values())
+        target, bound = result, {}
     try:
         return [FunctionTool(target, name=name, bound=bound)]
     except ValueError as error:

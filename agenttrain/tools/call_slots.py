@@ -37,7 +37,7 @@ class CallSlots:
         self._release()
 
     def seconds(self) -> float:
-        """Return the seconds since the slots were taken, without those spent on sub-agents."""
+        """Return the seconds since the slots were acquired, without those spent on sub-agents."""
         now = time.monotonic()
         waited_s = self._waited_s + (now - self._waiting_since if self._waits else 0.0)
         return now - self._started - waited_s
@@ -68,13 +68,13 @@ class CallSlots:
 
     async def _acquire(self) -> None:
         """Take a slot of every semaphore, or of none if that is cancelled."""
-        taken: list[asyncio.Semaphore] = []
+        acquired: list[asyncio.Semaphore] = []
         try:
             for slot in self._slots:
                 await slot.acquire()
-                taken.append(slot)
+                acquired.append(slot)
         except BaseException:
-            for slot in taken:
+            for slot in acquired:
                 slot.release()
             raise
         self._held = True

@@ -113,9 +113,9 @@ def check_mcp_server(
 ) -> None:
     """Raise ValueError, which begins ``argument=value``, for settings that cannot work."""
     if (command is None) == (url is None):
-        given = "both are given" if command is not None else "none is given"
+        problem = "both are given" if command is not None else "none is given"
         raise ValueError(
-            f"command or url: {given}; a server is either started here, e.g. "
+            f"command or url: {problem}; a server is either started here, e.g. "
             "command=[python,my_server.py], or reached, e.g. url=http://127.0.0.1:8000/mcp"
         )
     if command is not None:
@@ -243,8 +243,8 @@ def check_corpus(
     elif not folder_or_file.is_file():
         raise ValueError(f"path={path}: there is no such folder or file")
     elif folder_or_file.suffix not in (*TEXTS, *ROWS):
-        known = ", ".join((*TEXTS, *ROWS))
-        raise ValueError(f"path={path}: its ending must be one of {known}")
+        endings = ", ".join((*TEXTS, *ROWS))
+        raise ValueError(f"path={path}: its ending must be one of {endings}")
     return folder_or_file
 
 

@@ -332,6 +332,7 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     if call.problem is not None or not isinstance(function, dict) or call.arguments is written:
         return call
     present = [key for key in ARGUMENT_KEYS if key in function]
+    # The keys whose values may be arguments: not the name's, and not those without a value.
     without_name = {k: v for k, v in function.items() if v != call.name or k in ARGUMENT_KEYS}
     filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}

@@ -137,11 +137,11 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a mapping of the pairs. Raises ValueError for a key given twice, which is ambiguous."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        seen: set[str] = set()
+        earlier_keys: set[str] = set()
         for key, _ in pairs:
-            if key in seen:
+            if key in earlier_keys:
                 raise ValueError(f"the key {excerpt(key)} is given twice")
-            seen.add(key)
+            earlier_keys.add(key)
     return mapping
 
 

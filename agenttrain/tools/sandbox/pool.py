@@ -152,15 +152,15 @@ def _joined(text: str, note: str) -> str:
 
 
 @cache
-def usable_backend(wanted: str) -> str:
+def usable_backend(choice: str) -> str:
     """Return the first backend that works on this machine, as a trial sandbox shows.
 
     Raises ValueError, which begins ``sandbox=…``, with the problem of each backend and a remedy.
     """
-    if wanted == "none":
-        return wanted
+    if choice == "none":
+        return choice
     problems = []
-    for backend in BACKENDS if wanted == "required" else (wanted,):
+    for backend in BACKENDS if choice == "required" else (choice,):
         problem: str | None = "namespaces are Linux's"
         if sys.platform == "linux":
             # In a thread: this one may have a running event loop.
@@ -170,7 +170,7 @@ def usable_backend(wanted: str) -> str:
             return backend
         problems.append(f"{backend}: {problem}")
     raise ValueError(
-        f"sandbox={wanted}: no sandbox can be made on this machine ({'; '.join(problems)}); it "
+        f"sandbox={choice}: no sandbox can be made on this machine ({'; '.join(problems)}); it "
         "takes Linux 5.14 with user namespaces (sysctl user.max_user_namespaces above 0) or root, "
         "and `apt-get install bubblewrap` where only that may make them; sandbox=none runs the "
         "model's code without one, as this user and with the network"
