@@ -38,7 +38,7 @@ from agenttrain.chat.wire.http import (
 )
 from agenttrain.chat.wire.normal import Question
 from agenttrain.chat.wire.openai import RequestError, read_object
-from agenttrain.rewards.function import LARGEST
+from agenttrain.rewards.function import MAX_REWARD
 from agenttrain.types import Message
 
 ON_RESET = "agenttrain.on_reset"
@@ -242,8 +242,8 @@ def read_reward(value: object) -> float:
     """Return an agent's reward. Raises RequestError for anything but a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"reward={quote(value)}: needs a number", param="reward")
-    if not abs(value) <= LARGEST:
-        raise RequestError(f"reward={quote(value)}: must be at most {LARGEST:g}", param="reward")
+    if not abs(value) <= MAX_REWARD:
+        raise RequestError(f"reward={quote(value)}: must be at most {MAX_REWARD:g}", param="reward")
     return float(value)
 
 

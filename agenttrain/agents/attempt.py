@@ -17,7 +17,7 @@ from agenttrain.agents.plans import Plan, RequestPlanner, Suffix
 from agenttrain.agents.restarts import Restart, find_restart
 from agenttrain.agents.transcript import AgentTurn, Transcript, call_error
 from agenttrain.chat.chat import Chat
-from agenttrain.chat.wire.fields import MOST_SHOWN, quote
+from agenttrain.chat.wire.fields import MAX_QUOTED, quote
 from agenttrain.chat.wire.http import read, request_error
 from agenttrain.chat.wire.issued_turns import Match, in_call_order, tools_digest
 from agenttrain.chat.wire.normal import Answer, Question, issue
@@ -261,7 +261,7 @@ class EndpointRollout:
         else:
             reason = "prompts and samples are the run's, which this could change"
         raise RequestError(
-            f"{name[:MOST_SHOWN]}={quote(value)}: {reason}; leave it out, or set "
+            f"{name[:MAX_QUOTED]}={quote(value)}: {reason}; leave it out, or set "
             "agent.on_sampling=override, which ignores and counts it",
             param=name,
             code="unsupported_value",

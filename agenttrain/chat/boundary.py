@@ -54,7 +54,7 @@ def placeholder(index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TurnBoundary:
-    """Splits the text behind the assistant's own into the end of its turn and the rest.
+    """Splits the text behind an assistant's message into the end of its turn and the text after.
 
     A turn with calls ends as an answer that nothing follows, or with the last control token that
     closes its calls. Where answers have no end (GLM), it ends with the token of the next message.
@@ -66,7 +66,11 @@ class TurnBoundary:
     def split(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
     ) -> tuple[str, str]:
-        """Return (end of turn, text behind it), marked. Raises ChatError without a boundary."""
+        """Return (end of turn, text behind it), such as ``("<|im_end|>", "\\n<|im_start|>…")``.
+
+        Both are marked text. The end is empty if the template writes no control token there. Raises
+        ChatError if the boundary cannot be found.
+        """
         # A short message of the turn's shape, with BODY at the end of its text. Content and
         # reasoning beside calls are left out: a model writes them before its calls, but some
         # templates refuse them there (GPT-OSS) or render them after the replies (Gemma 4).
@@ -77,11 +81,11 @@ class TurnBoundary:
                 {"id": call.id, "type": "function", "function": function}
                 for call, function in zip(turn.calls, functions, strict=True)
             ]
-        # The text that closes the turn's calls, and the end of the turn, where nothing follows.
+        # The text that closes the turn's calls, and the end of the turn, if nothing follows.
         closing, end = "", self.answer_end()
         if turn.calls:
-            closed = _after_body(self.render([USER, assistant], False))
-            closing = self._to_last_control(closed) if end else closed.rstrip()
+            after_calls = _after_body(self.render([USER, assistant], False))
+            closing = self._to_last_control(after_calls) if end else after_calls.rstrip()
             if not closing.endswith(end):
                 # Calls end with a token of their own.
                 pieces = list(self.encoder.pieces(closing))
@@ -97,11 +101,11 @@ class TurnBoundary:
         if end and text.startswith(end):
             return end, text[len(end) :]
         # Otherwise the turn ends with the next control token, if only blanks stand before it.
-        begin = ""
+        up_to_control = ""
         for control, piece in self.encoder.pieces(text):
-            begin += piece
+            up_to_control += piece
             if control:
-                return begin, text[len(begin) :]
+                return up_to_control, text[len(up_to_control) :]
             if piece.strip():
                 break
         if not end:
@@ -117,6 +121,7 @@ class TurnBoundary:
         return self._to_last_control(answer)
 
     def _to_last_control(self, text: str) -> str:
+        """Return the text up to its last control token, inclusive; empty if it has none."""
         pieces = list(self.encoder.pieces(text))
         while pieces and not pieces[-1][0]:
             pieces.pop()
@@ -124,6 +129,7 @@ class TurnBoundary:
 
 
 def _after_body(rendering: str) -> str:
+    """Return the text behind the placeholder BODY. Raises ChatError if it is not rendered."""
     _, body, after = rendering.rpartition(BODY)
     if not body:
         raise ChatError(
@@ -135,13 +141,14 @@ def _after_body(rendering: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplyTexts:
-    """Renders the texts of replies; probes once per role whether the template changes them."""
+    """Returns the texts of replies as the template renders them, which may trim or escape them."""
 
     boundary: TurnBoundary
     encoder: Encoder
     _frames: dict[str, tuple[str, str]] = field(default_factory=dict, init=False, compare=False)
-    """Constant text before and after a reply, by role."""
+    """Constant text before and after a reply's own text, by role."""
     _verbatim: dict[str, bool] = field(default_factory=dict, init=False, compare=False)
+    """Role -> True if the template renders texts of such replies unchanged."""
 
     def __call__(self, reply: Message) -> str:
         """Return the reply's text as it is rendered. Raises ChatError if its content is no text."""
@@ -160,12 +167,13 @@ class ReplyTexts:
         return [clean(part) for part in parts(reply["content"]) if isinstance(part, str)]
 
     def _is_verbatim(self, role: str) -> bool:
+        """Return True if the template changes none of REPLY_PROBES; it is tried once per role."""
         if role not in self._verbatim:
             self._verbatim[role] = all(self._transformed(role, p) == p for p in REPLY_PROBES)
         return self._verbatim[role]
 
     def after_turn(self, role: str, text: str) -> tuple[str, str]:
-        """Split the text behind a turn that gets one reply of `role`."""
+        """Split the text behind a turn with one reply of `role`, as `TurnBoundary.split` does."""
         turn = CALL if role == "tool" else ANSWER
         reply = {"role": role, "content": text}
         if role == "tool":
@@ -173,7 +181,7 @@ class ReplyTexts:
         return self.boundary.split(turn, [reply], generation_prompt=True)
 
     def _transformed(self, role: str, text: str) -> str:
-        """Return the rendered reply, without the constant text before and after it."""
+        """Return a reply's text as it is rendered, without the constant text around it."""
         if role not in self._frames:
             _, frame = self.after_turn(role, placeholder(0))
             before, _, after = frame.partition(placeholder(0))
@@ -195,9 +203,9 @@ _REPLY = re.compile("\ufdd3(\\d+)\ufdd4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyBlock:
-    """The text between two control tokens, where it holds replies: literals and reply numbers.
+    """A text between two control tokens that holds replies: literal texts and numbers of replies.
 
-    Example: ``Open(parts=("\\n", 0, "\\n"))``
+    Example: ``ReplyBlock(parts=("\\n", 0, "\\n"))``
     """
 
     parts: tuple[str | int, ...]
@@ -205,19 +213,20 @@ class ReplyBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suffix:
-    """The context after a turn of one shape, without the texts of its replies."""
+    """The context after any turn of one shape, without the texts of its replies."""
 
     end_ids: tuple[int, ...]
-    """The end of the turn, up to its control token; empty where the template writes none."""
+    """The end of the turn, up to its control token; empty if the template writes none."""
     blocks: tuple[tuple[int, ...] | ReplyBlock, ...]
+    """The context behind the end: ids of constant text, and text to fill with replies."""
     glue_length: int
-    """Tokens of `blocks` with empty replies."""
+    """Number of tokens of `blocks` with empty replies."""
     last_end_ids: tuple[int, ...] = ()
     """The end of an answer that nothing follows; empty unless it differs from `end_ids`."""
 
 
 def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
-    """Tokenise the constant text of a suffix; `text` holds placeholders for `replies` replies."""
+    """Tokenise a suffix's constant text. `text` has placeholders 0 to `replies` - 1 for replies."""
     if _REPLY.findall(text) != [str(index) for index in range(replies)]:
         raise ChatError(
             f"the chat template does not show each of {replies} replies once and in order: "
@@ -247,7 +256,7 @@ def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suff
 def fill_suffix(
     blocks: Sequence[tuple[int, ...] | ReplyBlock], texts: Sequence[str], encoder: Encoder
 ) -> Spans:
-    """Return the ids of `blocks` with the replies' texts filled in."""
+    """Return the ids of `blocks` with the replies' texts filled in, as (origin, ids)."""
     unmerged: Spans = []
     for block in blocks:
         if not isinstance(block, ReplyBlock):
@@ -255,17 +264,19 @@ def fill_suffix(
             continue
         # A token that holds any character of a reply is the tool's, every other the template's.
         pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
-        ids, offsets = encoder.encode_plain_offsets("".join(pieces))
-        done = position = 0
+        ids, offsets = encoder.encode_plain_offsets("".join(pieces))  # offsets: (start, end)
+        next_token = position = 0  # first token without an origin; characters up to this part
         for part, piece in zip(block.parts, pieces, strict=True):
             position += len(piece)
-            if isinstance(part, str) or not piece:
+            is_reply = isinstance(part, int)
+            if not is_reply or not piece:
                 continue
-            first = bisect_right(offsets, position - len(piece), lo=done, key=lambda o: o[1])
-            last = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
-            unmerged += [(Origin.template, ids[done:first]), (Origin.tool, ids[first:last])]
-            done = last
-        unmerged.append((Origin.template, ids[done:]))
+            start = position - len(piece)
+            first = bisect_right(offsets, start, lo=next_token, key=lambda o: o[1])
+            end = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
+            unmerged += [(Origin.template, ids[next_token:first]), (Origin.tool, ids[first:end])]
+            next_token = end
+        unmerged.append((Origin.template, ids[next_token:]))
     spans: Spans = []
     for origin, ids in unmerged:
         if spans and spans[-1][0] is origin:

@@ -47,8 +47,8 @@ REPLIES = {
 
 
 def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, list[Step]]]:
-    """Yield probe conversations by name; together they call every tool of the user's."""
-    controls = "".join(chat.encoder.control)
+    """Yield (name, steps) of probe conversations; together they call each of the run's tools."""
+    control_tokens = "".join(chat.encoder.control)
     answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
     more: list[Message] = [{"role": "user", "content": "And 4 + 5?"}]
     yield "no call", [(answer, more)]
@@ -59,7 +59,8 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
             (replace(answer, reasoning="4 and 5"), [{"role": "user", "content": "Thanks."}]),
         ],
     )
-    yield "control tokens in a user reply", [(answer, [{"role": "user", "content": controls}])]
+    user_reply: Message = {"role": "user", "content": control_tokens}
+    yield "control tokens in a user reply", [(answer, [user_reply])]
     if not schemas:
         return
     tools = [schema.get("function", schema) for schema in schemas]
@@ -69,12 +70,13 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
     turns = [_step(turn, [tools[turn % len(tools)]], [str(turn)]) for turn in range(3)]
     yield "three turns", turns
     yield "content beside a call", [_step(0, tools[:1], ["7"], "Let me see."), turns[1]]
-    thought = _step(0, tools[:1], ["7"], reasoning="3 and 4")
-    yield "reasoning", [thought, _step(1, tools[:1], ["8"], reasoning="one more")]
-    for name, text in {**REPLIES, "control tokens in a tool reply": controls}.items():
+    reasoned = _step(0, tools[:1], ["7"], reasoning="3 and 4")
+    yield "reasoning", [reasoned, _step(1, tools[:1], ["8"], reasoning="one more")]
+    for name, text in {**REPLIES, "control tokens in a tool reply": control_tokens}.items():
         yield name, [_step(0, tools[:1], [text]), turns[1]]
-    last = (replace(answer, reasoning="7 it is"), more)
-    yield "later user message", [thought, last, _step(2, tools[:1], ["9"], reasoning="4 and 5")]
+    answered = (replace(answer, reasoning="7 it is"), more)
+    later_call = _step(2, tools[:1], ["9"], reasoning="4 and 5")
+    yield "later user message", [reasoned, answered, later_call]
 
 
 PICTURES = tuple(
@@ -84,19 +86,22 @@ PICTURES = tuple(
 """Images of the probes: only their sizes matter, which give different numbers of placeholders."""
 
 
-def with_images(schemas: Sequence[dict]) -> Iterator[tuple[str, Message, list[Step]]]:
-    """Yield probe conversations with images by name, each with its first message."""
-    one, two, three = PICTURES
+def image_conversations(schemas: Sequence[dict]) -> Iterator[tuple[str, Message, list[Step]]]:
+    """Yield (name, first message, steps) of probe conversations with images."""
+    first, second, third = PICTURES
     answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
-    seen: Message = {"role": "user", "content": content_of(["Read ", one, " and ", two, "."])}
-    shown: Message = {"role": "user", "content": content_of([three, "And this?"])}
-    yield "images in the prompt", seen, [(answer, [{"role": "user", "content": "Again."}])]
+    question: Message = {
+        "role": "user",
+        "content": content_of(["Read ", first, " and ", second, "."]),
+    }
+    shown: Message = {"role": "user", "content": content_of([third, "And this?"])}
+    yield "images in the prompt", question, [(answer, [{"role": "user", "content": "Again."}])]
     yield "image in a user reply", QUESTION[0], [(answer, [shown])]
     if not schemas:
         return
     tools = [schema.get("function", schema) for schema in schemas]
-    yield "image in a tool reply", seen, [_step(0, tools[:1], ["it: "], images=[one])]
-    calls = _step(0, [tools[0], tools[-1]], ["", "both"], images=[two, three])
+    yield "image in a tool reply", question, [_step(0, tools[:1], ["it: "], images=[first])]
+    calls = _step(0, [tools[0], tools[-1]], ["", "both"], images=[second, third])
     plain = _step(1, tools[:1], ["8"])
     yield "several images in a turn", QUESTION[0], [calls, plain, _step(2, tools[:1], ["9"])]
 
@@ -109,7 +114,7 @@ def _step(
     reasoning: str | None = None,
     images: Sequence[Image] = (),
 ) -> Step:
-    """Return a turn that calls each tool, and the replies; all `images` are in each of these."""
+    """Return a turn that calls each tool, and the replies; each reply holds all `images`."""
     calls = []
     for index, tool in enumerate(tools):
         properties = (tool.get("parameters") or {}).get("properties", {})
@@ -142,8 +147,8 @@ def _example(schema: Any) -> Any:
 
 REASONING_PROBES = ("reasoning", "reasoning without a call", "later user message")
 THOUGHT = "Well."
-SHOWN = 160
-"""Characters of a text in a reason."""
+EXCERPT_LENGTH = 160
+"""Characters of a text that a probe's reason quotes."""
 SERVE = (
     "serve checkpoints with the chat_template.jinja that is saved in them (vllm and transformers "
     "take it by themselves; elsewhere: --chat-template <checkpoint>/chat_template.jinja)"
@@ -151,12 +156,12 @@ SERVE = (
 
 
 class CertificateError(AgenttrainError):
-    """The template does not fit the token-concatenating loop; the message says what to try."""
+    """Raised if the template does not fit the token-concatenating loop; says what to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """The probes' results and a hash of everything they depend on."""
+    """The results of the probes, and a hash of everything that they depend on."""
 
     probes: tuple[Probe, ...]
     hash: str
@@ -189,14 +194,14 @@ class Certificate:
 
     def raise_if_refused(self) -> None:
         """Raise CertificateError that lists the refused probes."""
-        names: dict[str, list[Probe]] = {}
+        by_reason: dict[str, list[Probe]] = {}
         for probe in self.probes:
             if not probe.passed:
-                names.setdefault(probe.reason, []).append(probe)
-        if names:
+                by_reason.setdefault(probe.reason, []).append(probe)
+        if by_reason:
             refused = [
                 f"- {', '.join(probe.name for probe in probes)}: {probes[0].why}"
-                for probes in names.values()
+                for probes in by_reason.values()
             ]
             raise CertificateError(
                 "the model's chat template does not fit the token-concatenating loop:\n"
@@ -225,12 +230,12 @@ class Certificate:
         name = self.family or "of no known family"
         lines = [f"chat template  {name}; certificate {self.status}, {self.hash[:12]}"]
         lines += [f"  note     {self.chosen}"] if self.chosen else []
-        alike: dict[tuple[Status, str], list[Probe]] = {}
+        groups: dict[tuple[Status, str], list[Probe]] = {}
         for number, probe in enumerate(self.probes):
             # Probes that fail for the same reason share a line, which names them all.
             reason = probe.reason if probe.status is not Status.passed else str(number)
-            alike.setdefault((probe.status, reason), []).append(probe)
-        for (status, _), probes in alike.items():
+            groups.setdefault((probe.status, reason), []).append(probe)
+        for (status, _), probes in groups.items():
             lines.append(f"  {status:<8} {probes[0].name:<32} {probes[0].why}".rstrip())
             if len(probes) > 1:
                 names = ", ".join(probe.name for probe in probes[1:])
@@ -243,7 +248,12 @@ class Certificate:
 
 
 def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
-    """Render probe conversations whole and turn by turn, and compare."""
+    """Return the certificate of a chat's template with these tools.
+
+    Each probe conversation is rendered whole, and as prompt, completions and suffixes, and the ids
+    are compared. A template that does not fit raises nothing: its probes are refused. If the
+    template was fixed, the model's own is probed too, to show which probes the fix repairs.
+    """
     probes = _probes(chat, schemas)
     preserving = all(probe.passed or probe.name in FEATURES for probe in probes)
     if chat.fix.changes:
@@ -257,13 +267,13 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
             placeholders=chat.placeholders,
             roles=chat.roles,
         )
-        stock = _probes(stock_chat, schemas)
-        preserving = all(probe.passed or probe.name in FEATURES for probe in stock)
-        for index, (now, before) in enumerate(zip(probes, stock, strict=True)):
-            if now.passed and not before.passed:
-                reason = f"stock: {before.reason}"
+        stock_probes = _probes(stock_chat, schemas)
+        preserving = all(probe.passed or probe.name in FEATURES for probe in stock_probes)
+        for index, (probe, stock) in enumerate(zip(probes, stock_probes, strict=True)):
+            if probe.passed and not stock.passed:
+                reason = f"stock: {stock.reason}"
                 probes[index] = replace(
-                    now, status=Status.fixed, reason=reason, detail=before.detail
+                    probe, status=Status.fixed, reason=reason, detail=stock.detail
                 )
     content = [
         chat.template,
@@ -288,7 +298,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
 
 
 def _left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
-    """Yield the places of messages that the template leaves out or refuses, by a text in each."""
+    """Yield a description of each kind of message that the template leaves out or refuses."""
     answer: Message = {"role": "assistant", "content": "It is 7."}
     extra: Message = {"role": "system", "content": TEXT}
     reply: Message = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f"}
@@ -303,21 +313,22 @@ def _left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
     if schemas:
         conversations["a tool's message without its call"] = [*QUESTION, reply, *QUESTION]
         conversations["text beside a call"] = [*QUESTION, call, reply]
-    for place, messages in conversations.items():
+    for description, messages in conversations.items():
         try:
             chat.check_places(messages, schemas)
         except ChatError:
-            yield place
+            yield description
 
 
 def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
+    """Return the results of all probes: of features, and of conversations."""
     probes = feature_probes(chat, schemas)
-    probed = [(name, QUESTION[0], steps) for name, steps in conversations(chat, schemas)]
+    cases = [(name, QUESTION[0], steps) for name, steps in conversations(chat, schemas)]
     if chat.placeholders is not None:
-        probed += with_images(schemas)
-    for name, question, steps in probed:
+        cases += image_conversations(schemas)
+    for name, question, steps in cases:
         try:
-            ids, remarks = _ledger(chat, schemas, question, steps)
+            ids, remarks = _replay(chat, schemas, question, steps)
         except _Mismatch as error:
             probe = refused_probe(name, error.reason, error.detail)
             probes.append(replace(probe, misfit=error.misfit))
@@ -333,6 +344,7 @@ def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
 
 
 def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
+    """Yield warnings about training with the template and about serving the trained model."""
     if any(p.name in REASONING_PROBES and p.status is Status.fixed for p in probes):
         yield (
             "the model is trained with its past reasoning in view, which its own template drops: "
@@ -346,15 +358,15 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
             "conversation is rendered anew: append to the ids while serving, as training does"
         )
     if CLOCK.search(chat.template) and "date_string" not in chat.kwargs:
-        variable = "date_string" in chat.template
-        how = ": chat_template.kwargs.date_string='26 Jul 2024' pins it" if variable else ""
-        yield f"prompts hold the day's date, so a run repeats exactly on the same day only{how}"
+        has_variable = "date_string" in chat.template
+        remedy = ": chat_template.kwargs.date_string='26 Jul 2024' pins it" if has_variable else ""
+        yield f"prompts hold the day's date, so a run repeats exactly on the same day only{remedy}"
     if ends := _answer_end_texts(chat):
-        last, followed = ends
+        last, earlier = ends
         yield (
-            f"an answer is sampled with {last} at its end, where the template writes {followed} "
+            f"an answer is sampled with {last} at its end, where the template writes {earlier} "
             f"once a user's message follows: after it the model is trained with {last} in view "
-            f"and served with {followed}, one token in place of the other"
+            f"and served with {earlier}, one token in place of the other"
         )
     if response_template(chat) is None:
         yield (
@@ -368,12 +380,13 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
 def _answer_end_texts(chat: Chat) -> tuple[str, str] | None:
     """Return the texts that end the last answer and an earlier one; None if they are the same."""
     with suppress(ChatError):
-        last, followed = chat.answer_end_ids()
-        return (chat.decode(last), chat.decode(followed)) if last != followed else None
+        last, earlier = chat.answer_end_ids()
+        return (chat.decode(last), chat.decode(earlier)) if last != earlier else None
     return None
 
 
 def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
+    """Return advice for the refused probes: the setting to change."""
     refused = [probe for probe in probes if not probe.passed]
     names = {probe.name for probe in refused}
     if refused and all(probe.misfit is Misfit.response_schema for probe in refused):
@@ -398,20 +411,24 @@ def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
 
 @dataclass(eq=False)
 class _Mismatch(Exception):
-    """A difference between the two renderings: its general reason, and the texts that differ."""
+    """A probe conversation is rendered in two ways that differ: the reason, and the texts."""
 
     reason: str
     detail: str
     misfit: Misfit = Misfit.chat_template
 
 
-def _ledger(
+def _replay(
     chat: Chat, schemas: Sequence[dict], question: Message, steps: list[Step]
 ) -> tuple[list[int], list[str]]:
-    """Replay a conversation as the loop does; return ids and remarks. Raises _Mismatch."""
+    """Replay a conversation as the rollout loop does; return (ids between the turns, remarks).
+
+    The remarks say what the template leaves out. Raises _Mismatch if the full rendering has other
+    ids than the loop's ledger, or if a call is not parsed as it was rendered.
+    """
     messages: list[Message] = [question]
     ledger = chat.rendered_ids(messages, schemas)
-    context: list[int] = []
+    between_turns: list[int] = []
     remarks: dict[str, None] = {}
     for probe_turn, probe_replies in steps:
         after = messages[-1]["role"]
@@ -423,19 +440,20 @@ def _ledger(
         spans = chat.suffix(
             turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True
         )
-        ours = [token_id for _, ids in spans for token_id in ids]
-        # The completion is the text between the prompt and the suffix.
-        length = max(len(full) - len(ours) - len(ledger), 0)
+        suffix = [token_id for _, ids in spans for token_id in ids]
+        # The completion stands between the ledger so far and the suffix.
+        length = max(len(full) - len(suffix) - len(ledger), 0)
         sampled = full[len(ledger) :][:length]
-        _require_equal(chat, full[len(ledger) + length :], ours, "replies are rendered differently")
+        behind = full[len(ledger) + length :]
+        _require_equal(chat, behind, suffix, "replies are rendered differently")
         _require_equal(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
         parsed = chat.parse(sampled, schemas, turn=0, after=after)
         calls = [(call.name, call.arguments) for call in turn.calls]
-        read = [(call.name, call.arguments) for call in parsed.calls]
-        if calls != read or any(call.malformed for call in parsed.calls):
+        parsed_calls = [(call.name, call.arguments) for call in parsed.calls]
+        if calls != parsed_calls or any(call.malformed for call in parsed.calls):
             raise _Mismatch(
                 "the response schema does not read the calls that the template renders",
-                f"{_short(chat.decode(sampled))} parses to {_short(read)} "
+                f"{_short(chat.decode(sampled))} parses to {_short(parsed_calls)} "
                 f"instead of {_short(calls)}",
                 Misfit.response_schema,
             )
@@ -447,32 +465,36 @@ def _ledger(
             remarks["the template leaves out reasoning; the ledger keeps what was sampled"] = None
         if not turn.calls and probe_replies and (ends := _answer_end_texts(chat)):
             remarks[f"{ends[0]} stays where it was sampled, in place of {ends[1]}"] = None
-        context += ours
+        between_turns += suffix
         ledger = full
-    return context, list(remarks)
+    return between_turns, list(remarks)
 
 
 def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
-    """Return the turn as a completion could hold it: with reasoning if the prompt opens it."""
+    """Return the turn with the reasoning that a completion after a message of role `after` has.
+
+    It has none if the prompt closes the reasoning, and some if the prompt opens it. Empty reasoning
+    would not do: its line break merges with the prompt's, but only in the full rendering.
+    """
     if chat.thinking_is_off:
         return replace(turn, reasoning=None)
-    opened = chat.opens_reasoning(after) and not turn.reasoning
-    return replace(turn, reasoning=THOUGHT) if opened else turn
+    needs_reasoning = chat.opens_reasoning(after) and not turn.reasoning
+    return replace(turn, reasoning=THOUGHT) if needs_reasoning else turn
 
 
-def _require_equal(chat: Chat, full: Sequence[int], ours: Sequence[int], reason: str) -> None:
-    """Raise _Mismatch that shows the first difference of two lists of ids."""
-    if list(full) == list(ours):
+def _require_equal(chat: Chat, full: Sequence[int], ledger: Sequence[int], reason: str) -> None:
+    """Raise _Mismatch that shows the first difference of two lists of ids, if they differ."""
+    if list(full) == list(ledger):
         return
-    pairs = enumerate(zip(full, ours, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(full), len(ours)))
+    pairs = enumerate(zip(full, ledger, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(full), len(ledger)))
     raise _Mismatch(
         reason,
-        f"the full rendering has {chat.decode(full[at:][:12])!r} where the ledger has "
-        f"{chat.decode(ours[at:][:12])!r}",
+        f"the full rendering has {chat.decode(full[first:][:12])!r} where the ledger has "
+        f"{chat.decode(ledger[first:][:12])!r}",
     )
 
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+    return text if len(text) <= EXCERPT_LENGTH else f"{text[: EXCERPT_LENGTH - 1]}…"

@@ -41,6 +41,7 @@ from agenttrain.utils.messages import REASONING_KEYS, normal_message
 from agenttrain.utils.placeholders import Placeholders
 
 CACHED_SHAPES = 4096
+"""Entries of the caches of turn shapes and of message places, before they are cleared."""
 CHARACTERS_PER_TOKEN = 8
 """First guess at the amount of text that fills a limit; doubled until it does."""
 PREFIX = 8
@@ -52,9 +53,9 @@ MARKERS = ("… [{:,} characters clipped]", "…")
 
 
 class Chat:
-    """Renders and parses for one tokenizer, template and response schema.
+    """Renders prompts and parses completions with one tokenizer, template and response schema.
 
-    Example: the ids of a prompt, a sampled completion, and the ids of the suffix behind it::
+    Example: the ids of a prompt, the parsed completion, and the ids of the suffix behind it::
 
         ids = chat.prompt_ids([{"role": "user", "content": "3 + 4?"}], schemas)
         turn = chat.parse(sampled, schemas, turn=0)          # one call: add(a=3, b=4)
@@ -64,23 +65,23 @@ class Chat:
     """
 
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a completion: end-of-sequence ids, then `turn_end_ids`."""
+    """Tokens that end a completion: the end-of-sequence ids, then `turn_end_ids`."""
     turn_end_ids: tuple[int, ...]
-    """Control tokens with which the template ends an assistant's turn; none in some families."""
+    """Control tokens with which the template ends an assistant's turn; empty in some families."""
     template: str
     """Source of the template, after fixes."""
     tokenizer: Any
     fix: Fix
     """The model's own template, and the changes made to it."""
     thinking_is_off: bool
-    """The generation prompt already holds closed (empty) reasoning, so the model writes none."""
+    """The generation prompt holds empty reasoning that is closed, so the model writes none."""
     renders_calls: bool
     """The template renders the assistant's tool calls."""
     renders_reasoning: bool
     """The template renders an assistant's reasoning anywhere."""
     one_call_per_turn: bool
-    """The template renders at most one call per turn. `suffix` then renders the first call of
-    several, with the texts of all replies as its reply."""
+    """The template renders at most one call per turn. Of several calls, `suffix` then renders the
+    first, with the texts of all replies as its reply."""
 
     def __init__(
         self,
@@ -96,7 +97,11 @@ class Chat:
         no_images: str = "this model reads text only",
         roles: Mapping[str, str] | None = None,
     ) -> None:
-        """`plain`: added tokens that are text, with the reason. `placeholders`: those of images."""
+        """`plain` maps added tokens that are ordinary text to the reason, as in `Family.plain`.
+
+        `placeholders` are those of the model's images. None: the model reads no images, for the
+        reason `no_images`. `roles` maps roles of messages to the roles to render.
+        """
         self.tokenizer = tokenizer
         self.template = template
         self.fix = fix or Fix(family=None, stock=template, template=template)
@@ -111,7 +116,7 @@ class Chat:
         self._shown_places: set[Place] = set()
         self._suffixes: dict[Any, Suffix] = {}
         self._grammar: CallGrammar | None = None
-        # Not `self.render`, which adapts messages to the behaviour that is measured only now.
+        # Not `self.render`, which adapts messages to this behaviour.
         self._behaviour = probe_behaviour(
             lambda messages, opened: render(
                 tokenizer, template, messages, generation_prompt=opened, kwargs=self.kwargs
@@ -129,15 +134,18 @@ class Chat:
         self._marks = response.marks(self.encoder.control)
         self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
         self._stripped -= {self.encoder.control[mark] for mark in self._marks}
-        # Measured now: `parse` must not fail on a template that cannot be rendered.
-        self._in_reasoning = {role: self._measure_reasoning(role) for role in ("user", "tool")}
+        # Probed here: `parse` must not fail on a template that cannot be rendered.
+        self._opens_reasoning = {role: self._probe_reasoning(role) for role in ("user", "tool")}
         prompt = self.render([USER], generation_prompt=True)
-        thought = response.parse(prompt, in_reasoning=False, schemas=()).reasoning
-        self.thinking_is_off = thought is not None and not self.opens_reasoning()
+        reasoning = response.parse(prompt, in_reasoning=False, schemas=()).reasoning
+        self.thinking_is_off = reasoning is not None and not self.opens_reasoning()
 
     @property
     def saved_template(self) -> str:
-        """The template with `kwargs` as its defaults, so that servers render as training does."""
+        """The template with `kwargs` as its defaults, to save beside the weights.
+
+        A server with it builds the same contexts as the training.
+        """
         defaults = [
             f"{{%- set {key} = {key} if {key} is defined else {json.dumps(value)} %}}\n"
             for key, value in self.kwargs.items()
@@ -147,9 +155,10 @@ class Chat:
 
     def opens_reasoning(self, after: str = "user") -> bool:
         """Return True if a completion after a message of role `after` begins inside reasoning."""
-        return self._in_reasoning["tool" if after == "tool" else "user"]
+        return self._opens_reasoning["tool" if after == "tool" else "user"]
 
-    def _measure_reasoning(self, role: str) -> bool:
+    def _probe_reasoning(self, role: str) -> bool:
+        """Return True if the generation prompt after a message of `role` opens reasoning."""
         reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": "r"}
         messages = [USER, CALL.message(), reply] if role == "tool" else [USER]
         with suppress(ChatError):
@@ -167,10 +176,10 @@ class Chat:
 
         Messages are brought into `normal_message`'s form, with the roles of `chat_template.roles`.
         Control tokens in messages and schemas are encoded as plain text, except the marks of
-        reasoning and calls in assistant messages. An image's placeholder stands as often as the
-        image needs. Raises ChatError for content that the model cannot read, if the template
-        refuses the messages, and if it leaves out the text or the calls of one whose role is not in
-        `may_omit`.
+        reasoning and calls in assistant messages. An image's placeholder is repeated as often as
+        the image needs. Raises ChatError for content that the model cannot read, and if the
+        template refuses the messages or leaves out the text or the calls of one of them. Messages
+        of the roles in `may_omit` may be left out.
         """
         messages = self.normal_messages(messages)
         marked = [self._marked(message) for message in messages]
@@ -179,12 +188,12 @@ class Chat:
         return self._prompt_ids(messages, rendering)
 
     def rendered_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
-        """Return [T] the ids as `prompt_ids` does, whatever texts the template leaves out."""
+        """Return [T] the ids as `prompt_ids` does; the template may leave out any text."""
         messages = self.normal_messages(messages)
         return self._prompt_ids(messages, self._prompt(messages, schemas))
 
     def normal_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages in the form and with the roles that are rendered. Raises ChatError."""
+        """Return messages in `normal_message`'s form, with roles to render. Raises ChatError."""
         normal = []
         for message in messages:
             role = message.get("role")
@@ -192,13 +201,17 @@ class Chat:
                 changed = normal_message(message)
             except ValueError as error:
                 raise ChatError(f"a message of the role {role}: {error}") from error
-            if isinstance(role, str) and (other := self._role(role)) != role:
-                changed["role"] = other
+            if isinstance(role, str) and (rendered_role := self._role(role)) != role:
+                changed["role"] = rendered_role
             normal.append(changed)
         return normal
 
     def _role(self, name: str) -> str:
-        """Return the role to render: the setting's, or the usual one if the template lacks it."""
+        """Return the role to render for the role `name` of a message.
+
+        The setting `chat_template.roles` goes first. Otherwise a role under another name, such as
+        `developer`, becomes the usual one, `system`, if the template renders only that one.
+        """
         if name in self.roles:
             return self.roles[name]
         if name in ROLES or (usual := role_of(name)) is None:
@@ -209,7 +222,10 @@ class Chat:
         return self._usual_roles[name]
 
     def _omits_role(self, name: str, usual: str) -> bool:
-        """Return True if the template refuses or leaves out a message of this role."""
+        """Return True if the template refuses or leaves out a message of the role `name`.
+
+        It is tried in a place where messages of the role `usual` stand.
+        """
         message: Message = {"role": name, "content": WORD}
         conversation = [message] if usual == "user" else [message, USER]
         if usual == "assistant":
@@ -230,7 +246,12 @@ class Chat:
         may_omit: Collection[str],
         marked: Sequence[Message] = (),
     ) -> None:
-        """Raise ChatError if a rendering lacks the text or calls of one of the messages."""
+        """Raise ChatError if a rendering of messages lacks the text or the calls of one of them.
+
+        `marked` are the messages as they were rendered, with control tokens marked. Two renderings
+        are saved where every message stands in a place that was shown before, and every text of
+        `marked` is found in `rendering`.
+        """
         for index, message in enumerate(messages):
             role = str(message.get("role"))
             if message.get("tool_calls") and not self.renders_calls and role not in may_omit:
@@ -239,35 +260,39 @@ class Chat:
                     f"the role {role}: remove them, or set chat_template to one that renders them, "
                     "such as hermes"
                 )
-        seen = places(messages)
+        place_of = places(messages)
         close = getattr(self.response, "reasoning_close", "")
-        if self._shown_places.issuperset(seen.values()) and texts_stand_in(
+        if self._shown_places.issuperset(place_of.values()) and texts_stand_in(
             marked, rendering, close
         ):
             return
         omitted = find_omitted(messages, lambda changed: self._prompt(changed, schemas))
         if len(self._shown_places) >= CACHED_SHAPES:
             self._shown_places.clear()
-        self._shown_places.update(place for i, place in seen.items() if i not in omitted)
+        self._shown_places.update(place for i, place in place_of.items() if i not in omitted)
         for index in omitted:
             role = str(messages[index].get("role"))
             if role not in may_omit:
-                shown = [name for name in ROLES if not self._omits_role(name, name)]
+                rendered_roles = [name for name in ROLES if not self._omits_role(name, name)]
                 raise ChatError(
                     f"messages[{index}]: the chat template leaves out the text of this message of "
-                    f"the role {role}: {advice(messages, index, shown)}"
+                    f"the role {role}: {advice(messages, index, rendered_roles)}"
                 )
 
     def check_places(self, messages: Sequence[Message], schemas: Sequence[dict]) -> None:
-        """Raise ChatError if the template leaves out a message in a place not seen before."""
+        """Raise ChatError if the template leaves out the text of a message.
+
+        Cheaper than `prompt_ids`, which checks each text: nothing is rendered if every message
+        stands in a place where the template has shown an earlier one.
+        """
         messages = self.normal_messages(messages)
         if not self._shown_places.issuperset(places(messages).values()):
             self._check_texts(messages, schemas, "", (), messages)
 
     def _marked(self, message: Message) -> Message:
-        """Return a message whose control tokens are marked, but for those that it may hold."""
-        bare = self._marks if message.get("role") == "assistant" else ()
-        return self.encoder.mark(message, bare)
+        """Return a message with its control tokens marked, except those that it may hold."""
+        allowed = self._marks if message.get("role") == "assistant" else ()
+        return self.encoder.mark(message, allowed)
 
     def _prompt(
         self,
@@ -275,15 +300,19 @@ class Chat:
         schemas: Sequence[dict],
         marked: Sequence[Message] | None = None,
     ) -> str:
-        """Render messages and the generation prompt to marked text. Raises ChatError."""
+        """Render messages and the generation prompt to marked text.
+
+        `marked` are the messages with control tokens marked; None: they are marked here. Raises
+        ChatError if the template refuses them, or the model cannot read a part of one.
+        """
         for message in messages:
             content = message.get("content")
             for part in content if isinstance(content, list | tuple) else ():
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 is_image = kind == "image" and isinstance(part.get("image"), Image)
                 if kind != "text" and not (is_image and self.placeholders):
-                    known = "only texts and images that were read are supported"
-                    why = known if self.placeholders else self.no_images
+                    supported = "only texts and images that were read are supported"
+                    why = supported if self.placeholders else self.no_images
                     raise ChatError(
                         f"a message of the role {message.get('role')} holds a part of type "
                         f"{kind!r}: {why}; remove it from the data"
@@ -309,7 +338,7 @@ class Chat:
             ) from error
 
     def place(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[PlacedImage, ...]:
-        """Return the images of messages at their placeholders in `ids`, which hold all of them."""
+        """Return the images of messages with the positions of their placeholders in `ids`."""
         if self.placeholders is None:
             return ()
         images = [*images_in(messages)]
@@ -352,13 +381,13 @@ class Chat:
         return self.parse_text(self.text_of(token_ids), schemas, turn=turn, after=after)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return a completion's text as `parse` reads it: without what only ends its turn."""
+        """Return a completion's text as `parse` reads it: without the tokens that end its turn."""
         return self.decode([token for token in token_ids if token not in self._stripped])
 
     def parse_text(
         self, text: str, schemas: Sequence[dict], *, turn: int | str, after: str = "user"
     ) -> AssistantTurn:
-        """Parse a completion's `text_of` as `parse` does; it may be cut anywhere."""
+        """Parse a text of `text_of` as `parse` does; the text may be cut anywhere."""
         return parse_response(
             text,
             self.response,
@@ -390,7 +419,7 @@ class Chat:
         finish: Finish,
         generation_prompt: bool,
     ) -> list[tuple[Origin, list[int]]]:
-        """Return the context ids that follow the actual end of the completion, by origin.
+        """Return the ids that follow a sampled completion, as (origin, ids).
 
         They are the end of the turn (only the part that the completion lacks), the replies as the
         template renders them, and the next generation prompt. The cost grows with the replies, not
@@ -420,14 +449,14 @@ class Chat:
         """Give the placeholders of each image a span of their own, of the origin `tool`."""
         if self.placeholders is None:
             raise ChatError(f"a reply holds an image: {self.no_images}")
-        ids = self._expand([token_id for _, own in spans for token_id in own], replies)
-        origins = iter([origin for origin, own in spans for _ in own])
+        ids = self._expand([token_id for _, part in spans for token_id in part], replies)
+        origins = iter([origin for origin, part in spans for _ in part])  # before the expansion
         images = iter(self.place(ids, replies))
         split: list[tuple[Origin, list[int]]] = []
         position, image = 0, next(images, None)
         while position < len(ids):
             if image is not None and image.start == position:
-                next(origins)  # that of the placeholder as the template wrote it
+                next(origins)  # of the single placeholder that the template wrote
                 split.append((Origin.tool, ids[position : image.end]))
                 position, image = image.end, next(images, None)
                 continue
@@ -443,26 +472,26 @@ class Chat:
     def as_rendered(
         self, turn: AssistantTurn, replies: Sequence[Message]
     ) -> tuple[AssistantTurn, Sequence[Message]]:
-        """Return the turn and replies to render: one call if the template renders only one.
+        """Return the turn and the replies in the form in which they are rendered.
 
-        Replies get the roles of `chat_template.roles`, as the messages of a prompt do.
-
-        Example: replies ``7`` and ``Error: only one call per turn`` to two calls become one reply
-        of both texts on two lines.
+        Replies get the roles of `chat_template.roles`, as the messages of a prompt do. If the
+        template renders one call per turn, only the first call stays, and one reply has the texts
+        of all: ``7`` and ``Error: only one call per turn`` become one reply of two lines.
         """
         if self.roles:
             replies = [{**m, "role": self.roles.get(m["role"], m["role"])} for m in replies]
         if not self.one_call_per_turn or len(turn.calls) < 2:
             return turn, replies
-        tools = [reply for reply in replies if reply["role"] == "tool"]
-        others = [reply for reply in replies if reply["role"] != "tool"]
+        tool_replies = [reply for reply in replies if reply["role"] == "tool"]
+        user_replies = [reply for reply in replies if reply["role"] != "tool"]
         merged: list[str | Image] = []
-        for reply in tools:
-            own = parts(reply.get("content"))
-            merged += ["\n"] if merged and any(own) else []
-            merged += [part for part in own if part]
-        one = [{**tools[0], "content": content_of(merged)}] if tools else []
-        return replace(turn, calls=turn.calls[:1]), [*one, *others]
+        for reply in tool_replies:
+            content = parts(reply.get("content"))
+            merged += ["\n"] if merged and any(content) else []
+            merged += [part for part in content if part]
+        if tool_replies:
+            tool_replies = [{**tool_replies[0], "content": content_of(merged)}]
+        return replace(turn, calls=turn.calls[:1]), [*tool_replies, *user_replies]
 
     def end_ids(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
@@ -472,7 +501,10 @@ class Chat:
         return self._suffix(turn, replies, generation_prompt).end_ids
 
     def answer_end_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ends of the last answer and of earlier ones: they differ in harmony."""
+        """Return (the end of the last answer, the end of an answer before a user's message).
+
+        The two differ in harmony: ``<|return|>`` and ``<|end|>``.
+        """
         suffix = self._suffix(ANSWER, [USER], True)
         return suffix.last_end_ids or suffix.end_ids, suffix.end_ids
 
@@ -533,7 +565,11 @@ class Chat:
     def _suffix(
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
     ) -> Suffix:
-        """Return the cached suffix of a turn's shape: its calls and the replies' other keys."""
+        """Return the suffix of the turn's shape, from the cache or by rendering it.
+
+        The shape is everything about a turn that may change the text around its replies: names and
+        ids of the calls, and every key of a reply but its content.
+        """
         indices = {call.id: index for index, call in enumerate(turn.calls)}
         shows_ids = self._behaviour.shows_ids
         shapes = []
@@ -549,13 +585,14 @@ class Chat:
                     kinds = tuple(type(part).__name__ for part in parts(value))
                     shape.append((key, kinds))
             shapes.append(tuple(shape))
-        named = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
-        known = (generation_prompt, named, tuple(shapes))
-        cached = self._suffixes.get(known)  # one look-up: another thread may clear the cache
+        calls_key = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
+        cache_key = (generation_prompt, calls_key, tuple(shapes))
+        cached = self._suffixes.get(cache_key)  # one look-up: another thread may clear the cache
         if cached is not None:
             return cached
         mark = self.encoder.mark
         calls = tuple(replace(call, name=mark(call.name), id=mark(call.id)) for call in turn.calls)
+        # Render the turn with a numbered placeholder for each text of the replies.
         slots = count()
         stand_ins = []
         for reply in replies:
@@ -575,13 +612,14 @@ class Chat:
         )
         suffix = build_suffix(end, text, self.encoder, replies=next(slots))
         if end and not calls:
-            last = tuple(self.encoder.encode(self._boundary.answer_end()))
+            last_end = tuple(self.encoder.encode(self._boundary.answer_end()))
             # Phi-3 ends its last answer like any other and adds an end of text.
-            same = last[-1:] == suffix.end_ids[-1:] or last[: len(suffix.end_ids)] == suffix.end_ids
-            suffix = replace(suffix, last_end_ids=() if same else last)
+            begins_alike = last_end[: len(suffix.end_ids)] == suffix.end_ids
+            if last_end[-1:] != suffix.end_ids[-1:] and not begins_alike:
+                suffix = replace(suffix, last_end_ids=last_end)
         if len(self._suffixes) >= CACHED_SHAPES:
             self._suffixes.clear()
-        self._suffixes[known] = suffix
+        self._suffixes[cache_key] = suffix
         return suffix
 
     def _turn_ends(self) -> list[int]:
@@ -606,9 +644,9 @@ def _missing_end(suffix: Suffix, completion_ids: Sequence[int], finish: Finish) 
     """Return the part of the end of turn that a completion lacks.
 
     Example: with the end ``(5, 6)``, ``[1, 2]`` lacks all of it, ``[1, 5]`` lacks ``(6,)`` and
-    ``[1, 5, 6]`` nothing. A completion that was cut has no end, whatever its last token is. An
-    answer that ends as the template ends the last one is complete: a second end would make a
-    context that no server builds.
+    ``[1, 5, 6]`` nothing. A completion that was cut off lacks all of it, whatever its last token
+    is. A completion that ends as the template ends the last answer of a conversation lacks nothing:
+    a second end would make a context that no server builds.
     """
     end, last = suffix.end_ids, suffix.last_end_ids
     if finish is not Finish.stop:
@@ -616,6 +654,7 @@ def _missing_end(suffix: Suffix, completion_ids: Sequence[int], finish: Finish) 
     # Only the last token counts: blanks before it may have merged with the text.
     if end and completion_ids[-1] in (end[-1], *last[-1:]):
         return ()
+    # The longest beginning of the end that the completion ends with.
     for length in range(min(len(end), len(completion_ids)), 0, -1):
         if tuple(completion_ids[-length:]) == tuple(end[:length]):
             return end[length:]

@@ -26,9 +26,9 @@ class ChatTemplateConfig:
     kwargs: Data[dict[str, Any]] = field(default_factory=dict)
     """Passed to the template, e.g. {enable_thinking: false}."""
     roles: Data[dict[str, str]] = field(default_factory=dict)
-    """Roles of messages -> roles to render, e.g. {human: user}. Where the template has no such
-    role, developer is system without it, human is user, gpt assistant, function and observation
-    tool."""
+    """Roles of messages -> roles to render, e.g. {human: user}. Without it, developer is system,
+    human is user, gpt is assistant, function and observation are tool, if the template has no such
+    role."""
     family: Data[dict[str, Any]] = field(default_factory=dict)
     """Knowledge of a family in a file of this group: see `agenttrain/chat/fixes.py`."""
 

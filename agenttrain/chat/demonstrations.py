@@ -20,8 +20,8 @@ def completion_ids(
     """Return [T] the ids that a model would sample to answer `messages` with `turn`, end included.
 
     They stand between the generation prompt and the suffix in a rendering of the conversation.
-    `prompt` saves one rendering of the messages if the full rendering begins with it; otherwise it
-    is ignored. Example::
+    `prompt` are the ids of `messages`, if they are known already: they save a rendering. They are
+    ignored if the full rendering begins otherwise. Example::
 
         <|im_start|>user … <|im_start|>assistant\\n     the prompt
         <tool_call>…</tool_call><|im_end|>             returned
@@ -29,9 +29,9 @@ def completion_ids(
 
     Raises ChatError if the template does not continue the prompt with the turn.
     """
-    # Empty messages behind the turn show how it ends. An answer gets none, because many templates
-    # drop its reasoning once a user's message follows. Where answers have no end of their own
-    # (GLM), the end is the beginning of the user's message.
+    # Empty replies behind the turn show where it ends. An answer gets none, because many templates
+    # drop its reasoning once a user's message follows. The exception are templates whose answers
+    # have no end of their own (GLM): the beginning of the user's message ends them.
     replies: list[Message] = [
         {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": ""}
         for call in turn.calls
@@ -47,9 +47,9 @@ def completion_ids(
     suffix = chat.suffix(
         turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True
     )
-    behind = [token_id for _, ids in suffix for token_id in ids]
-    stop = len(full) - len(behind)
-    if full[: len(prompt)] != list(prompt) or full[stop:] != behind or stop <= len(prompt):
+    suffix_ids = [token_id for _, ids in suffix for token_id in ids]
+    stop = len(full) - len(suffix_ids)
+    if full[: len(prompt)] != list(prompt) or full[stop:] != suffix_ids or stop <= len(prompt):
         raise ChatError(
             "the chat template does not continue the prompt "
             f"{chat.decode(prompt[-16:])!r} with this turn; it renders "
@@ -58,5 +58,5 @@ def completion_ids(
     ids = full[len(prompt) : stop]
     if turn.calls or ids[-1] in chat.stop_token_ids:
         return ids
-    # Harmony ends an answer with another token once a message follows.
+    # Harmony ends an answer with another token once a message follows: put back the answer's own.
     return ids[: len(ids) - len(end)] + list(chat.end_ids(turn, [], generation_prompt=False))

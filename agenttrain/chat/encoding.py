@@ -2,10 +2,10 @@
 
 A control token (``<|im_end|>``, ``<tool_call>``) steers the model when the template writes it, and
 must be ordinary text when a user or a tool wrote it. Every token that was added to a tokenizer's
-vocabulary is one, special or not, unless `Encoder.ordinary` gives a reason against it. Messages are
-therefore *marked* before they are rendered: each control token in them is wrapped in two Unicode
-noncharacters. Templates pass these through, and `clean` removes them from the text of others. In a
-rendering, a control token that is not wrapped was written by the template.
+vocabulary is a control token, special or not, unless `Encoder.ordinary` gives a reason against it.
+Messages are therefore *marked* before they are rendered: each control token in them is wrapped in
+two Unicode noncharacters. Templates pass these through, and `clean` removes them from the text of
+others. In a rendering, a control token that is not wrapped was written by the template.
 """
 
 from __future__ import annotations
@@ -53,15 +53,17 @@ class Encoder:
     """Ids of control tokens that are special or occur in the template. They are left out of a
     completion's text; any other control token that was sampled is content."""
     unspecial: tuple[str, ...]
-    """Control tokens that are merely added, not special."""
+    """Control tokens that were added to the vocabulary, but not as special tokens."""
     ordinary: dict[str, str]
-    """Added tokens that text of others may be encoded as, with the reason."""
+    """Added tokens into which text of others may be encoded, with the reason."""
 
     def __init__(
         self, tokenizer: Any, template: str, plain: Mapping[str, str] | None = None
     ) -> None:
-        """`plain` maps added tokens that are ordinary text to the reason; it has no effect on
-        tokens that are special or occur in the template."""
+        """`plain` maps added tokens that are ordinary text to the reason.
+
+        It has no effect on tokens that are special or occur in the template.
+        """
         core = getattr(tokenizer, "backend_tokenizer", None)
         if core is None:
             raise ChatError(
@@ -83,7 +85,7 @@ class Encoder:
         self.written = frozenset(ids[text] for text in steering if text in self.control)
         self._full = _copy(core, added, hidden=())
         self._plain = _copy(core, added, hidden=self.control)
-        # Tokens that the tokenizer makes from plain text too cannot be kept out of it.
+        # A token that the tokenizer makes from plain text too cannot be kept out of plain text.
         if forgeable := [text for text in self.control if ids[text] in self.encode_plain(text)]:
             for text in forgeable:
                 if self.control.pop(text) in self.written:
@@ -96,9 +98,9 @@ class Encoder:
         self.unspecial = tuple(
             t.content for t in added.values() if t.content in self.control and not t.special
         )
-        texts = _alternatives(self.control) if self.control else "(?!)"
+        texts = _alternatives(self.control) if self.control else "(?!)"  # matches nothing
         self._control = re.compile(texts)
-        # Matches marked tokens, and bare ones (the group): those are the template's.
+        # Matches marked tokens, and bare ones with the group `control`: the template wrote these.
         self._pieces = re.compile(f"{OPEN}(?:{texts}){CLOSE}|(?P<control>{texts})")
         self._absorbing = {
             token.content: (token.lstrip, token.rstrip)
@@ -107,11 +109,16 @@ class Encoder:
         }
         self._control_ids = frozenset(self.control.values())
         self._cached_ids: dict[tuple[bool, str], tuple[int, ...]] = {}
-        self._by_piece = self._encodes_by_piece()
+        self._pieces_suffice = self._encodes_by_piece()
 
     def encode(self, rendering: str) -> list[int]:
-        """Encode a rendering: control tokens are tokens, except those that `mark` wrapped."""
-        if not self._by_piece and OPEN not in rendering and CLOSE not in rendering:
+        """Encode a rendering: control tokens are tokens, except those that `mark` wrapped.
+
+        Without marks the result is the tokenizer's own.
+        """
+        is_marked = OPEN in rendering or CLOSE in rendering
+        # Encoded whole where the pieces alone would get other ids.
+        if not self._pieces_suffice and not is_marked:
             ids = _encoding(self._full, rendering).ids
             # A normalizer can turn text into a control token, e.g. ＜think＞ into <think>.
             count = sum(token_id in self._control_ids for token_id in ids)
@@ -187,7 +194,7 @@ class Encoder:
 
 
 def _encoding(core: Any, text: str) -> Any:
-    """Return a tokenizer's encoding of a text, without the tokens that it adds."""
+    """Return a tokenizer's encoding of a text, without tokens added before or after it."""
     if len(text) < LARGE:
         return core.encode(text, add_special_tokens=False)
     return core.encode_batch([text], add_special_tokens=False)[0]
@@ -210,6 +217,7 @@ def _alternatives(texts: Collection[str]) -> str:
     optional = branches.pop("", None) is not None
     parts = []
     for group in branches.values():
+        # The common beginning of a group is that of its first and last text in sorted order.
         first, last = min(group), max(group)
         pairs = enumerate(zip(first, last, strict=False))
         head = first[: next((i for i, (a, b) in pairs if a != b), len(first))]

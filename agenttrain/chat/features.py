@@ -34,7 +34,7 @@ class Status(StrEnum):
     passed = "passed"
     """The loop's ids are those that the template renders."""
     fixed = "fixed"
-    """The same, thanks to the fix; the model's own template fails."""
+    """The fixed template passes; the model's own template fails."""
     refused = "refused"
     """The loop's ids differ from the template's rendering."""
 
@@ -48,14 +48,14 @@ class Misfit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The result of one probe."""
+    """The result of a probe of a chat template."""
 
     name: str
     status: Status
     reason: str = ""
     """An observation, the cause of the refusal, or the purpose of the fix."""
     detail: str = ""
-    """The texts that show it."""
+    """The texts that show the reason."""
     misfit: Misfit | None = None
     """The group to change if the probe is refused."""
     token_ids: tuple[int, ...] = ()
@@ -119,7 +119,8 @@ def _generation_prompt(chat: Chat) -> Probe:
     except ChatError as error:
         return refused_probe(name, str(error))
     header = answered.removeprefix(bare).partition("ok")[0]
-    if opened == bare and answered.startswith(bare) and header.strip():
+    writes_none = opened == bare
+    if writes_none and answered.startswith(bare) and header.strip():
         return refused_probe(
             name, f"the template writes none, though a turn begins with {header!r}"
         )
@@ -127,6 +128,7 @@ def _generation_prompt(chat: Chat) -> Probe:
 
 
 def _same_each_time(chat: Chat) -> Probe:
+    """Check that the template renders the same messages to the same text each time."""
     name = "same each time"
     formats = [match["format"] for match in CLOCK.finditer(chat.template)]
     if times := [text for text in formats if _TIME_OF_DAY.search(text)]:
@@ -145,7 +147,7 @@ def _same_each_time(chat: Chat) -> Probe:
 
 
 def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
-    """Return why the template cannot render a system message first; None if it can."""
+    """Return why the template cannot render a leading system message; None if it can."""
     try:
         text = chat.render([{"role": "system", "content": SYSTEM_TEXT}, *QUESTION], schemas)
     except ChatError as error:
@@ -161,6 +163,7 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         return chat.rendered_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
 
     def reply_ids(text: str) -> list[int]:
+        """Return the ids behind a turn whose reply is `text`: a tool's, or a user's."""
         turn, reply = ANSWER, {"role": "user", "content": text}
         if chat.renders_calls:
             turn = CALL
@@ -184,13 +187,13 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
     name = "control tokens in prompts"
     forged = "".join(f"a{text} b{text}" for text in chat.encoder.control)
     control = frozenset(chat.encoder.control.values())
-    for place, ids_of in places.items():
+    for place, context_ids in places.items():
         try:
-            harmless, ids = Counter(ids_of("a")), Counter(ids_of(forged))
+            harmless, attacked = Counter(context_ids("a")), Counter(context_ids(forged))
         except ChatError:  # the template has no such messages; other probes report that
             continue
         for token_id in control:
-            if ids[token_id] != harmless[token_id]:
+            if attacked[token_id] != harmless[token_id]:
                 token = chat.decode([token_id])
                 return refused_probe(name, f"the text {token!r} in {place} becomes a control token")
     special = len(chat.encoder.control) - len(chat.encoder.unspecial)

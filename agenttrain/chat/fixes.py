@@ -28,7 +28,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """One change of a template: `put` replaces `find`, or stands before all if `find` is empty.
+    """One change of a template: `put` replaces `find`, or begins the template if `find` is empty.
 
     Example: ``Edit(why="keeps past reasoning", find="loop.index0 > ns.last and reasoning",
     put="reasoning")``
@@ -41,15 +41,18 @@ class Edit:
     """Purpose of the edit, given once per fix."""
 
     def apply(self, template: str) -> str | None:
-        """Return the edited template; None where the edit does not apply."""
+        """Return the edited template, also if it was edited before; None if it lacks `find`."""
         if not self.find:
             return template if self.put in template else self.put + template
         find = pattern(self.find)
-        has_it = bool(self.put) and pattern(self.put).search(template) is not None
-        if has_it and find.search(self.put):
+        is_edited = bool(self.put) and pattern(self.put).search(template) is not None
+        # A replacement that contains `find` would be edited once more.
+        if is_edited and find.search(self.put):
             return template
         edited, count = find.subn(lambda _: self.put, template)
-        return edited if count else template if has_it else None
+        if count:
+            return edited
+        return template if is_edited else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +86,12 @@ class Family:
     originals: tuple[str, ...] = ()
     """Names of its templates in `commands/templates.py`."""
     control: tuple[str, ...] = ()
-    """Special tokens, for `agenttrain templates`: end of sequence first."""
+    """Special tokens, for `agenttrain templates`. The first is the end of sequence."""
     added: tuple[str, ...] = ()
     """Added tokens that are not special, for `agenttrain templates`."""
     bos: str | None = None
     plain: tuple[Plain, ...] = ()
-    """Added tokens that are ordinary text. All others of the tokenizer, except white space, are
+    """Added tokens that are ordinary text. All other added tokens, except white space, are
     control tokens, which no text of a user or a tool can become."""
 
 
@@ -113,11 +116,11 @@ def pattern(find: str) -> re.Pattern[str]:
 
 def parse_family(name: str, content: Mapping[str, Any]) -> Family:
     """Make a family of the content of its YAML file. Raises ChatError that names a wrong key."""
-    known = {field.name for field in fields(Family)}
-    if unknown := sorted(set(map(str, content)) - known):
+    keys = {field.name for field in fields(Family)}
+    if unknown := sorted(set(map(str, content)) - keys):
         raise ChatError(
             f"chat_template={name}: family.{unknown[0]} is no key; they are "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(keys))}"
         )
     lists = {
         key: tuple(content.get(key) or ())
@@ -188,7 +191,7 @@ def apply_fix(name: str, family: Family, stock: str) -> Fix:
     """Apply the first of the family's fixes that fits the template. Raises ChatError."""
     if not family.fixes:
         return Fix(family=name, stock=stock, template=stock)
-    problem = ""
+    first_problem = ""
     for fix in family.fixes:
         template = stock
         changes: dict[str, None] = {}
@@ -197,44 +200,44 @@ def apply_fix(name: str, family: Family, stock: str) -> Fix:
             if edited is None:
                 text = " ".join(edit.find.split())
                 text = text if len(text) <= MAX_FIND else text[: MAX_FIND - 1] + "…"
-                problem = problem or (
+                first_problem = first_problem or (
                     f"the model's template does not hold {text!r}, which the fix of {name} replaces"
                 )
                 break
             if edited != template:
                 changes[edit.why] = None
             template = edited
-        else:
+        else:  # all edits applied
             # A fix without edits accepts any revision: only the certificate shows if it works.
             return Fix(
                 family=name,
                 stock=stock,
                 template=template,
                 changes=tuple(filter(None, changes)),
-                problem=None if fix else problem or None,
+                problem=None if fix else first_problem or None,
             )
-    raise ChatError(f"chat_template={name}: {problem}; {REMEDY}")
+    raise ChatError(f"chat_template={name}: {first_problem}; {REMEDY}")
 
 
 def recognise(
-    source: str, known: Mapping[str, Family], reads_back: Callable[[Family, str], bool]
+    source: str, all_families: Mapping[str, Family], reads_back: Callable[[Family, str], bool]
 ) -> str | None:
     """Return the name of a template's family, judged by its source and proven by its behaviour.
 
     `reads_back(family, template)` is True if the family's parser reads a call that the template
-    rendered. Families whose marks all occur are tried from the longest marks on. If none of them
-    fits, the family is the first one without marks whose calls the template renders, or None.
+    rendered. Families whose marks all occur are tried first, the longest marks first. Then come
+    the families without marks. Return None if the parser of none reads the template's calls.
     """
-    names = [name for name, family in known.items() if matches_source(source, family)]
-    names.sort(key=lambda name: -sum(map(len, known[name].marks)))
+    names = [name for name, family in all_families.items() if matches_source(source, family)]
+    names.sort(key=lambda name: -sum(map(len, all_families[name].marks)))
     for name in names:
-        family = known[name]
+        family = all_families[name]
         if not family.tools or reads_back(family, source):
             return name
         with suppress(ChatError):
             if reads_back(family, apply_fix(name, family, source).template):
                 return name
-    for name, family in known.items():
+    for name, family in all_families.items():
         if family.tools and not family.marks and reads_back(family, source):
             return name
     return None

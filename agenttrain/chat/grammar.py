@@ -1,11 +1,17 @@
 """Grammars that make an engine sample only calls that fit their tools.
 
-A grammar is a structural tag of xgrammar
-(https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). Behind the opening mark of a
-call a completion must be a call of one of the tools, as the template writes it. An `AnswerForm`
-leaves less: a call at once, or JSON. Some calls pass that the parser or the tool refuses: floats
-beyond their range, half of a surrogate pair, a key given twice in an open object, over 16 marks in
-a string, and violations of keywords that xgrammar ignores (`multipleOf`).
+A grammar is a structural tag of xgrammar, which vLLM accepts
+(https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). A completion may hold any
+tokens, except behind the opening mark of a call: there it must be a call of one of the tools, in
+the form that the chat template writes, up to the closing mark. The grammar reads a completion as
+`MarkedSpec` does: a mark inside the reasoning opens no call, and no reasoning begins behind a call.
+vLLM's compiler tries a grammar before an engine is built.
+
+An `AnswerForm` allows less: only a call, or only a text that is JSON. Reasoning may come first.
+
+The grammar lets some calls pass that the parser or the tool refuses: a number beyond the range of
+floats, half of a surrogate pair, a key given twice in an object whose schema leaves its keys open,
+over 16 marks in a string, and violations of keywords that xgrammar ignores (`multipleOf`).
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from agenttrain.utils.json_schema import SchemaResolver, without_nullable
 Format = dict[str, Any]
 """A node of a structural tag."""
 KEY = "rollout.structured_calls=true"
+"""The setting that the errors name."""
 BLANKS = 8
 """Most blanks in a row inside a call's arguments: enough to indent, but a model cannot write
 blanks for ever."""
@@ -41,7 +48,7 @@ CALL: Message = {
     ],
 }
 GAP = ("", "\n", "\n\n")
-"""Line breaks between the reasoning and an answer of a given form."""
+"""Line breaks that may stand between the reasoning and an answer of a given form."""
 _ARGUMENTS = re.compile(r'\{\s*"x"\s*:\s*1\s*\}')
 _ANYTHING = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 """Keywords that describe values without `type`."""
@@ -61,21 +68,21 @@ class CallGlue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """Form that a completion has after its reasoning; by default any text and calls."""
+    """The form that a completion must have after its reasoning; by default, any text and calls."""
 
     call: bool = False
-    """It begins with a call."""
+    """It must begin with a call."""
     tool: str | None = None
-    """Name of the tool of that call, its only one; None: any."""
+    """Name of the only tool that may be called, once; None: any tools."""
     schema: str | None = None
-    """JSON schema of the text, as JSON, unless a call stands in its place; None: any text."""
+    """JSON schema, as JSON text, of an answer without a call; None: any text."""
 
 
 ANY_FORM = AnswerForm()
 
 
 class CallGrammar:
-    """The grammars of one response schema and template. Raises ChatError if it has none."""
+    """Makes the grammars for one response schema and template. Raises ChatError if it has none."""
 
     def __init__(self, spec: ResponseSpec, render: Callable[[Sequence[Message]], str]) -> None:
         """`render` renders messages to text, without a generation prompt."""
@@ -101,7 +108,11 @@ class CallGrammar:
         in_reasoning: bool,
         form: AnswerForm = ANY_FORM,
     ) -> str:
-        """Return the grammar, as JSON, of a completion that may call these tools."""
+        """Return the grammar, as JSON, of a completion that may call these tools.
+
+        `in_reasoning`: the completion begins inside the reasoning. Arguments fit the schemas as
+        `ArgumentSchema` reads them.
+        """
         key = json.dumps(schemas), in_reasoning, form
         if key not in self._cache:
             if len(self._cache) >= CACHED_GRAMMARS:
@@ -132,22 +143,24 @@ class CallGrammar:
     def _completion(self, calls: Sequence[Format], in_reasoning: bool) -> Format:
         """Return the format of a whole completion: reasoning, free text and calls."""
         spec = self._spec
-        # Without tools no call is right, so the opening mark itself is excluded.
+        # Without tools no call is allowed, so the opening mark is excluded.
         excluded = [] if calls else [spec.call_open]
         any_call = _either(calls)
         answer = _dispatch([(spec.call_open, any_call)] if calls else [], excluded, loop=True)
-        # Reasoning, and the answer behind it if it is closed.
-        free = {"type": "any_text", "excludes": [spec.reasoning_close]}
-        thought = _either([_sequence(free, _text(spec.reasoning_close), answer), free])
+        # Reasoning that is closed, and the answer behind it; or reasoning that is never closed.
+        reasoning = {"type": "any_text", "excludes": [spec.reasoning_close]}
+        closed = _sequence(reasoning, _text(spec.reasoning_close), answer)
+        reasoned = _either([closed, reasoning])
         if in_reasoning:
-            return thought
+            return reasoned
         if not spec.reasoning_open:
             return answer
-        opened: list[tuple[str, Format]] = []
+        # Whichever mark comes first decides: behind a call no reasoning begins.
+        rules: list[tuple[str, Format]] = []
         if calls:
-            opened.append((spec.call_open, _sequence(any_call, answer)))
-        opened.append((spec.reasoning_open, thought))
-        return _dispatch(opened, excluded, loop=False)
+            rules.append((spec.call_open, _sequence(any_call, answer)))
+        rules.append((spec.reasoning_open, reasoned))
+        return _dispatch(rules, excluded, loop=False)
 
     def _formed(
         self,
@@ -158,29 +171,29 @@ class CallGrammar:
     ) -> Format:
         """Return the format of a completion that must have a form; reasoning may come first."""
         spec = self._spec
-        chosen = [
+        allowed_calls = [
             call
             for schema, call in zip(schemas, calls, strict=True)
             if form.tool in (None, schema["function"]["name"])
         ]
-        # Behind a call of a named tool there is text at most.
-        others = [] if form.tool is not None else [(spec.call_open, _either(calls))]
-        rest = _dispatch(others, [spec.call_open] if not others else [], loop=True)
+        # Behind the first call: text and more calls; only text if the form names the tool.
+        more_calls = [] if form.tool is not None else [(spec.call_open, _either(calls))]
+        behind = _dispatch(more_calls, [spec.call_open] if not more_calls else [], loop=True)
         answers = []
-        if chosen:
-            answers.append(_sequence(_text(spec.call_open), _either(chosen), rest))
+        if allowed_calls:
+            answers.append(_sequence(_text(spec.call_open), _either(allowed_calls), behind))
         if form.schema is not None and not form.call:
             schema = _schema(json.loads(form.schema))
             value = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": BLANKS}
             answers.append(value)
         answer = _sequence(_either([_text(gap) for gap in GAP]), _either(answers))
-        free = {"type": "any_text", "excludes": [spec.reasoning_close]}
-        thought = _sequence(free, _text(spec.reasoning_close), answer)
+        reasoning = {"type": "any_text", "excludes": [spec.reasoning_close]}
+        reasoned = _sequence(reasoning, _text(spec.reasoning_close), answer)
         if in_reasoning:
-            return thought
+            return reasoned
         if not spec.reasoning_open:
             return answer
-        return _either([answer, _sequence(_text(spec.reasoning_open), thought)])
+        return _either([answer, _sequence(_text(spec.reasoning_open), reasoned)])
 
 
 def _schema(schema: Any) -> Any:
@@ -201,18 +214,21 @@ def _either(elements: Sequence[Format]) -> Format:
 
 
 def _glue(spec: MarkedSpec, rendering: str) -> CallGlue:
-    """Return the texts around the name and the arguments of `CALL`; raises ChatError."""
+    """Return the texts around the name and the arguments of `CALL` in a rendering of it.
+
+    Raises ChatError if they and the call do not form the JSON that the response schema reads.
+    """
     head, name, tail = rendering.partition(NAME)
     arguments = _ARGUMENTS.search(tail)
     before = head.rpartition(spec.call_open)[2]
     if name and arguments and spec.call_open in head and spec.call_close:
         between = tail[: arguments.start()]
-        after, closed, _ = tail[arguments.end() :].partition(spec.call_close)
+        after, closing, _ = tail[arguments.end() :].partition(spec.call_close)
         try:
             call = json.loads(f"{before}{NAME}{between}{arguments[0]}{after}")
         except ValueError:
             call = None
-        if closed and call == {spec.name_key: NAME, spec.arguments_key: ARGUMENTS}:
+        if closing and call == {spec.name_key: NAME, spec.arguments_key: ARGUMENTS}:
             return CallGlue(before=before, between=between, after=after)
     raise ChatError(
         f"{KEY}: the chat template does not write calls as the response schema reads them, "
@@ -224,7 +240,10 @@ def _glue(spec: MarkedSpec, rendering: str) -> CallGlue:
 def _dispatch(
     rules: Sequence[tuple[str, Format]], excluded: Sequence[str], *, loop: bool
 ) -> Format:
-    """Return free text in which the text of each rule must be followed by the rule's format."""
+    """Return free text in which the mark of a rule must be followed by the rule's format.
+
+    `rules` are (mark, format). `loop`: the free text goes on behind the format.
+    """
     if not rules:
         return {"type": "any_text", "excludes": list(excluded)}
     return {
@@ -240,7 +259,10 @@ _PLACE = re.compile(r"^\[.*?\] \S+: ")
 
 
 def grammar_problem(grammar: str) -> str | None:
-    """Return xgrammar's objection to a structural tag. None also without xgrammar."""
+    """Return xgrammar's objection to a structural tag, or None if it has none.
+
+    Without xgrammar there is none. vLLM, which is where grammars are used, installs it.
+    """
     try:
         import xgrammar
     except ImportError:

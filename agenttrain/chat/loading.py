@@ -49,9 +49,9 @@ from agenttrain.utils.files import conf_folder, parse_yaml
 from agenttrain.utils.model_path import TOKENIZER_CONFIG, template_file
 from agenttrain.utils.placeholders import Placeholders
 
-PLAIN = "hermes"
+DEFAULT_SCHEMA = "hermes"
 """Response schema for templates that render no calls."""
-OURS = ("messages", "tools", "add_generation_prompt")
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt")
 """Variables of a template that the user cannot set."""
 CALL_ARGUMENTS = {"city": "Oslo", "days": 2}
 FORECAST = {
@@ -76,66 +76,72 @@ def load_chat(
 ) -> Chat:
     """Make the chat that the two groups describe.
 
-    `tools`: the run has tools; a tokenizer may carry a template of its own for that.
-    `placeholders` are those of the model's images, or the reason why it reads none. Raises
+    `tools`: the run has tools; a tokenizer may carry a separate template for such runs.
+    `placeholders` are those of the model's images, or the reason why the model reads none. Raises
     ChatError that names the group and the key to change.
     """
-    known = dict(families())
+    all_families = dict(families())
     if template.family:
-        known[template.name] = parse_family(template.name, template.family)
-    source, chosen = _template_source(tokenizer, template, known, tools=tools)
-    fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
+        all_families[template.name] = parse_family(template.name, template.family)
+    source, chosen = _template_source(tokenizer, template, all_families, tools=tools)
+    fix = replace(make_fix(tokenizer, source, template, all_families), chosen=chosen)
     _check_variables(fix.template, template.kwargs)
-    family = known.get(fix.family or "")
-    # The tokenizer's end of sequence, then those in the generation config beside it.
+    family = all_families.get(fix.family or "")
+    # The end of sequence of the tokenizer, then those in the generation config beside it.
     eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
     if tokenizer.name_or_path and path.is_file():
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         eos_token_ids += ids if isinstance(ids, list) else [] if ids is None else [ids]
     # A template to which another family added tools keeps the ordinary tokens of its own family.
-    taken = [other for other in known.values() if other == family or matches_source(source, other)]
-    make = partial(
+    matching = [f for f in all_families.values() if f == family or matches_source(source, f)]
+    make_chat = partial(
         Chat,
         tokenizer,
         fix.template,
         kwargs=template.kwargs,
         eos_token_ids=eos_token_ids,
         fix=fix,
-        plain={text: plain.why for one in taken for plain in one.plain for text in plain.tokens},
+        plain={text: plain.why for f in matching for plain in f.plain for text in plain.tokens},
         placeholders=None if isinstance(placeholders, str) else placeholders,
         no_images=placeholders if isinstance(placeholders, str) else "",
         roles=template.roles,
     )
     response = family.response if family else None
     if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):
-        response = PLAIN
-    # The response schema that a tokenizer carries is for its own template, not for a replacement.
-    replaced = family is not None and not family.marks and bool(fix.changes)
-    spec = resolve_spec(None if replaced else tokenizer, response_schema, response)
+        response = DEFAULT_SCHEMA
+    # The response schema that a tokenizer carries is for its own template, not for a tool format
+    # that a family without marks has added to it.
+    format_added = family is not None and not family.marks and bool(fix.changes)
+    spec = resolve_spec(None if format_added else tokenizer, response_schema, response)
     if family is not None and isinstance(spec, TemplateSpec) and response_schema.name == "auto":
         # A checkpoint of ours carries the family's format in transformers' dialect, which can
         # express less: the family's own is used instead.
-        chat = make(load_spec(family.response))
+        chat = make_chat(load_spec(family.response))
         if response_template(chat) == spec.source:
             return chat
-    return make(spec)
+    return make_chat(spec)
 
 
 def make_fix(
-    tokenizer: Any, source: str, config: ChatTemplateConfig, known: Mapping[str, Family]
+    tokenizer: Any, source: str, config: ChatTemplateConfig, all_families: Mapping[str, Family]
 ) -> Fix:
-    """Fix a template as the group says: by its recognised family, a named one, or not at all."""
+    """Fix a template as the group says: with its recognised family, a named one, or not at all.
+
+    With `auto`, a fix that does not work is left out, and `Fix.problem` says why. A family that the
+    user names must work: raises ChatError.
+    """
 
     def reads(family: Family, template: str) -> bool:
+        """Return True if the family's parser reads a call that the template renders."""
         return reads_back(tokenizer, template, load_spec(family.response), config.kwargs)
 
     name: str | None = config.name
-    if name not in known:
-        name = recognise(source, known, reads)
+    if name not in all_families:
+        name = recognise(source, all_families, reads)
     if name is None or config.name in ("none", "file"):
         return Fix(family=name, stock=source, template=source)
-    family = known[name]
+    family = all_families[name]
     if not family.marks and reads(family, source):
         # A family without marks only adds a tool format, which this template has already.
         return Fix(family=name, stock=source, template=source)
@@ -148,11 +154,12 @@ def make_fix(
                 f"renders the calls that it renders without; {REMEDY}"
             )
         if family.marks and not matches_source(source, family):
-            # A fork without the marks may still write calls as the family does.
-            other = recognise(source, known, reads)
+            # The user names a family that the template is not of. It may still be a fork without
+            # the marks that writes calls as the family does.
+            recognised = recognise(source, all_families, reads)
             fits = family.tools and reads(family, fix.template)
-            if not fits or (other is not None and not fix.changes):
-                kind = f"is of the family {other}" if other else "is of no known family"
+            if not fits or (recognised is not None and not fix.changes):
+                kind = f"is of the family {recognised}" if recognised else "is of no known family"
                 raise ChatError(
                     f"chat_template={name}: has no effect, because the model's template {kind}; "
                     "set chat_template=auto, or chat_template=file with "
@@ -166,10 +173,13 @@ def make_fix(
 
 
 def _template_source(
-    tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family], *, tools: bool
+    tokenizer: Any, config: ChatTemplateConfig, all_families: Mapping[str, Family], *, tools: bool
 ) -> tuple[str, str | None]:
-    """Return the template before fixes, and a note on which of several it is."""
-    names = sorted(["auto", "none", "file", *known])
+    """Return (the template before fixes, a note if the tokenizer carries several or None).
+
+    The template is the user's file, or one that the tokenizer carries.
+    """
+    names = sorted(["auto", "none", "file", *all_families])
     if config.name not in names:
         close = get_close_matches(config.name, names, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
@@ -213,22 +223,22 @@ def reads_back(
         ]
     except ChatError:
         return False
-    # The text behind the generation prompt, or from the header on: the prompt may have opened
-    # reasoning that the rendering of a turn without any does not begin with.
+    # The text behind the prompt with or without the header of the turn: a header may open
+    # reasoning, and then the rendering of a turn without any does not begin with it.
     completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
     for completion in completions or [rendering]:
         calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
-        read = [(call.name, call.arguments, call.malformed) for call in calls]
-        if read == [("forecast", CALL_ARGUMENTS, None)]:
+        parsed = [(call.name, call.arguments, call.malformed) for call in calls]
+        if parsed == [("forecast", CALL_ARGUMENTS, None)]:
             return True
     return False
 
 
 def _check_variables(template: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise ChatError for a variable that the template never reads: it would have no effect."""
+    """Raise ChatError for variables in `kwargs` that the template never reads."""
     words = set(re.findall(r"\w+", template))
     for key in kwargs:
-        if key in OURS:
+        if key in RESERVED_VARIABLES:
             raise ChatError(f"chat_template.kwargs.{key}: agenttrain fills it in; remove it")
         if key not in words:
             close = get_close_matches(key, words, n=1, cutoff=0.8)
@@ -246,7 +256,7 @@ _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 def template_of_tokenizer(carried: Any, *, tools: bool) -> tuple[str, str | None]:
-    """Return a template that a tokenizer carries, and a note on which one if there are several.
+    """Return (a template that a tokenizer carries, a note on its name or None if it has no name).
 
     `carried` is a text, a mapping, or a list of ``{"name": …, "template": …}``. As in transformers,
     a run with tools uses the template named `tool_use`, if there is one. Raises ChatError.
@@ -260,10 +270,11 @@ def template_of_tokenizer(carried: Any, *, tools: bool) -> tuple[str, str | None
     names = ", ".join(sorted(carried))
     for name in (TOOL_USE, DEFAULT) if tools else (DEFAULT,):
         if name in carried:
-            only = "" if len(carried) > 1 else ", and no other"
+            no_other = "" if len(carried) > 1 else ", and no other"
             run = "a run with tools" if tools else "a run without tools"
             return carried[name], (
-                f"of the templates that the tokenizer carries ({names}{only}), {run} takes {name}; "
+                f"of the templates that the tokenizer carries ({names}{no_other}), "
+                f"{run} takes {name}; "
                 "it is the one that is saved with checkpoints"
             )
     raise ChatError(
@@ -317,18 +328,22 @@ def spec_names() -> list[str]:
 @cache
 def load_spec(name: str) -> ResponseSpec:
     """Load a format of conf/response_schema/ by name. Raises ChatError for an unknown name."""
-    known = spec_names()
-    if name not in known:
-        close = get_close_matches(name, known, n=1)
+    bundled = spec_names()
+    if name not in bundled:
+        close = get_close_matches(name, bundled, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        names = ", ".join(sorted([*CHOICES, *known]))
+        names = ", ".join(sorted([*CHOICES, *bundled]))
         raise ChatError(f"{GROUP}.name={name} is not known: it is one of {names}{hint}")
     content = _load(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
     return make_spec(content.get("spec") or {}, source=f"{GROUP}={name}")
 
 
 def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
-    """Return vLLM's name for a parser of the chat's calls. Raises ChatError."""
+    """Return vLLM's name for a parser of the chat's calls; raises ChatError if none is known.
+
+    It is the setting `response_schema.server_parser`, or stands in the file of the bundled format
+    that equals the chat's.
+    """
     if config.server_parser is not None:
         return config.server_parser
     strict = replace(cast(Any, chat.response), lenient=False)
@@ -347,13 +362,15 @@ def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
 def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
     """Return the response schema of the group; `auto` asks tokenizer, then `family`.
 
-    Raises ChatError.
+    It is the user's file, a format in the settings, or a named one. `auto` takes the schema that
+    the tokenizer carries, in either dialect, else `family`, the name of the family's format. Raises
+    ChatError that names the key to set.
     """
-    own = getattr(tokenizer, "init_kwargs", None) or {}
+    tokenizer_config = getattr(tokenizer, "init_kwargs", None) or {}
     carried = {
         key: content
         for key in ("response_template", "response_schema")
-        if (content := getattr(tokenizer, key, None) or own.get(key))
+        if (content := getattr(tokenizer, key, None) or tokenizer_config.get(key))
     }
     if config.path is not None:
         spec = read_spec(Path(config.path))
@@ -392,6 +409,7 @@ def read_spec(path: Path) -> ResponseSpec:
 
 
 def _load(path: Path, source: str) -> dict[str, Any]:
+    """Read a mapping from a JSON or YAML file. Raises ChatError that names `source`."""
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
@@ -417,12 +435,14 @@ def make_spec(content: Any, *, source: str) -> ResponseSpec:
 
 
 def _own_format(settings: dict[str, Any]) -> ResponseSpec:
+    """Make a spec of agenttrain's own form of response schemas. Raises ValueError and re.error."""
     form = settings.pop("format", "marked")
     call_id: Any = settings.get("call_id", CALL_ID)
     # Twice as many ids as calls may be needed: an id that the model wrote itself is skipped.
-    ids = 2 * MAX_CALLS + 2
+    id_count = 2 * MAX_CALLS + 2
     try:
-        distinct = len({call_id.format(turn=0, index=index) for index in range(ids)}) == ids
+        ids = {call_id.format(turn=0, index=index) for index in range(id_count)}
+        distinct = len(ids) == id_count
     except (AttributeError, LookupError, ValueError):
         distinct = False
     if not distinct:
@@ -436,9 +456,9 @@ def _own_format(settings: dict[str, Any]) -> ResponseSpec:
         raise ValueError(f"format: {form!r} is not known: it is marked or harmony")
     _check_keys(settings, [field.name for field in fields(MarkedSpec)])
     for key, value in settings.items():
-        kind, word = _KINDS.get(key, (str, "text"))
-        if not isinstance(value, kind) and (value is not None or key not in _OPTIONAL):
-            raise ValueError(f"{key}: must be {word}, not {value!r}")
+        value_type, type_words = _KINDS.get(key, (str, "text"))
+        if not isinstance(value, value_type) and (value is not None or key not in _OPTIONAL):
+            raise ValueError(f"{key}: must be {type_words}, not {value!r}")
         if isinstance(value, list):
             settings[key] = tuple(str(item) for item in value)
     spec = MarkedSpec(**settings)
@@ -462,16 +482,16 @@ def _own_format(settings: dict[str, Any]) -> ResponseSpec:
     return spec
 
 
-def _check_keys(keys: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
+def _check_keys(keys: Iterable[str], allowed: list[str]) -> None:
     for key in keys:
-        if key not in known:
-            close = get_close_matches(str(key), known, n=1)
+        if key not in allowed:
+            close = get_close_matches(str(key), allowed, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"{key} is no key of a response schema: they are {known}{hint}")
+            raise ValueError(f"{key} is no key of a response schema: they are {allowed}{hint}")
 
 
 def _check_lenient(spec: ResponseSpec) -> None:
+    """Raise ValueError if the spec's calls are not JSON, so that `lenient` has no effect."""
     if isinstance(spec, MarkedSpec) and spec.syntax in ("xml", "pairs", "gemma"):
         raise ValueError(
             f"lenient: has no effect on calls of syntax {spec.syntax}, which no JSON is"

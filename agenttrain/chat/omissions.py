@@ -1,10 +1,10 @@
 """Find the messages that a chat template leaves out of a prompt.
 
-Templates drop messages without a word: of a role that they do not know, in a place where they
-expect none, or beside a call. A text that stands in the rendering was not dropped. Where a text is
-not found, or its message stands in a place that was not seen yet, the same conversation is rendered
-with a word of ours in place of each text, which shows exactly what is left out. So a row costs a
-second rendering only if it has a new place, or a text that the template changed.
+Templates drop messages silently: of a role that they do not know, in a place where they expect
+none, or beside a call. A text that stands in the rendering was not dropped. If a text is missing,
+or its message stands in a place that was not seen yet, the conversation is rendered again with a
+probe word in place of each text, which shows exactly what is left out. So a row costs a second
+rendering only if it has a new place, or a text that the template changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agenttrain.types import Message
 Render = Callable[[Sequence[Message]], str]
 """Renders messages as a prompt; raises ChatError if the template refuses them."""
 Place = tuple[str, bool, str, bool, str]
-"""Role of a message and whether it has calls, the same of the message before, the role behind."""
+"""(role, has calls, role before, the message before has calls, role behind) of a message."""
 
 ROLES = ("system", "user", "assistant", "tool")
 ALIASES: Mapping[str, str] = {
@@ -39,19 +39,19 @@ def role_of(name: str) -> str | None:
 
 
 def _word(index: int, part: int = 0) -> str:
-    """Return a text that no template contains or changes, for a part of a message's content."""
+    """Return a message part's probe word: a text that no template contains or changes."""
     return f"zqtext{index}x{part}qz"
 
 
 def _texts(content: Any) -> list[str]:
-    """Return the texts of a content that are not blank."""
+    """Return the texts of a message's content that are not blank."""
     parts = content if isinstance(content, list | tuple) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     return [text for text in texts if isinstance(text, str) and text.strip()]
 
 
 def _with_word(message: Message, index: int) -> Message:
-    """Return a message whose texts are words of this index, one for each part."""
+    """Return a message whose texts are replaced by probe words of its index, one for each part."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         numbered = enumerate(content)
@@ -61,7 +61,7 @@ def _with_word(message: Message, index: int) -> Message:
 
 
 def places(messages: Sequence[Message]) -> dict[int, Place]:
-    """Return the place of each message with a text, by its number."""
+    """Return the place of each message with a text, by the message's index."""
     described = [(str(m.get("role")), bool(m.get("tool_calls"))) for m in messages]
     around = [("", False), *described, ("", False)]
     return {
@@ -72,13 +72,16 @@ def places(messages: Sequence[Message]) -> dict[int, Place]:
 
 
 def find_omitted(messages: Sequence[Message], render: Render) -> list[int]:
-    """Return the numbers of the messages whose texts a rendering lacks."""
+    """Return the indices of the messages whose texts a rendering of the conversation lacks.
+
+    The list is also empty if the template refuses the conversation with probe words in it.
+    """
     try:
         rendering = render([_with_word(m, i) for i, m in enumerate(messages)])
     except ChatError:
         return []
     omitted = []
-    for index in places(messages):
+    for index in places(messages):  # messages with a text
         content = messages[index].get("content")
         parts = content if isinstance(content, list | tuple) else [content]
         words = [_word(index, number) for number, part in enumerate(parts) if _texts([part])]
@@ -88,7 +91,11 @@ def find_omitted(messages: Sequence[Message], render: Render) -> list[int]:
 
 
 def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close: str) -> bool:
-    """Return True if all texts stand in a rendering, in order, as templates change them."""
+    """Return True if all texts stand in a rendering, in their order and without overlap.
+
+    Templates may trim texts, write them as JSON, and leave out the reasoning with which an
+    assistant's text begins.
+    """
     position = 0
     for message in messages:
         for text in _texts(message.get("content")):
@@ -106,7 +113,10 @@ def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close:
 
 
 def advice(messages: Sequence[Message], index: int, roles: Sequence[str]) -> str:
-    """Return what to write in place of a message that is left out."""
+    """Return a remedy for a message that the template leaves out.
+
+    `roles` are the roles whose messages the template renders.
+    """
     message = messages[index]
     role, before = str(message.get("role")), [str(m.get("role")) for m in messages[:index]]
     usual = role_of(role)

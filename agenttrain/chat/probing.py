@@ -76,7 +76,7 @@ SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateBehaviour:
-    """Behaviour of a template, as probe conversations show it."""
+    """Behaviour of a template, found by rendering probe conversations."""
 
     renders_calls: bool
     """The assistant's tool calls are rendered."""
@@ -94,15 +94,17 @@ class TemplateBehaviour:
 
 def probe_behaviour(render: Render) -> TemplateBehaviour:
     """Render probe conversations and return the template's behaviour."""
-    calls = _shows(render, [_assistant(("one", "call_0_0"))], "one")
-    short = not calls and _shows(render, [_assistant(("one", "abcdefgh1"))], "one")
-    if calls and not _answers(render, "call_0_0"):
-        short = _answers(render, "abcdefgh1")
-    ids = ("abcdefgh1", "abcdefgh2") if short else ("call_0_0", "call_0_1")
-    pair = _assistant(("one", ids[0]), ("two", ids[1]))
-    both = _shows(render, [pair], "one") and _shows(render, [pair], "two")
+    # Some templates accept only short ids: in calls, or only in the replies to them.
+    renders_usual_ids = _shows(render, [_calling(("one", "call_0_0"))], "one")
+    short_ids = not renders_usual_ids and _shows(render, [_calling(("one", "abcdefgh1"))], "one")
+    if renders_usual_ids and not _shows_reply(render, "call_0_0"):
+        short_ids = _shows_reply(render, "abcdefgh1")
+    renders_calls = renders_usual_ids or short_ids
+    ids = ("abcdefgh1", "abcdefgh2") if short_ids else ("call_0_0", "call_0_1")
+    pair = _calling(("one", ids[0]), ("two", ids[1]))
+    renders_pair = _shows(render, [pair], "one") and _shows(render, [pair], "two")
     # Some templates show reasoning only beside calls.
-    turns = ({"role": "assistant", "content": "c"}, _assistant(("one", "abcdefgh1")))
+    turns = ({"role": "assistant", "content": "c"}, _calling(("one", "abcdefgh1")))
     reasoning_keys = (
         key
         for key in REASONING_KEYS
@@ -110,17 +112,17 @@ def probe_behaviour(render: Render) -> TemplateBehaviour:
         if _shows(render, [{**turn, key: f"{PROBE}why{PROBE}why"}], "why")
     )
     return TemplateBehaviour(
-        renders_calls=calls or short,
-        one_call_per_turn=(calls or short) and not both,
+        renders_calls=renders_calls,
+        one_call_per_turn=renders_calls and not renders_pair,
         reasoning_key=next(reasoning_keys, None),
-        short_ids=short,
-        shows_ids=_answers(render, ids[0], shown=ids[0]),
-        text_arguments=not (calls or short)
-        and _shows(render, [_with_text(_assistant(("one", "call_0_0")))], "one"),
+        short_ids=short_ids,
+        shows_ids=_shows_reply(render, ids[0], text=ids[0]),
+        text_arguments=not renders_calls
+        and _shows(render, [_with_text_arguments(_calling(("one", "call_0_0")))], "one"),
     )
 
 
-def _assistant(*calls: tuple[str, str]) -> Message:
+def _calling(*calls: tuple[str, str]) -> Message:
     """Return an assistant's message that calls tools, given as (name, id)."""
     return {
         "role": "assistant",
@@ -136,7 +138,7 @@ def _assistant(*calls: tuple[str, str]) -> Message:
     }
 
 
-def _with_text(message: Message) -> Message:
+def _with_text_arguments(message: Message) -> Message:
     """Return an assistant's message whose calls have their arguments as JSON text."""
     calls = [
         {
@@ -152,31 +154,32 @@ def _with_text(message: Message) -> Message:
 
 
 def _shows(render: Render, messages: Sequence[Message], text: str) -> bool:
+    """Return True if PROBE with `text` is rendered twice: as a call's name and its argument."""
     try:
         return render([USER, *messages], False).count(f"{PROBE}{text}") >= 2
     except ChatError:
         return False
 
 
-def _answers(render: Render, call_id: str, shown: str = PROBE) -> bool:
-    """Return True if a reply to a call of this id is rendered, with the text `shown` in it."""
+def _shows_reply(render: Render, call_id: str, text: str = PROBE) -> bool:
+    """Return True if a call with this id and its reply are rendered, and `text` in them."""
     reply = {"role": "tool", "tool_call_id": call_id, "name": f"{PROBE}one", "content": PROBE}
     try:
-        return shown in render([USER, _assistant(("one", call_id)), reply], True)
+        return text in render([USER, _calling(("one", call_id)), reply], True)
     except ChatError:
         return False
 
 
 def short_id(call_id: str) -> str:
-    """Return nine letters and digits that stand for an id; an id of that form stays as it is."""
-    plain = call_id.replace(OPEN, "").replace(CLOSE, "")
-    if SHORT_ID.fullmatch(plain):
-        return plain
-    return sha256(plain.encode()).hexdigest()[:9]
+    """Return nine letters and digits in place of an id; an id of that form stays as it is."""
+    unmarked = call_id.replace(OPEN, "").replace(CLOSE, "")
+    if SHORT_ID.fullmatch(unmarked):
+        return unmarked
+    return sha256(unmarked.encode()).hexdigest()[:9]
 
 
 def adapt_message(message: Message, behaviour: TemplateBehaviour) -> Message:
-    """Add the template's key for reasoning to a message, and bring call ids into its form."""
+    """Return a message with its reasoning, ids and arguments in the form the template reads."""
     changes: Message = {}
     key = behaviour.reasoning_key
     if key is not None and key not in message and REASONING_KEYS[0] in message:
@@ -189,4 +192,8 @@ def adapt_message(message: Message, behaviour: TemplateBehaviour) -> Message:
             for call in message["tool_calls"]
         ]
     message = {**message, **changes} if changes else message
-    return _with_text(message) if behaviour.text_arguments and "tool_calls" in message else message
+    return (
+        _with_text_arguments(message)
+        if behaviour.text_arguments and "tool_calls" in message
+        else message
+    )

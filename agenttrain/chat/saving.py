@@ -9,11 +9,11 @@ from agenttrain.chat.chat import Chat
 
 
 def saved_tokenizer(chat: Chat) -> Any:
-    """Return the chat's tokenizer with an end of sequence that ends a turn in training.
+    """Return the chat's tokenizer; its `eos_token` is the token that ends a turn in training.
 
-    The tokenizers of base models name another, ``<|endoftext|>`` say, which a trained model never
-    samples. Where the template writes `eos_token`, or has no token that ends a turn, the tokenizer
-    stays as it is.
+    Tokenizers of base models have another one, ``<|endoftext|>`` say, which a trained model never
+    samples. The tokenizer stays as it is if the template writes `eos_token`, or has no token that
+    ends a turn.
     """
     tokenizer, ends = chat.tokenizer, chat.turn_end_ids
     if not ends or tokenizer.eos_token_id in ends or "eos_token" in chat.template:

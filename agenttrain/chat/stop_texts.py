@@ -8,7 +8,7 @@ from agenttrain.chat.streaming import TextStream
 
 
 class StopScan:
-    """Reads a completion up to the first token behind which it holds one of the texts.
+    """Reads a completion up to the token that completes one of the stop texts.
 
     Example, for the texts ``["Paris"]``: of the tokens ``in| Par|is|.`` the third one completes it,
     so that `end` is 3 and `text` is ``"in "``.
@@ -17,11 +17,11 @@ class StopScan:
     def __init__(self, text_of: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self.stops = stops
         self.text = ""
-        """The text so far; once it is cut, that before the stop text."""
+        """The text so far; once there is a stop text, the text before it."""
         self.count = 0
-        """Tokens that were read."""
+        """Number of tokens that were read."""
         self.end: int | None = None
-        """Tokens up to the one that completes a stop text; None: there is none yet."""
+        """Number of tokens up to the one that completes a stop text; None: no stop text yet."""
         self._stream = TextStream(text_of)
         self._longest = max(map(len, stops), default=1)
 
@@ -38,13 +38,14 @@ class StopScan:
             self._append(self._stream.flush())
 
     def _append(self, text: str) -> None:
+        # A stop text that `text` completes may begin in the text before.
         begin = max(len(self.text) - self._longest + 1, 0)
         self.text += text
-        found = [place for stop in self.stops if (place := self.text.find(stop, begin)) >= 0]
-        if found:
-            self.text, self.end = self.text[: min(found)], self.count
+        positions = [at for stop in self.stops if (at := self.text.find(stop, begin)) >= 0]
+        if positions:
+            self.text, self.end = self.text[: min(positions)], self.count
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """Return the part of a text before the first of the stop texts."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)]
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)]

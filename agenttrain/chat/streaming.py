@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 
 class TextStream:
-    """Decodes tokens as they arrive; a character that is spread over several waits for its last.
+    """Decodes tokens as they arrive. A character in several tokens appears with the last of them.
 
     Example: ``stream = TextStream(chat.decode)``, then ``stream.push(token)`` for each token.
     """
@@ -15,15 +15,15 @@ class TextStream:
         self._decode = decode
         self._ids: list[int] = []
         self._shown = 0
-        """Tokens whose text was returned."""
+        """Number of the tokens in `_ids` whose text was returned."""
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, perhaps empty."""
         self._ids.append(token_id)
-        # Some tokenizers drop the blank before the first token: decode behind one that is known.
+        # Some tokenizers drop the blank before the first token: decode behind an earlier token.
         before = self._decode(self._ids[: self._shown])
         text = self._decode(self._ids)[len(before) :]
-        if text.endswith("\ufffd"):
+        if text.endswith("\ufffd"):  # an incomplete character
             return ""
         self._ids = self._ids[self._shown :]
         self._shown = len(self._ids)

@@ -9,14 +9,14 @@ from typing import Any
 from agenttrain.utils.placeholders import Placeholders
 
 SEEING = ("qwen3_vl", "qwen2_5_vl")
-"""Types of models whose images are read."""
+"""Model types whose images agenttrain reads."""
 BIDIRECTIONAL = "its attention is bidirectional inside images, which packed training does not have"
 UNREAD = {
     "gemma3": BIDIRECTIONAL,
     "gemma3n": BIDIRECTIONAL,
     "gemma4": BIDIRECTIONAL,
 }
-"""Types of other models that see, with the reason why their images are not read."""
+"""Other model types with vision, and the reason why agenttrain does not read their images."""
 
 
 def load_placeholders(folder: Path) -> Placeholders | str:

@@ -472,7 +472,7 @@ class RecordedEpisode(Episode):
         """Return the recorded reward."""
         return read(self._replies.reward)
 
-    async def finish(self, *, again: bool = True) -> None:
+    async def finish(self, *, reusable: bool = True) -> None:
         """Do nothing: no environment was started."""
 
 

@@ -36,7 +36,7 @@ class UserSettings:
     """Settings of a simulated user, beside its `_target_`."""
 
     max_turns: Whole = Field(default=8, ge=1)
-    """Messages of the user in a rollout, beside the row's; then the rollout is `completed`."""
+    """Messages of the simulated user in a rollout; after them the rollout is `completed`."""
     concurrency: Whole = Field(default=32, ge=1)
     """Replies that are made at once, over all rollouts."""
     timeout_s: Number = Field(default=600.0, gt=0)

@@ -53,15 +53,15 @@ Reward = TypeVar("Reward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The task and the seeds with which a rollout begins."""
+    """The row and the seeds with which an environment's episode begins."""
 
     rollout_id: str
     row: Mapping[str, Any]
     """The task's columns."""
     seed: int
-    """Seed of this rollout alone."""
+    """Seed of this rollout."""
     group_seed: int
-    """The same for all rollouts of the task."""
+    """Seed that all rollouts of the task share."""
 
 
 class EnvironmentKind:
@@ -81,9 +81,10 @@ class EnvironmentKind:
         self.settings = settings or EnvironmentSettings()
         pooled = self.settings.pooled
         self.pooled = bool(getattr(cls, "pooled", False)) if pooled is None else pooled
-        self.has_reset, self.has_reward, self.has_user, self.has_state = (
-            callable(getattr(cls, hook, None)) for hook in ("reset", "reward", "user", "state")
-        )
+        self.has_reset = callable(getattr(cls, "reset", None))
+        self.has_reward = callable(getattr(cls, "reward", None))
+        self.has_user = callable(getattr(cls, "user", None))
+        self.has_state = callable(getattr(cls, "state", None))
         self.episodes: dict[str, Episode] = {}
         """Episodes of the rollouts in flight, by rollout id."""
         self.idle: list[Instance] = []
@@ -92,21 +93,7 @@ class EnvironmentKind:
         """Closed instances in which an abandoned call still runs."""
         self._warned = False
         where = f"environment.{name} ({cls.__module__}.{cls.__qualname__})"
-        kinds = inspect.Parameter
-        reset: Any = getattr(cls, "reset", None)
-        signature = inspect.signature(reset).parameters.values() if self.has_reset else ()
-        parameters = list(signature)[1:]  # without self
-        self._reset_arguments = [p.name for p in parameters if p.name in RESET_ARGUMENTS]
-        if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
-            self._reset_arguments, parameters = list(RESET_ARGUMENTS), []
-        for parameter in parameters:
-            is_argument = parameter.name in RESET_ARGUMENTS
-            is_keyword = is_argument and parameter.kind is not kinds.POSITIONAL_ONLY
-            if not is_keyword and parameter.default is kinds.empty:
-                raise ValueError(
-                    f"{where}: its reset takes {parameter.name!r}; it can be given "
-                    f"{', '.join(RESET_ARGUMENTS)}: `def reset(self, row, seed):`"
-                )
+        self._reset_arguments = _reset_arguments(cls, where) if self.has_reset else []
         if self.pooled and not self.has_reset:
             raise ValueError(
                 f"{where}: it is pooled and has no reset, so an instance would begin where another "
@@ -128,29 +115,32 @@ class EnvironmentKind:
         return [*(episode.instance for episode in self.episodes.values()), *self._closed_busy]
 
     async def start(self, start: Start) -> Episode:
-        """Give the rollout an instance and reset it. Raises ToolUnavailable."""
+        """Give a rollout an instance, new or from the pool, and reset it.
+
+        Raises ToolUnavailable if the instance cannot be made or reset; it is then closed.
+        """
         if start.rollout_id in self.episodes:
             raise ValueError(f"rollout {start.rollout_id!r} has an environment already")
         if self.idle:
             instance = self.idle.pop()
         else:
-            limit_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
-            instance = Instance(f"environment {self.name}", limit_s)
-        stage = ["its constructor"]  # a list, which `_make_and_reset` updates for the error
+            longest_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
+            instance = Instance(f"environment {self.name}", longest_s)
+        stage = ["its constructor"]  # a list, so that `_make_and_reset` can update it
         episode = Episode(self, instance, start.rollout_id)
         self.episodes[start.rollout_id] = episode
         try:
             limit_s = self.settings.hook_timeout_s
             await limit_time(self._make_and_reset(episode, start, stage), limit_s)
         except BaseException as error:
-            await episode.finish(again=False)
+            await episode.finish(reusable=False)
             if not isinstance(error, Exception):
                 raise
             raise self.unavailable(stage[0], error) from error
         return episode
 
     async def _make_and_reset(self, episode: Episode, start: Start, stage: list[str]) -> None:
-        """Make the instance if needed and reset it. `stage[0]` is set to the part that runs."""
+        """Make the instance if needed, and reset it. `stage[0]` names the hook that runs."""
         instance = episode.instance
         if instance.obj is None:
             # Copies, so that no rollout sees another's changes to a bound list or to the row.
@@ -161,7 +151,7 @@ class EnvironmentKind:
             available = {"row": row, "seed": start.seed, "group_seed": start.group_seed}
             arguments = {name: available[name] for name in self._reset_arguments}
             prompt = await instance.call(instance.obj.reset, **arguments)
-            # In the instance's thread: an error quotes the prompt, and its repr is user code.
+            # In the instance's thread: an error quotes the prompt, whose repr runs user code.
             episode.messages = () if prompt is None else await instance.call(_to_messages, prompt)
         if await instance.call(lambda: getattr(instance.obj, "done", False)):
             raise ValueError("`done` is true before the first turn; reset must make it false")
@@ -199,8 +189,28 @@ class EnvironmentKind:
                 )
 
 
+def _reset_arguments(cls: Any, where: str) -> list[str]:
+    """Return the names in RESET_ARGUMENTS that a class's `reset` takes.
+
+    Raises ValueError for a parameter that it cannot be given.
+    """
+    kinds = inspect.Parameter
+    parameters = list(inspect.signature(cls.reset).parameters.values())[1:]  # without self
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
+        return list(RESET_ARGUMENTS)
+    for parameter in parameters:
+        is_argument = parameter.name in RESET_ARGUMENTS
+        is_keyword = is_argument and parameter.kind is not kinds.POSITIONAL_ONLY
+        if not is_keyword and parameter.default is kinds.empty:
+            raise ValueError(
+                f"{where}: its reset takes {parameter.name!r}; it can be given "
+                f"{', '.join(RESET_ARGUMENTS)}: `def reset(self, row, seed):`"
+            )
+    return [p.name for p in parameters if p.name in RESET_ARGUMENTS]
+
+
 class Episode:
-    """One rollout's use of an instance."""
+    """One rollout in an environment's instance."""
 
     def __init__(self, kind: EnvironmentKind, instance: Instance, rollout_id: str) -> None:
         self.kind, self.instance, self.rollout_id = kind, instance, rollout_id
@@ -209,22 +219,22 @@ class Episode:
         self.done = False
         """True once the environment declared the episode over. Updated after every call."""
         self.truncated = False
-        """True if it was over because of a limit of the environment's own."""
+        """True if a limit of the environment ended the episode."""
         self._finished = False
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Reason why the environment ends the rollout. None while the episode goes on."""
+        """Why the environment ends the rollout; None while the episode goes on."""
         if not self.done:
             return None
         return StopReason.environment_truncated if self.truncated else StopReason.environment_done
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the instance, and raise its errors."""
+        """Call a method of the instance and update `done`; errors of the method are raised."""
         environment = self.instance.obj
         function = getattr(environment, method)
 
-        # `done` may be a property that runs code of the user's: it is read where the method runs.
+        # `done` may be a property that runs user code: it is read in the method's own thread.
         def read_done() -> None:
             self.done = bool(getattr(environment, "done", False))
             self.truncated = self.done and bool(getattr(environment, "truncated", False))
@@ -245,7 +255,11 @@ class Episode:
         return await self.instance.call(await_and_read_done if is_async else call_and_read_done)
 
     async def user(self, message: Message) -> str | TurnReward | None:
-        """Call the class's `user` for its reply to an answer. Raises ToolUnavailable."""
+        """Return the reply of the class's `user` to an answer without a call, or None.
+
+        Raises ToolUnavailable if the hook fails, or returns something other than a text, None or
+        a TurnReward of these.
+        """
         if not self.kind.has_user:
             return None
         limit = self.kind.settings.hook_timeout_s
@@ -262,7 +276,10 @@ class Episode:
         return cast("str | TurnReward | None", reply)
 
     async def state(self) -> str | None:
-        """Return a digest of the class's `state`, if it has that. Raises ToolUnavailable."""
+        """Return a digest of the class's `state`, or None if the class has no such hook.
+
+        Raises ToolUnavailable if the hook fails, or returns something other than a JSON value.
+        """
         if not self.kind.has_state:
             return None
         limit = self.kind.settings.hook_timeout_s
@@ -289,21 +306,24 @@ class Episode:
         except TookTooLong as error:
             raise self.kind.unavailable("its reward", error) from error
 
-    async def finish(self, *, again: bool = True) -> None:
-        """End the episode, once. With `again` a pooled instance may be used again."""
+    async def finish(self, *, reusable: bool = True) -> None:
+        """End the episode, once: return its instance to the pool, or close it.
+
+        An instance returns to the pool if it is `reusable`, its class is pooled, and no call runs.
+        """
         if self._finished:
             return
         self._finished = True
         kind, instance = self.kind, self.instance
         kind.episodes.pop(self.rollout_id, None)
-        if again and kind.pooled and not (instance.running or instance.abandoned):
+        if reusable and kind.pooled and not (instance.running or instance.abandoned):
             kind.idle.append(instance)
         else:
             await kind.close_instance(instance)
 
 
 def _digest(state: Any) -> str:
-    """Return a digest that equal states share, whatever the order of their keys."""
+    """Return the digest of a JSON value; the order of keys does not matter."""
     try:
         text = json.dumps(state, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -315,7 +335,10 @@ def _digest(state: Any) -> str:
 
 
 def _to_messages(prompt: Any) -> tuple[Message, ...]:
-    """Make messages of the value that `reset` returned. A text is a user message."""
+    """Return the value that `reset` returned as messages; a text becomes a user message.
+
+    A content may be a list of texts and images. Raises TypeError for another value.
+    """
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
     items = [prompt] if isinstance(prompt, Mapping) else prompt
@@ -343,11 +366,14 @@ _ABANDONED: set[asyncio.Future[Any]] = set()
 
 
 class TookTooLong(TimeoutError):
-    """A hook's time limit is over. Not TimeoutError itself, which user code may raise."""
+    """A hook's time limit is over. A class of its own, because user code may raise TimeoutError."""
 
 
 async def limit_time(work: Awaitable[Any], seconds: float) -> Any:
-    """Await `work` for at most `seconds`, and abandon it then. Raises TookTooLong."""
+    """Await `work` for at most `seconds`, then cancel and abandon it and raise TookTooLong.
+
+    Unlike asyncio.timeout, this does not wait for work that ignores its cancellation.
+    """
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
@@ -369,11 +395,11 @@ def _discard(task: asyncio.Future[Any]) -> None:
 
 
 class Instance:
-    """An object of a user's environment class: made, called by one call at a time, closed once.
+    """An object of a user's environment class: made once, called one call at a time, closed once.
 
     Blocking methods run off the event loop, always in the same thread, so an object may own things
-    that are bound to a thread (an SQLite connection, a browser). Only if a call was abandoned while
-    it ran, the next one gets another thread, and waits there until the first is over.
+    that are bound to a thread (an SQLite connection, a browser). After an abandoned call, which may
+    still run in that thread, the next call gets another thread and waits there for the first.
     """
 
     def __init__(self, label: str, limit_s: float) -> None:
@@ -381,9 +407,9 @@ class Instance:
         self._label, self._limit_s = label, limit_s
         self.obj: Any = None
         self.running = 0
-        """Calls that run."""
+        """Number of calls that run."""
         self.abandoned = False
-        """True once a call was cancelled: it may run on, so no other rollout gets the object."""
+        """True once a call was cancelled: it may still run, so no other rollout gets the object."""
         self.threads = DaemonThreads(idle_s=IDLE_S)
         self._busy = threading.Lock()
         """Held during a call: one runs at a time, also after an abandoned one."""
@@ -391,46 +417,49 @@ class Instance:
         """Guards `obj` and `_closing`: the object is closed whichever of them is set first."""
         self._closing = False
 
-    async def make(self, make: Callable[[], object]) -> None:
-        """Construct the object. If `close` was called meanwhile, close it at once."""
+    async def make(self, construct: Callable[[], object]) -> None:
+        """Construct the object; close it at once if `close` was called meanwhile."""
 
-        def work() -> None:
-            obj = make()
+        def make_in_thread() -> None:
+            obj = construct()
             with self._lock:
                 self.obj, is_late = obj, self._closing
             if is_late:
                 attempt(lambda: _close_in_thread(obj))
 
-        await self.call(work)
+        await self.call(make_in_thread)
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the object, sync or async, and raise its errors."""
-        given_up = threading.Event()  # a call that was cancelled before its turn never begins
+        """Call a sync or async method of the object; its errors are raised."""
+        cancelled = threading.Event()
         # A little early, so that the call counts as overdue once the limit's timer has fired.
         deadline = time.monotonic() + 0.9 * self._limit_s
 
-        def work() -> Any:
-            with self._busy:
-                return None if given_up.is_set() else function(*args, **kwargs)
+        def call_in_thread() -> Any:
+            with self._busy:  # a call that is cancelled while it waits here never begins
+                return None if cancelled.is_set() else function(*args, **kwargs)
 
         self.running += 1
         try:
             if inspect.iscoroutinefunction(function):
                 return await self._on_loop(function(*args, **kwargs))
-            outcome = await self.threads.run(work, label=self._label, deadline=deadline)
+            outcome = await self.threads.run(call_in_thread, label=self._label, deadline=deadline)
             if outcome.alarm:
                 warn_of_alarm(self._label, NO_ALARM)
             value = _unwrap(outcome)
             return await self._on_loop(value) if inspect.isawaitable(value) else value
         except asyncio.CancelledError:
-            given_up.set()
+            cancelled.set()
             self.abandoned = True
             raise
         finally:
             self.running -= 1
 
     async def close(self, seconds: float) -> None:
-        """Close the object, once, without waiting for an abandoned call. Raises its errors."""
+        """Close the object, once; errors of its `close` are raised.
+
+        Does not wait for an abandoned call: closing the object may be the way to end it.
+        """
         with self._lock:
             if self._closing:
                 return
@@ -453,7 +482,7 @@ class Instance:
             await self._on_loop(value)
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
-        """Await on the event loop, and count as overdue after the limit."""
+        """Await on the event loop; the call counts as overdue after the limit."""
         deadline = time.monotonic() + 0.9 * self._limit_s
         return _unwrap(
             await attempt_async(
@@ -468,7 +497,7 @@ def _unwrap(outcome: Any) -> Any:
         return outcome.value
     if isinstance(outcome.error, Exception):
         raise outcome.error
-    # The user's code raised SystemExit or KeyboardInterrupt, which must not end the run.
+    # User code raised SystemExit or KeyboardInterrupt, which must not end the run.
     error = outcome.error
     raise RuntimeError(f"{type(error).__name__}: {error}") from error
 

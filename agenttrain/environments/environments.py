@@ -39,7 +39,10 @@ class Environments:
         stop_tools: Sequence[str] = (),
         max_stuck: int = 32,
     ) -> None:
-        """`max_stuck` is for `check_stuck`. Raises ValueError for methods without schema."""
+        """`stop_tools` may hold tools of other toolboxes too. `max_stuck` is for `check_stuck`.
+
+        Raises ValueError, with the text to add, for a method of which no schema can be made.
+        """
         self.kinds = dict(kinds or {})
         self.toolboxes: dict[str, Toolbox] = {}
         for name, kind in self.kinds.items():
@@ -95,7 +98,10 @@ class Environments:
         return tuple(name for name, kind in self.kinds.items() if kind.has_reward)
 
     def kind_of(self, task: Task) -> EnvironmentKind | None:
-        """Return the task's environment, if the run has any. Raises ValueError."""
+        """Return the task's environment, or None if the run has none.
+
+        Raises ValueError, with a remedy, for a row that names an unknown one, or none of several.
+        """
         if not self.kinds:
             return None
         names = ", ".join(self.kinds)
@@ -116,11 +122,11 @@ class Environments:
         return self.kinds[name]
 
     def toolbox_of(self, kind: EnvironmentKind | None) -> Toolbox:
-        """Return the toolbox of an environment's methods, or an empty one for None."""
+        """Return the toolbox of an environment's methods; for None, an empty toolbox."""
         return self._empty if kind is None else self.toolboxes.get(kind.name, self._empty)
 
     def warn_uneven_prompts(self, groups: int, total: int) -> None:
-        """Warn once, on stderr, that rollouts of a group began with different prompts."""
+        """Warn once that in `groups` of `total` groups rollouts began with different prompts."""
         if groups and not self._warned:
             self._warned = True
             print(
@@ -139,7 +145,7 @@ class Environments:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Method:
-    """A method as a tool. A call reaches the instance of the rollout that calls."""
+    """A method as a tool; a call reaches the instance of the calling rollout."""
 
     name: str
     schema: dict[str, Any]
@@ -156,7 +162,7 @@ class _Method:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Described:
-    """A tool that the class described for its arguments. `call_tool` runs its calls."""
+    """A tool that the class's `tools` describes; the instance's `call_tool` runs its calls."""
 
     name: str
     schema: dict[str, Any]
@@ -171,7 +177,7 @@ class _Described:
 
 
 def described_tools(kind: EnvironmentKind) -> list[dict[str, Any]]:
-    """Return the schemas of the tools that depend on the arguments of the environment's class."""
+    """Return the schemas of a class's `tools`, which depend on its arguments; often none."""
     describe = class_method(kind.cls, "tools")
     return [] if describe is None else list(describe(**kind.bound))
 

@@ -32,28 +32,32 @@ from agenttrain.utils.threads import DaemonThreads, attempt, blocks
 class UserFunction(Protocol):
     """Target of `user._target_`: a sync or async function, or a class whose instances are called.
 
-    `spoken` are the messages of the user, and the answers that the user has heard, in their order.
-    It returns the user's next message, or None to end the conversation. The same arguments should
-    give the same reply, so that a run can be repeated.
+    `spoken` holds the messages of the user and the answers that the user has heard, in order. The
+    function returns the user's next message, or None to end the conversation. The same arguments
+    should give the same reply, so that a run can be repeated.
     """
 
     def __call__(self, task: Task, spoken: Sequence[Message], seed: int) -> Any: ...
 
 
 class SimulatedUser:
-    """The user of all rollouts of a run. Its failures end a rollout as `error`."""
+    """The simulated user of all rollouts of a run. A failure ends the rollout as `error`."""
 
     def __init__(self, function: UserFunction, settings: UserSettings | None = None) -> None:
         self.function, self.settings = function, settings or UserSettings()
         self.columns: tuple[str, ...] = tuple(getattr(function, "columns", ()))
-        """Columns that a row needs."""
+        """Columns that every row must have."""
         self._slots = asyncio.Semaphore(self.settings.concurrency)
         self._threads = DaemonThreads()
 
     async def reply(
         self, task: Task, spoken: Sequence[Message], *, replies: int, seed: int
     ) -> str | None:
-        """Return the user's reply after `replies` earlier ones. Raises ToolUnavailable."""
+        """Return the user's next message, or None to end the conversation.
+
+        `replies` is the number of replies that the user has given. Raises ToolUnavailable if the
+        function fails or takes too long.
+        """
         if replies >= self.settings.max_turns:
             return None
         async with self._slots:
@@ -73,19 +77,19 @@ class SimulatedUser:
         return text
 
     async def _ask(self, task: Task, spoken: Sequence[Message], seed: int) -> Any:
-        """Call the function, in a thread if it blocks, and raise its errors."""
+        """Call the function, in a thread if it blocks; its errors are raised."""
         messages = [dict(message) for message in spoken]  # copies, which the function may change
         if not blocks(self.function):
             return await self.function(task, messages, seed)
-        outcome = await self._threads.run(
+        in_thread = await self._threads.run(
             lambda: attempt(lambda: self.function(task, messages, seed)), label="user"
         )
-        result: Any = outcome.value
+        result: Any = in_thread.value  # the outcome of the function
         if result.alarm:
             warn_of_alarm("user", NO_ALARM)
         if isinstance(result.error, Exception):
             raise result.error
-        if result.error is not None:  # SystemExit of the user's code must not end the run
+        if result.error is not None:  # SystemExit of user code must not end the run
             raise RuntimeError(f"{type(result.error).__name__}: {result.error}")
         return await result.value if inspect.isawaitable(result.value) else result.value
 
@@ -94,24 +98,27 @@ class Dialogue:
     """Messages that the user of one rollout has sent and received since the prompt."""
 
     def __init__(self, user: SimulatedUser | None, seed: int) -> None:
-        """`seed` is the rollout's, of which each reply gets another one."""
+        """`seed` is the rollout's; the seed of each reply is derived from it."""
         self._user, self._seed = user, seed
         self._spoken: list[Message] = []
         self._replies = 0
         self.said = 0
-        """Messages of the user."""
+        """Number of the user's messages."""
 
     def hear(self, answer: str) -> None:
         """Record an answer of the model."""
         self._spoken.append({"role": "assistant", "content": answer})
 
     def say(self, text: str) -> None:
-        """Record a message of the user, whoever wrote it."""
+        """Record a message of the user, also one that the environment or a tool wrote."""
         self._spoken.append({"role": "user", "content": text})
         self.said += 1
 
     async def reply(self, task: Task) -> str | None:
-        """Return the simulated user's reply to the last answer. Raises ToolUnavailable."""
+        """Return the simulated user's reply to the last answer, or None if there is none.
+
+        Raises ToolUnavailable if the user fails.
+        """
         if self._user is None:
             return None
         prompt = [m for m in task.messages if m["role"] in ("user", "assistant")]
@@ -128,7 +135,7 @@ class LlmUser:
     `prompt` says who the user is and what they want, with columns of the row: ``{{ wish }}``. It is
     the system message. Then comes `greeting` (null: none) as the agent's first message, because
     many chat templates must begin with a user, and then the conversation with both roles exchanged.
-    The model hears the agent's answers, and neither its calls nor their results. A reply with the
+    The model sees the agent's answers, but neither its calls nor their results. A reply with the
     text `stop` ends the conversation.
 
     If `seeded`, every request has a seed of its own. The other settings are those of
@@ -170,7 +177,7 @@ class LlmUser:
         self.columns = tuple(name for name in self._prompt.fields if name != "stop")
 
     def __call__(self, task: Task, spoken: Sequence[Message], seed: int) -> str | None:
-        """Return the model's reply, None if it has the stop text. Raises ToolUnavailable."""
+        """Return the model's reply, or None if it has the stop text. Raises ToolUnavailable."""
         roles = {"user": "assistant", "assistant": "user"}
         persona = self._prompt.fill({**task.columns, "stop": self._stop})
         messages = [{"role": "system", "content": persona}]
@@ -186,14 +193,17 @@ class LlmUser:
 
 
 def _not_empty(text: str) -> str:
-    """Return the stripped reply. Raises Transient, so that an empty one is asked for again."""
+    """Return the stripped reply; raise Transient if it is empty, so that it is asked for again."""
     if not text.strip():
         raise Transient("the reply is empty")
     return text.strip()
 
 
 def build_user(section: Mapping[str, Any]) -> SimulatedUser | None:
-    """Build the user of a `user:` section, if there is one. Raises ValueError."""
+    """Build the user of a `user:` section; return None if the section is empty.
+
+    Raises ValueError with key, value and remedy.
+    """
     if not section:
         return None
     located = locate_section(section, key="user")
@@ -218,7 +228,7 @@ def build_user(section: Mapping[str, Any]) -> SimulatedUser | None:
 
 
 class _Bound:
-    """A user's function with its settings."""
+    """A user function with its settings."""
 
     def __init__(self, function: Any, bound: Mapping[str, Any]) -> None:
         self._function, self._bound = function, dict(bound)

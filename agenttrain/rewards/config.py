@@ -12,7 +12,7 @@ from agenttrain.utils.sections import SETTINGS, Number, Whole
 
 
 class OnUnavailable(StrEnum):
-    """Consequence of a reward that could not be had (its judge is down, it took too long)."""
+    """Consequence of a reward that is unavailable: its judge is down, or it took too long."""
 
     stop = "stop"
     """Stop the run."""
@@ -25,10 +25,10 @@ class RewardSettings:
     """Settings of one reward, beside its `_target_`."""
 
     weight: Number = 1.0
-    """Factor in the rollout's reward, which is the sum; may be negative."""
+    """Factor of this reward in the rollout's reward, the weighted sum; may be negative."""
     timeout_s: Number | None = Field(default=300.0, gt=0)
     """Seconds that one call may take; None: no limit."""
     concurrency: Whole | None = Field(default=None, ge=1)
     """Calls at once; None: one after the other for a sync function, all for an async one."""
     on_unavailable: Data[OnUnavailable] = OnUnavailable.stop
-    """Consequence of a reward that could not be had: stop the run, or drop the rollout."""
+    """Consequence of an unavailable reward: stop the run, or drop the rollout."""

@@ -1,8 +1,8 @@
-"""Reward functions, ours and TRL's: called on many rollouts, one value for each, in their order.
+"""Reward functions, ours and TRL's: one value for each rollout.
 
 The signature of a function names the columns that it gets. It gets copies of rollouts, so that it
-cannot change what is trained or what other functions see. Changing a copy is an error, because
-whatever the function meant by it would not happen.
+cannot change what is trained or what other functions see. A function that changes its copy raises
+an error, because the change has no effect.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from agenttrain.utils.threads import (
 )
 
 RewardFunction = Callable[..., Any]
-"""``(rollout, **columns) -> float | None``, sync or async. None: not applicable.
+"""``(rollout, **columns) -> float | None``, sync or async. None means not applicable.
 
 It gets the columns that its signature names, or all of them with ``**columns``. Example::
 
@@ -50,34 +50,34 @@ class RewardError(AgenttrainError):
     """A reward function failed or returned no reward. It ends the run."""
 
     def __init__(self, message: str, *, culprits: Sequence[str] = ()) -> None:
-        """`culprits` are the ids of the rollouts that it failed on."""
+        """`culprits` are the ids of the rollouts on which the function failed."""
         super().__init__(message)
         self.culprits = tuple(culprits)
         self.rollouts: Sequence[Rollout] = ()
-        """All rollouts that were to be scored. The collector sets them."""
+        """All rollouts of the scoring that failed; the collector sets them."""
 
 
 class RewardUnavailable(AgenttrainError):
-    """A reward function cannot score because something it needs is broken (a judge's server).
+    """Raised by a reward function that cannot score, because a judge's server is down, say.
 
-    It raises this instead of returning 0, which would teach something false.
-    `reward.<name>.on_unavailable` decides whether the run stops or the rollout is dropped.
+    Returning 0 instead would teach something false. `reward.<name>.on_unavailable` decides whether
+    the run stops or the rollout is dropped.
     """
 
 
 class NoNumber(RewardUnavailable):
-    """A function returned NaN, infinity or no number, in an evaluation, which goes on."""
+    """A function returned NaN, infinity or no number, in an evaluation, which continues."""
 
 
 Schemas = tuple[Mapping[str, Any], ...]
-VISIT_S = 0.02
-"""Seconds after which a thread that runs short calls returns the outcomes so far."""
+BATCH_S = 0.02
+"""Seconds after which a thread that runs a batch of short calls returns the outcomes so far."""
 Call = Callable[[], Any]
 TRUSTED_PACKAGES = ("builtins", "numpy", "torch")
 """Packages whose numbers can be read without running user code."""
 Score = float | tuple[float, ...] | None | RewardUnavailable
-"""A reward, one for each turn, None if the function does not apply, or the reason why there is
-none."""
+"""A reward, or one for each turn, or None if the function does not apply, or the reason why there
+is no reward."""
 
 
 class FunctionScorer:
@@ -94,23 +94,23 @@ class FunctionScorer:
     ) -> None:
         """Read the signature of `function`, whose parameters `bound` are set already.
 
-        `timeout_s` limits one call. At most `concurrency` calls run at once, also if `score` is
-        called again before it has returned. None: the calls of a sync function run one by one, so
-        that it need not be thread-safe, and those of an async function all at once.
+        `timeout_s` limits one call. At most `concurrency` calls run at once, over all concurrent
+        calls of `score`. None: calls of a sync function run one by one, so that it need not be
+        thread-safe, and those of an async function all at once.
         """
         self.name = name
         self._function = function
         self._trl = is_trl(function)
         self._blocks = blocks(function)
         self._timeout_s = timeout_s
-        self._at_once = concurrency or (1 if self._blocks else None)
-        self._gates = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
-        """Bounds the calls at once. A semaphore belongs to one event loop."""
+        self._concurrency = concurrency or (1 if self._blocks else None)
+        self._semaphores = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+        """Semaphores for `concurrency` calls at once, one for each event loop."""
         self._threads = DaemonThreads()
         self.sets_alarms = False
         """True once a call has tried to set an alarm: from then on calls run in the main thread."""
         self.strict = True
-        """True if a value that is no number raises. False: it becomes NoNumber."""
+        """True if a value that is no number raises RewardError; False if it becomes NoNumber."""
         kinds = inspect.Parameter
         parameters = list(inspect.signature(function).parameters.values())
         rollout_parameters = [] if self._trl else parameters[:1]
@@ -134,21 +134,7 @@ class FunctionScorer:
         if not rollouts:
             return []
         if self._trl:
-            arguments = batch_arguments([copy_rollout(rollout) for rollout in rollouts])
-            async with self._slot():
-                batch = await self._run(lambda: self._function(**self._columns_of(arguments)))
-            if isinstance(batch.error, RewardUnavailable):
-                return [batch.error] * len(rollouts)
-            if batch.error is not None:
-                raise scoring_error(self.name, rollouts[0], batch.error) from batch.error
-            values = batch.value
-            if not isinstance(values, Sequence) or len(values) != len(rollouts):
-                wrong = ValueError(f"it returned {values!r} for {len(rollouts)} completions")
-                raise scoring_error(self.name, rollouts[0], wrong)
-            return [
-                await self._read(Outcome(value=value), rollout)
-                for value, rollout in zip(values, rollouts, strict=True)
-            ]
+            return await self._score_batch(rollouts)
         calls = [functools.partial(self._call, rollout) for rollout in rollouts]
 
         async def run(call: Call) -> Outcome:
@@ -156,12 +142,12 @@ class FunctionScorer:
                 return await self._run(call)
 
         outcomes: list[Outcome] = []
-        if self._blocks and self._at_once == 1:
-            # One after the other. Short calls share a visit to a thread.
+        if self._blocks and self._concurrency == 1:
+            # One after the other; a thread runs several short calls in one go.
             while len(outcomes) < len(calls):
                 async with self._slot():
-                    outcomes += await self._visit(calls[len(outcomes) :])
-        elif self._at_once == 1:
+                    outcomes += await self._run_several(calls[len(outcomes) :])
+        elif self._concurrency == 1:
             outcomes = [await run(call) for call in calls]
         else:
             outcomes = await asyncio.gather(*map(run, calls))
@@ -170,24 +156,46 @@ class FunctionScorer:
             for outcome, rollout in zip(outcomes, rollouts, strict=True)
         ]
 
+    async def _score_batch(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """Call a TRL function, which scores all rollouts at once."""
+        arguments = batch_arguments([copy_rollout(rollout) for rollout in rollouts])
+        async with self._slot():
+            batch = await self._run(lambda: self._function(**self._columns_of(arguments)))
+        if isinstance(batch.error, RewardUnavailable):
+            return [batch.error] * len(rollouts)
+        if batch.error is not None:
+            raise scoring_error(self.name, rollouts[0], batch.error) from batch.error
+        values = batch.value
+        if not isinstance(values, Sequence) or len(values) != len(rollouts):
+            wrong = ValueError(f"it returned {values!r} for {len(rollouts)} completions")
+            raise scoring_error(self.name, rollouts[0], wrong)
+        return [
+            await self._read(Outcome(value=value), rollout)
+            for value, rollout in zip(values, rollouts, strict=True)
+        ]
+
     def may_set_alarms(self) -> str | None:
-        """Return the name of a function that sets alarms and that this one may call in a thread."""
+        """Return the name of a function that sets alarms and that this one may call, or None."""
         return may_set_alarms(self._function) if self._blocks else None
 
     def _slot(self) -> AbstractAsyncContextManager[object]:
         """Return a context manager that waits until a further call may run."""
-        if self._at_once is None:
+        if self._concurrency is None:
             return nullcontext()
-        gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once))
-        return gate
+        loop = asyncio.get_running_loop()
+        return self._semaphores.setdefault(loop, asyncio.Semaphore(self._concurrency))
 
-    async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Run calls in a thread for a moment. Return the outcomes of at least one."""
+    async def _run_several(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Run calls in a thread for BATCH_S; return the outcomes of the first ones, at least one.
+
+        A call that sets an alarm, or returns an awaitable, is the last: it continues in the main
+        thread, or on the event loop.
+        """
         if self.sets_alarms:
             return [await self._run(calls[0])]
         started_calls: list[Call] = []
         outcomes: list[Outcome] = []
-        until = time.monotonic() + VISIT_S
+        until = time.monotonic() + BATCH_S
 
         def run_some() -> None:
             for call in calls:
@@ -198,21 +206,22 @@ class FunctionScorer:
                     return
 
         try:
-            # The last call begins before `until`, so it had all of its time at this limit.
-            async with asyncio.timeout(self._timeout_s and self._timeout_s + VISIT_S):
+            # The last call begins before `until`: this limit leaves it all of its time.
+            async with asyncio.timeout(self._timeout_s and self._timeout_s + BATCH_S):
                 await self._threads.run(run_some, label=self.name)
                 if inspect.isawaitable(outcomes[-1].value) and not outcomes[-1].alarm:
                     outcomes[-1] = await attempt_async(outcomes[-1].value)
         except TimeoutError:
-            # The call that took too long has no outcome yet, or one that is not awaited.
+            # The call that took too long has no outcome yet, or an awaitable.
             finished = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
-            return [*finished, self._late()] if len(finished) < len(started_calls) else finished
+            last_is_late = len(finished) < len(started_calls)
+            return [*finished, self._timed_out()] if last_is_late else finished
         if outcomes[-1].alarm:
             outcomes[-1] = await self._run_in_main_thread(started_calls[-1])
         return outcomes
 
     def _call(self, rollout: Rollout) -> Any:
-        """Call the function on a copy of the rollout, which it must not change."""
+        """Call the function on a copy of the rollout; ChangedRollout if it changes the copy."""
         rollout_copy = copy_rollout(rollout)
         columns = self._columns_of(rollout.task.columns)
         value = self._function(rollout_copy, **{name: copy_value(v) for name, v in columns.items()})
@@ -238,7 +247,7 @@ class FunctionScorer:
         return {k: available[k] for k in names if k in available and k not in self._no_columns}
 
     async def _run(self, call: Call) -> Outcome:
-        """Return the outcome of one call. It is RewardUnavailable if the call took too long."""
+        """Return the outcome of a call, RewardUnavailable if it takes too long."""
         if self.sets_alarms:
             return await self._run_in_main_thread(call)
         try:
@@ -250,15 +259,15 @@ class FunctionScorer:
                 if inspect.isawaitable(outcome.value) and not outcome.alarm:
                     outcome = await attempt_async(outcome.value)
         except TimeoutError:  # our limit: an exception of the function is an outcome
-            return self._late()
+            return self._timed_out()
         return await self._run_in_main_thread(call) if outcome.alarm else outcome
 
     async def _run_in_main_thread(self, call: Call) -> Outcome:
-        """Return the outcome of a call that sets alarms. Rollouts wait meanwhile."""
-        if not self.sets_alarms:  # noticed in a thread just now
+        """Return the outcome of a call that sets alarms; everything else waits meanwhile."""
+        if not self.sets_alarms:  # the first such call, which a thread has just tried
             self.sets_alarms = True
             warnings.warn(alarm_text(self.name, self._timeout_s), RuntimeWarning, stacklevel=1)
-        await asyncio.sleep(0)  # rollouts go on between two calls
+        await asyncio.sleep(0)  # let rollouts go on between two calls
         try:
             outcome = attempt_with_alarms(call)
         except RuntimeError:
@@ -268,17 +277,17 @@ class FunctionScorer:
             outcome = await attempt_async(outcome.value)
         return outcome
 
-    def _late(self) -> Outcome:
+    def _timed_out(self) -> Outcome:
         """Return the outcome of a call that took too long."""
         limit = f"reward.{self.name}.timeout_s={self._timeout_s:g}"
         return Outcome(error=RewardUnavailable(f"a call took longer than {limit}"))
 
     async def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
-        """Return the reward of a call's outcome. Raises RewardError if it is none."""
+        """Return the score of a call's outcome; raise RewardError for an error or a bad value."""
         value = outcome.value
         is_trusted = type(value).__module__.partition(".")[0] in TRUSTED_PACKAGES
 
-        def read() -> Score:
+        def read_in_thread() -> Score:
             try:
                 return as_score(value, rollout)
             except (TypeError, ValueError) as error:
@@ -288,18 +297,18 @@ class FunctionScorer:
             # An object of a user's class: its `item`, `__float__` and `__repr__` may be slow.
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    outcome = await self._threads.run(read, label=self.name)
+                    outcome = await self._threads.run(read_in_thread, label=self.name)
             except TimeoutError:
-                outcome = self._late()
+                outcome = self._timed_out()
         if isinstance(outcome.error, RewardUnavailable):
             return outcome.error
-        if isinstance(outcome.error, ChangedRollout):  # our traceback names no line of the function
+        if isinstance(outcome.error, ChangedRollout):  # its traceback has no line of the function
             raise scoring_error(self.name, rollout, outcome.error.with_traceback(None))
         if outcome.error is not None:
             raise scoring_error(self.name, rollout, outcome.error) from outcome.error
         if isinstance(outcome.value, NoNumber) and self.strict:
             raise scoring_error(self.name, rollout, ValueError(str(outcome.value)))
-        if isinstance(outcome.value, RewardUnavailable):  # one of a batch
+        if isinstance(outcome.value, RewardUnavailable):  # for one rollout of a batch
             return outcome.value
         try:
             return as_score(outcome.value, rollout)
@@ -318,12 +327,16 @@ def alarm_text(name: str, timeout_s: float | None = None) -> str:
     )
 
 
-LARGEST = 1e100
-"""Largest absolute reward: the sum of the squares of a step's rewards is still finite."""
+MAX_REWARD = 1e100
+"""Maximum absolute reward. The sum of the squares of a step's rewards stays finite."""
 
 
 def as_score(value: Any, rollout: Rollout) -> float | tuple[float, ...] | None:
-    """Return `value` as a reward, or as one for each turn. Raises ValueError."""
+    """Return `value` as a reward, or a list of numbers as one reward for each turn.
+
+    Lists, tuples, and arrays of one dimension are lists. Raises ValueError as `as_reward` does, and
+    for a list with a None or with another length than the rollout's number of turns.
+    """
     if hasattr(value, "tolist") and getattr(value, "ndim", 0) == 1:
         value = value.tolist()
     if type(value) not in (list, tuple):
@@ -340,26 +353,26 @@ def as_score(value: Any, rollout: Rollout) -> float | tuple[float, ...] | None:
 
 
 def as_reward(value: Any) -> float | None:
-    """Return `value` as a reward. Raises ValueError unless it is None or a number up to `LARGEST`.
+    """Return `value` as a reward; raise ValueError unless it is None or at most MAX_REWARD.
 
     Numbers of numpy and torch are numbers. Example: ``as_reward(True) == 1.0``
     """
     result = as_number(value)
     if result is not None and not math.isfinite(result):
         raise ValueError(f"it returned {_excerpt(value)}; a reward is a finite number, or None")
-    if result is not None and abs(result) > LARGEST:
+    if result is not None and abs(result) > MAX_REWARD:
         raise ValueError(
-            f"it returned {result:g}; a reward is a number of at most {LARGEST:g}, or None"
+            f"it returned {result:g}; a reward is a number of at most {MAX_REWARD:g}, or None"
         )
     return result
 
 
 def as_number(value: Any) -> float | None:
-    """Return `value` as a float. NaN and infinity pass, and too large an integer is infinite."""
+    """Return `value` as a float, NaN and infinity included; an integer too large is infinity."""
     if value is None:
         return None
     if not isinstance(value, Real) and hasattr(value, "item"):
-        with suppress(Exception):  # an array of several values stays what it is
+        with suppress(Exception):  # an array of several values has no `item`
             value = value.item()
     if not isinstance(value, Real):
         raise ValueError(f"it returned {_excerpt(value)}; a reward is a finite number, or None")
@@ -379,7 +392,7 @@ def _excerpt(value: Any) -> str:
 
 
 def scoring_error(name: str, rollout: Rollout, error: BaseException) -> RewardError:
-    """Return an error that names the function, the rollout, and the line that raised.
+    """Return the RewardError that names the function, the rollout, and the line that raised.
 
     Example: ``reward 'short' on rollout 'train-1-0-3' of task '17': ZeroDivisionError: division by
     zero (my_agent.py, line 12)``.
@@ -401,7 +414,7 @@ TRL_PARAMETERS = ("prompts", "completions", "completion_ids")
 
 
 def is_trl(function: Callable[..., Any]) -> bool:
-    """Return True if its parameters are TRL's: some of `TRL_PARAMETERS`, and no `rollout`."""
+    """Return True for a function with TRL's parameters: some of `TRL_PARAMETERS`, no `rollout`."""
     names = inspect.signature(function).parameters
     return any(name in names for name in TRL_PARAMETERS) and "rollout" not in names
 
@@ -410,11 +423,12 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Return the arguments that TRL would pass for these rollouts.
 
     TRL 1.16 passes by name `prompts`, `completions`, `completion_ids`, the dataset's columns as
-    lists, `trainer_state`, `log_extra` and `log_metric`, and reads ``list[float | None]``.
+    lists, `trainer_state`, `log_extra` and `log_metric`. The function returns ``list[float |
+    None]``.
 
-    For each rollout, `completions` has the messages after the prompt and `completion_ids` the ids
-    after the prompt, tool results included, both of its last `main` trajectory. The loggers do
-    nothing and `trainer_state` is None.
+    `completions` has the messages and `completion_ids` the ids after the prompt, tool results
+    included, of each rollout's last `main` trajectory. The loggers do nothing, and `trainer_state`
+    is None.
     """
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.task.columns)
     trajectories = [last_main(rollout) for rollout in rollouts]
@@ -431,7 +445,7 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def last_main(rollout: Rollout) -> Trajectory:
     """Return the last trajectory that attempts the task itself: no summary, no sub-agent."""
-    return next(each for each in reversed(rollout.trajectories) if each.role == MAIN)
+    return next(t for t in reversed(rollout.trajectories) if t.role == MAIN)
 
 
 def _no_log(name: str, value: object) -> None: ...
@@ -445,7 +459,10 @@ class ChangedRollout(AgenttrainError):
 
 
 def copy_rollout(rollout: Rollout) -> Rollout:
-    """Return a copy that shares nothing with the rollout that can be changed."""
+    """Return a copy that shares only immutable values, such as strings and spans, with the rollout.
+
+    Costs O(messages) and one copy of the ids.
+    """
     results = [
         replace(result, call=replace(result.call, arguments=copy_value(result.call.arguments)))
         for result in rollout.tool_results
@@ -493,7 +510,7 @@ def copy_task(task: Task) -> Task:
 
 
 def copy_value(value: Any) -> Any:
-    """Return a deep copy. JSON values are copied faster than by `copy.deepcopy`."""
+    """Return a deep copy; of JSON values, faster than `copy.deepcopy`."""
     if isinstance(value, str | int | float | None):
         return value
     if type(value) is dict:
@@ -510,8 +527,8 @@ def check_unchanged(rollout_copy: Rollout, rollout: Rollout) -> None:
     """Raise ChangedRollout, naming the fields, if the copy differs from the rollout."""
     fields = _different_fields(rollout_copy, rollout)
     trajectories = rollout_copy.trajectories if type(rollout_copy.trajectories) is list else []
-    kinds = [type(trajectory) for trajectory in trajectories]
-    if "trajectories" in fields and kinds == [Trajectory] * len(rollout.trajectories):
+    types = [type(trajectory) for trajectory in trajectories]
+    if "trajectories" in fields and types == [Trajectory] * len(rollout.trajectories):
         # Name the fields of each trajectory: `trajectories[0].messages`.
         fields.remove("trajectories")
         for index, pair in enumerate(zip(trajectories, rollout.trajectories, strict=True)):
@@ -534,7 +551,7 @@ def _different_fields(record: Any, original: Any) -> list[str]:
 
 
 def _is_equal(value: Any, original: Any) -> bool:
-    """Compare JSON values and our records. Other objects count as equal."""
+    """Return True if JSON values or our records are equal; other objects count as equal."""
     if value is original:
         return True
     kind = type(value)

@@ -7,11 +7,11 @@ import functools
 import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from agenttrain.rewards.config import OnUnavailable, RewardSettings
 from agenttrain.rewards.function import (
-    LARGEST,
+    MAX_REWARD,
     FunctionScorer,
     NoNumber,
     RewardError,
@@ -29,8 +29,18 @@ from agenttrain.utils.redaction import hide_in_settings, hide_secrets
 from agenttrain.utils.sections import beside
 
 
+class _Rewards(NamedTuple):
+    """The rewards of one rollout."""
+
+    rewards: dict[str, float | None]
+    turn_scores: dict[str, tuple[float, ...]]
+    total: float | None
+    reason: str | None
+    """Why the rollout has no reward although it should; None if it has one."""
+
+
 class Rubric:
-    """A rollout's reward is the weighted sum over the functions that apply to it.
+    """The reward functions of a run; a rollout's reward is the weighted sum of those that apply.
 
     Example with weights ``{"exact": 1.0, "short": 0.5}``: rewards ``{"exact": 1.0, "short": 0.2}``
     make 1.1, and ``{"exact": None, "short": 0.2}`` make 0.1. If both are None, so is the sum.
@@ -52,7 +62,7 @@ class Rubric:
             if not math.isfinite(weight):
                 raise ValueError(f"reward.{name}.weight={weight}: expected a finite number")
         self.strict = True
-        """True if NaN ends the run, as in training."""
+        """True if NaN ends the run, as in training; False in evaluations."""
         self.names = tuple(functions)
         self.weights = {name: float(weights.get(name, 1.0)) for name in functions}
         self._on_unavailable = dict(on_unavailable or {})
@@ -64,7 +74,7 @@ class Rubric:
         """Columns that every row must have, by function."""
 
     def alarms(self) -> list[str]:
-        """Return a note on each function that sets alarms, or whose code may do so."""
+        """Return a note for each function that sets alarms, or whose code may set them."""
         texts = []
         for scorer in self._scorers:
             if scorer.sets_alarms:
@@ -95,11 +105,11 @@ class Rubric:
                     )
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """Set `rewards` and `reward` of every rollout, one function after the other.
+        """Set `rewards`, `turn_scores` and `reward` of every rollout.
 
-        Returns the reasons why rollouts that should have a reward have none. Their `error` has the
-        reason too. Raises RewardError, leaving all rollouts unchanged, if a function raises,
-        returns no finite number, or is unavailable and that stops the run.
+        Return the reasons why rollouts that should have a reward have none; `error` of the rollout
+        has the reason too. If a function raises, returns no finite number, or is unavailable and
+        that stops the run, raise RewardError and leave all rollouts unchanged.
         """
         values: dict[str, list[Score]] = {}
         for scorer in self._scorers:
@@ -113,50 +123,51 @@ class Rubric:
                         f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)",
                         culprits=[rollout.rollout_id],
                     ) from score
-        # Collected first and set at the end: an error must leave all rollouts unchanged.
-        results: list[
-            tuple[dict[str, float | None], dict[str, tuple[float, ...]], float | None, str | None]
-        ] = []
-        for index, rollout in enumerate(rollouts):
-            rewards: dict[str, float | None] = {}
-            turns: dict[str, tuple[float, ...]] = {}
-            reason: str | None = None
-            for name in values:
-                score = values[name][index]
-                if isinstance(score, tuple):
-                    turns[name] = score
-                    score = math.fsum(score)
-                rewards[name] = None if isinstance(score, RewardUnavailable) else score
-                if isinstance(score, RewardUnavailable) and reason is None:
-                    reason = hide_secrets(f"{error_prefix(name, rollout)}: {score}")
-            try:
-                total = None if reason else self.weighted_sum(rewards)
-            except ValueError as error:
-                reason = f"rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}: {error}"
-                if self.strict:
-                    raise RewardError(reason, culprits=[rollout.rollout_id]) from error
-                total = None
-            results.append((rewards, turns, total, reason))
-        for rollout, (rewards, turns, total, reason) in zip(rollouts, results, strict=True):
-            rollout.rewards, rollout.turn_scores, rollout.reward = rewards, turns, total
-            if reason:
-                rollout.error = reason
-        return [reason for *_, reason in results if reason]
+        # Computed for all first: an error must leave all rollouts unchanged.
+        results = [
+            self._weigh(rollout, {name: scores[index] for name, scores in values.items()})
+            for index, rollout in enumerate(rollouts)
+        ]
+        for rollout, result in zip(rollouts, results, strict=True):
+            rollout.rewards, rollout.turn_scores = result.rewards, result.turn_scores
+            rollout.reward = result.total
+            if result.reason:
+                rollout.error = result.reason
+        return [result.reason for result in results if result.reason]
+
+    def _weigh(self, rollout: Rollout, scores: Mapping[str, Score]) -> _Rewards:
+        """Return a rollout's rewards from its scores by function; raise RewardError if `strict`."""
+        rewards: dict[str, float | None] = {}
+        turn_scores: dict[str, tuple[float, ...]] = {}
+        reason: str | None = None
+        for name, score in scores.items():
+            if isinstance(score, tuple):
+                turn_scores[name] = score
+                score = math.fsum(score)
+            rewards[name] = None if isinstance(score, RewardUnavailable) else score
+            if isinstance(score, RewardUnavailable) and reason is None:
+                reason = hide_secrets(f"{error_prefix(name, rollout)}: {score}")
+        try:
+            total = None if reason else self.weighted_sum(rewards)
+        except ValueError as error:
+            reason = f"rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}: {error}"
+            if self.strict:
+                raise RewardError(reason, culprits=[rollout.rollout_id]) from error
+            total = None
+        return _Rewards(rewards=rewards, turn_scores=turn_scores, total=total, reason=reason)
 
     def weighted_sum(self, rewards: Mapping[str, float | None]) -> float | None:
-        """Return the weighted sum. None: no function applies. Raises ValueError if too large."""
+        """Return the weighted sum, or None if no function applies; ValueError if too large."""
         applicable = {n: value for n, value in rewards.items() if value is not None}
         if not applicable:
             return None
         terms = [self.weights[n] * value for n, value in applicable.items()]
         # fsum raises for infinite terms and for an infinite sum.
-        if (
-            all(abs(term) <= LARGEST for term in terms)
-            and abs(total := math.fsum(terms)) <= LARGEST
-        ):
+        terms_fit = all(abs(term) <= MAX_REWARD for term in terms)
+        if terms_fit and abs(total := math.fsum(terms)) <= MAX_REWARD:
             return total
         text = ", ".join(f"{n} {v:g} (weight {self.weights[n]:g})" for n, v in applicable.items())
-        raise ValueError(f"the weighted sum of its rewards is beyond {LARGEST:g}: {text}")
+        raise ValueError(f"the weighted sum of its rewards is beyond {MAX_REWARD:g}: {text}")
 
 
 def build_rubric(reward: Mapping[str, Any]) -> Rubric:
@@ -178,15 +189,17 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
         scorers[name] = _build_scorer(located.target, name, bound, located.where, settings[name])
     return Rubric(
         scorers,
-        {name: each.weight for name, each in settings.items()},
-        on_unavailable={name: each.on_unavailable for name, each in settings.items()},
+        {name: reward_settings.weight for name, reward_settings in settings.items()},
+        on_unavailable={
+            name: reward_settings.on_unavailable for name, reward_settings in settings.items()
+        },
     )
 
 
 def _build_scorer(
     target: Any, name: str, bound: dict[str, Any], where: str, settings: RewardSettings
 ) -> FunctionScorer:
-    """Build the scorer of a function or class, to which `bound` settings are given."""
+    """Build the scorer of a function or class; `bound` are its arguments from the configuration."""
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     try:

@@ -22,7 +22,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.engines.base import EngineDead, EngineError
 from agenttrain.environments.environment import Episode
 from agenttrain.environments.user import Dialogue
-from agenttrain.rewards.function import LARGEST, RewardError, copy_task, copy_value
+from agenttrain.rewards.function import MAX_REWARD, RewardError, copy_task, copy_value
 from agenttrain.rollout.call_limits import over_limits, repeats_a_call
 from agenttrain.rollout.compaction import (
     SUMMARY,
@@ -326,10 +326,10 @@ class _Loop:
 
     def _reward_turn(self, value: float, giver: str) -> None:
         """Add a reward to the last turn."""
-        if not abs(value) <= LARGEST:  # NaN is not
+        if not abs(value) <= MAX_REWARD:  # NaN is not
             raise RewardError(
                 f"{giver} on rollout {self.rollout.rollout_id!r}, turn {self.trajectory.turns - 1}:"
-                f" returned TurnReward({value}); its value is a number of at most {LARGEST:g}",
+                f" returned TurnReward({value}); its value is a number of at most {MAX_REWARD:g}",
                 culprits=[self.rollout.rollout_id],
             )
         turn, rewards = self.trajectory.turns - 1, self.trajectory.turn_rewards

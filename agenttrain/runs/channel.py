@@ -1,7 +1,7 @@
 """`Channel`: messages between two processes over a socket, each with its length before it.
 
 channel = await Channel.over(connection, codec)
-await channel.send(Want(step=3))
+await channel.send(GroupsRequest(step=3))
 groups = await channel.receive()
 """
 

@@ -1,6 +1,6 @@
 """Fingerprints of a run's parts besides its settings: rows, template, tools, rewards, model.
 
-fingerprints.json in the run folder has a digest of each of them, so that a resumed run can name the
+fingerprints.json in the run folder has a digest of each part, so that a resumed run can name the
 parts that have changed since. Digests leave out text that cannot change a run: comments, other
 functions of a module, and agenttrain's own code, which has a version.
 
@@ -39,11 +39,13 @@ ROWS = 20_000
 ENDLESS_ROWS = 16
 """Rows of a dataset without end that are hashed: the first ones."""
 BLOCK_BYTES = 2**16
-"""Blocks of each file of weights that are hashed, evenly spaced: training changes all of them."""
+"""Bytes hashed of each file of weights, in evenly spaced blocks: training changes all of them."""
 OURS = "agenttrain."
+"""Beginning of the paths of bundled components, whose code has a version and is not hashed."""
 FILE_ARGUMENTS = ("path", "database")
 """Arguments of bundled tools that name files and folders which the tools read and never write."""
 CODE_ARGUMENTS = ("_target_", "connect")
+"""Arguments of components that name functions and classes."""
 
 Fingerprints = dict[str, dict[str, str]]
 
@@ -78,7 +80,10 @@ def fingerprints(components: Components) -> Fingerprints:
 
 
 def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart]) -> None:
-    """Raise ConfigError if parts other than the `allowed` differ from the fingerprints."""
+    """Compare `now` with the fingerprints in `folder`; only `allowed` parts may differ.
+
+    Raises ConfigError with the names of everything else that changed.
+    """
     before = read(folder)
     if before is None:
         return
@@ -94,10 +99,10 @@ def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart])
             names = dict.fromkeys([*before[part], *now[part]])
             old, new = before[part], now[part]
             changed[part] = [name for name in names if old.get(name) != new.get(name)]
-    problems = {part: names for part, names in changed.items() if names and part not in allowed}
-    if problems:
-        listed = ", ".join(name for names in problems.values() for name in names)
-        keys = ",".join([*problems, *(part for part in allowed if part not in problems)])
+    refused = {part: names for part, names in changed.items() if names and part not in allowed}
+    if refused:
+        listed = ", ".join(name for names in refused.values() for name in names)
+        keys = ",".join([*refused, *(part for part in allowed if part not in refused)])
         raise ConfigError(
             f"resume={quote(str(folder))}: {listed} changed since the run "
             "was started. Restore it; or continue with the changed version: add "
@@ -109,7 +114,7 @@ def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart])
 
 
 def check_resumed(components: Components) -> None:
-    """Call `check_unchanged` for a run that would go on, if it has done a step."""
+    """Call `check_unchanged` for a run that would be resumed, if it has done a step."""
     config = components.config
     if config.resume is not None and done_steps(Path(config.resume)):
         check_unchanged(Path(config.resume), fingerprints(components), config.resume_changed)
@@ -121,7 +126,7 @@ def write(folder: Path, now: Fingerprints) -> None:
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """Return a run's fingerprints; None, with a warning, where they are missing or not readable."""
+    """Return a run's fingerprints; warn and return None if they are missing or not readable."""
     path = folder / FILE
     try:
         parts: Fingerprints = json.loads(path.read_text(encoding="utf-8"))
@@ -139,60 +144,68 @@ def read(folder: Path) -> Fingerprints | None:
 
 
 def _rows(source: TaskSource) -> str:
-    """Return the digest of the number of rows and their content, in their order."""
+    """Return the digest of the number of rows and the content of the hashed ones."""
     total = len(source)
     endless = total == sys.maxsize
     count = ENDLESS_ROWS if endless else min(total, ROWS)
-    picked = range(count) if endless else (i * total // count for i in range(count))
-    return _hashed([str(total), *(_json(asdict(source.row(index))) for index in picked)])
+    indices = range(count) if endless else (i * total // count for i in range(count))
+    return _digest_of_lines([str(total), *(_json(asdict(source.row(i))) for i in indices)])
 
 
 def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digests of the user's own functions and classes."""
+    """Return the digests of the user's own functions and classes, which `sections` name.
+
+    Example: ``{"code of tools.find": "5c0d…"}`` for the key "tools" and a section "find".
+    """
     digests = {}
     for name, section in sections.items():
         for argument in CODE_ARGUMENTS:
             path = section.get(argument) if isinstance(section, Mapping) else None
             if not isinstance(path, str) or path.startswith(OURS):
                 continue
-            where = ".".join(filter(None, (key, name, argument.replace("_target_", ""))))
-            code = code_of(locate(path, key=where))
+            full_key = ".".join(filter(None, (key, name, argument.replace("_target_", ""))))
+            code = code_of(locate(path, key=full_key))
             if code is not None:
-                digests[f"code of {where}"] = _digest(code)
+                digests[f"code of {full_key}"] = _digest(code)
     return digests
 
 
 def _files(sections: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digests of the files and folders that bundled tools read."""
+    """Return the digests of the files and folders that bundled tools read.
+
+    A folder's digest covers the names and contents of all files in it.
+    """
     digests = {}
     for name, section in sections.items():
         if not isinstance(section, Mapping) or not str(section.get("_target_")).startswith(OURS):
             continue
         for argument in FILE_ARGUMENTS:
-            given = section.get(argument)
-            path = None if given is None else Path(given).expanduser()
-            if path is None or not path.exists():  # a bundled corpus is no path
+            value = section.get(argument)
+            path = None if value is None else Path(value).expanduser()
+            if path is None or not path.exists():  # the name of a bundled corpus is no path
                 continue
-            inside = sorted(file for file in path.rglob("*") if file.is_file())
-            texts = []
-            for file in inside if path.is_dir() else [path]:
-                with file.open("rb") as opened:
-                    digest = hashlib.file_digest(opened, "sha256").hexdigest()
-                texts.append(f"{file.relative_to(path).as_posix()} {digest}")
-            digests[f"tools.{name}.{argument}"] = _hashed(texts)
+            files = [path]
+            if path.is_dir():
+                files = sorted(file for file in path.rglob("*") if file.is_file())
+            lines = []
+            for file in files:
+                with file.open("rb") as stream:
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                lines.append(f"{file.relative_to(path).as_posix()} {digest}")
+            digests[f"tools.{name}.{argument}"] = _digest_of_lines(lines)
     return digests
 
 
 def _model(config: RunConfig, verb: str) -> dict[str, str]:
-    """Return the commits of models of the hub, or the digests of folders' first weights.
+    """Return the commits of models of the hub, and the digests of the weights of local models.
 
-    The latter only if a resumed run still reads them: the policy's for the reference of the KL
-    penalty, or as the model under adapters, those of roles, and the teacher's in training by
+    Local weights count only if a resumed run still reads them: the policy's own as the reference of
+    the KL penalty or as the model under adapters, those of roles, and the teacher's in training by
     reinforcement.
     """
     teacher = config.algorithm.teacher
-    read = bool(config.algorithm.kl or config.model.lora.rank)
-    digests = _weights("model.path", config.model.path, config.model.revision, read)
+    reads_policy = bool(config.algorithm.kl or config.model.lora.rank)
+    digests = _weights("model.path", config.model.path, config.model.revision, reads_policy)
     if teacher.own_path is not None and verb == "train":
         digests |= _weights("algorithm.teacher.path", teacher.own_path, teacher.revision, True)
     for name, role in used_roles(config, verb).items():
@@ -201,14 +214,15 @@ def _model(config: RunConfig, verb: str) -> dict[str, str]:
     return digests
 
 
-def _weights(key: str, path: str, revision: str | None, read: bool) -> dict[str, str]:
+def _weights(key: str, path: str, revision: str | None, is_read: bool) -> dict[str, str]:
+    """Return the commit of a model of the hub, or the digest of a folder's weights if `is_read`."""
     if is_hub_id(path):
         return {f"revision of {key}": str(revision)}
-    if not read:
+    if not is_read:
         return {}
     files = sorted(model_folder(path, key=key).glob("*.safetensors"))
     digests = [digest_of_blocks(file, BLOCK_BYTES) for file in files]
-    return {f"weights of {key}": _hashed(digests)} if digests else {}
+    return {f"weights of {key}": _digest_of_lines(digests)} if digests else {}
 
 
 def _json(value: Any) -> str:
@@ -228,7 +242,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _hashed(texts: Iterable[str]) -> str:
+def _digest_of_lines(texts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
@@ -236,10 +250,10 @@ def _hashed(texts: Iterable[str]) -> str:
 
 
 def code_of(target: Any) -> str | None:
-    """Return the source of `target` and of everything that it uses in its module, and so on.
+    """Return the source of `target` and of everything in its module that it uses, also indirectly.
 
     Comments, blank lines and the module's other functions are left out, so that changes in them do
-    not count. Imports from other modules are not followed. None if there is no source.
+    not count. Imports from other modules are not followed. Return None if there is no source.
     """
     module = sys.modules.get(getattr(target, "__module__", None) or "")
     name = getattr(target, "__qualname__", type(target).__qualname__).partition(".")[0]
@@ -249,22 +263,22 @@ def code_of(target: Any) -> str | None:
         return None
     definitions: dict[str, list[ast.stmt]] = {}
     for node in tree.body:
-        for defined in _names(node):
-            definitions.setdefault(defined, []).append(node)
+        for defined_name in _defined_names(node):
+            definitions.setdefault(defined_name, []).append(node)
     used: set[str] = set()
-    waiting = [name]
-    while waiting:
-        name = waiting.pop()
+    to_visit = [name]
+    while to_visit:
+        name = to_visit.pop()
         if name in used or name not in definitions:
             continue
         used.add(name)
         for node in definitions[name]:
-            waiting += [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
-    texts = [ast.unparse(node) for node in tree.body if used & set(_names(node))]
+            to_visit += [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
+    texts = [ast.unparse(node) for node in tree.body if used & set(_defined_names(node))]
     return "\n".join(texts) or None
 
 
-def _names(node: ast.stmt) -> Iterator[str]:
+def _defined_names(node: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement of a module defines; none for an import."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name

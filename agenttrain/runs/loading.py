@@ -39,14 +39,18 @@ from agenttrain.utils.seeds import derive_seed
 
 
 def check_model(config: RunConfig, *, sampled: bool = True) -> None:
-    """Raise if the model cannot do what the run needs. No weights are loaded."""
+    """Raise if the model's architecture cannot do what the run needs, or if weights are missing.
+
+    The model is built on the meta device, without weights. `sampled`: an engine samples from it.
+    """
     import torch
     from transformers import AutoConfig
 
     folder = model_folder(config.model.path, revision=config.model.revision)
-    if (folder / ADAPTER_CONFIG).is_file():  # its base may be anywhere; adapters fit it
+    # Adapters were trained on their base model, so that model needs no check.
+    if (folder / ADAPTER_CONFIG).is_file():
         if sampled:
-            _check_sent(config, folder)
+            _check_adapters_are_sent(config, folder)
         return
     try:
         architecture = AutoConfig.from_pretrained(folder)
@@ -55,10 +59,11 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
             model = auto_class(folder).from_config(architecture, dtype=dtype)
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
-    complete = config.model.init is Init.random or is_hub_id(config.model.path)
-    for index in () if complete else folder.glob("*.safetensors.index.json"):
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        missing = sorted(name for name in named if not (folder / name).is_file())
+    may_lack_weights = config.model.init is Init.random or is_hub_id(config.model.path)
+    index_files = [] if may_lack_weights else folder.glob("*.safetensors.index.json")
+    for index in index_files:
+        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(name for name in listed if not (folder / name).is_file())
         if missing:
             raise ValueError(
                 f"model.path={config.model.path}: {index.name} names {', '.join(missing)}, which "
@@ -66,6 +71,7 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
             )
     if sampled:
         spec_of(config.engine).check_model(config.engine, model)
+    # Each of these raises for an architecture that it does not support.
     if config.training.gradient_checkpointing:
         checkpoint_layers(model)
     if config.model.lora.rank:
@@ -73,8 +79,8 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
     build_optimizer(model, config.optimizer)
 
 
-def _check_sent(config: RunConfig, folder: Path) -> None:
-    """Raise ConfigError for adapters in `folder` that the engine would not get as they are."""
+def _check_adapters_are_sent(config: RunConfig, folder: Path) -> None:
+    """Raise ConfigError if the engine cannot be sent the adapters in `folder` as they are."""
     path, sync = config.model.path, config.weight_sync.transport
     if run_spec(config).own_weights and (reason := why_not_sent(folder)):
         raise ConfigError(
@@ -98,13 +104,17 @@ def make_policy(
     world: World | None = None,
     sampled: bool = True,
 ) -> Policy:
-    """Build model and optimizer; seed every generator, in each process of `world` differently."""
+    """Build the policy: model and optimizer, with the objective of `algorithm`.
+
+    Every random generator is seeded, differently in each process of `world`.
+    """
     world = world or World()
     seed_random(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
     sharding = sharding_of(config)
+    # A sharded model starts on the meta device, and its weights are read once it is sharded.
     with world.together("the files of model.path", WrongWeights, patient=True):
-        empty = None if sharding is None else load_empty(config, world.rank)
-    model, weights = empty or (load_model(config), None)
+        meta_model = None if sharding is None else load_empty(config, world.rank)
+    model, weights = meta_model or (load_model(config), None)
     if config.model.lora.rank or is_adapted(model):
         with stand_ins(model) if weights is not None else nullcontext():
             add_lora(model, config.model.lora)
@@ -130,7 +140,7 @@ def make_policy(
 
 
 def sharding_of(config: RunConfig) -> Sharding | None:
-    """Return how the run's processes share each weight; None: each holds all of them."""
+    """Return how the run's processes shard each weight; None if each process holds all weights."""
     distributed = config.distributed
     if distributed.name is not DistributedName.fsdp2:
         return None
@@ -142,7 +152,11 @@ def sharding_of(config: RunConfig) -> Sharding | None:
 
 
 def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -> Engine:
-    """Build the policy's engine, with its log in the folder. Raises ConfigError."""
+    """Build the engine that samples from the policy; its log goes to the run folder.
+
+    Raises ConfigError for an engine whose SPEC says that weights are sent to it, and that has no
+    methods for them.
+    """
     inputs = engine_inputs(
         config,
         None if run_spec(config).own_weights else policy.sampler,
@@ -151,7 +165,7 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
         rank=policy.world.rank,
     )
     inputs = replace(inputs, vision=policy.vision)
-    # Some engines seed the process's generators; tools and rewards would draw alike on all ranks.
+    # Some engines seed the process's generators. Tools and rewards would draw alike on all ranks.
     states = random_states()
     engine = _build_engine(config, inputs)
     set_random_states(states)
@@ -161,13 +175,17 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
 def make_standalone_engine(
     config: RunConfig, folder: Path, verb: str, *, on_gpu: bool, trainers: int
 ) -> Engine:
-    """Build the engine of a run of `verb` in a process that has no policy."""
+    """Build the engine of a run of `verb` in a process that has no policy; see `make_engine`.
+
+    `trainers` is the number of training processes of this machine.
+    """
     inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
-    taken = named_gpus(config, verb)
-    return _build_engine(config, replace(inputs, trainers=trainers, taken=taken))
+    taken_gpus = named_gpus(config, verb)
+    return _build_engine(config, replace(inputs, trainers=trainers, taken=taken_gpus))
 
 
 def _build_engine(config: RunConfig, inputs: EngineInputs) -> Engine:
+    """Build the engine by its spec; ConfigError if it lacks methods that the spec promises."""
     spec = run_spec(config)
     engine = spec.build(config.engine, inputs)
     if spec.own_weights and not isinstance(engine, Separate):

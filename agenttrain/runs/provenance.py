@@ -18,7 +18,11 @@ from agenttrain.tracking.run_folder import PACKAGES, write_atomically
 def write_config(
     folder: Path, config: dict[str, Any], certificate: str | None, kernel: str | None = None
 ) -> None:
-    """Write config.yaml: the settings, and under `provenance` the versions they ran with."""
+    """Write config.yaml: the resolved settings and, under `provenance`, the versions they ran with.
+
+    `certificate` is the hash of the chat template's certificate, None before the template is
+    certified. `kernel` names the attention kernel of the training, None before the model is loaded.
+    """
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -29,8 +33,8 @@ def write_config(
     revision = None
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(describe, capture_output=True, text=True, timeout=10)
-        revision = done.stdout.strip() or None
+        process = subprocess.run(describe, capture_output=True, text=True, timeout=10)
+        revision = process.stdout.strip() or None
     provenance = {
         "versions": {**versions, "python": platform.python_version()},
         "git_revision": revision,

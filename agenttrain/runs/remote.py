@@ -1,7 +1,7 @@
 """Source, engine and evaluation of a run whose rollouts have a process of their own.
 
-They stand behind the interfaces that the trainer always uses, in each training process. The first
-one speaks with the rollout process, and shares what it gets with the others.
+They implement the interfaces that the trainer always uses, in each training process. The first
+training process talks to the rollout process, and shares the results with the others.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from agenttrain.rollout.sharing import assign_tasks
 from agenttrain.rollout.source import STATE, merge_batches
 from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.runs.rollout_messages import (
-    Assemble,
-    Begin,
-    Complete,
-    EngineMetrics,
-    Evaluate,
-    Ready,
-    Settle,
-    SyncBegin,
-    SyncEnd,
-    Verify,
-    Want,
+    AudienceRequest,
+    BroadcastEnd,
+    CompletionRequest,
+    EngineDescription,
+    EvaluationRequest,
+    GroupsRequest,
+    LoadRequest,
+    MetricsRequest,
+    ProbeRequest,
+    StartRequest,
+    WriterRequest,
 )
 from agenttrain.runs.rollouts import RolloutProcess, Rollouts
 from agenttrain.runs.setup import Components
@@ -49,48 +49,57 @@ from agenttrain.utils.signals import StopRequest
 async def start_rollouts(
     settings: Mapping[str, Any], verb: str, folder: Path, *, world: World, stop: StopRequest
 ) -> Rollouts:
-    """Start the rollout process of the run in `folder`; `make_remote_engine` waits for it."""
+    """Start the rollout process of the run in `folder`. `make_remote_engine` waits for it."""
     process = None
     if world.is_main:
         process = RolloutProcess(folder / "logs" / "rollouts.log")
-        begin = Begin(
+        request = StartRequest(
             settings=dict(settings),
             verb=verb,
             folder=str(folder.resolve()),
             on_gpu=torch.cuda.is_available(),
             trainers=int(os.environ.get("LOCAL_WORLD_SIZE", world.size)),
         )
-        await process.send(begin)
+        await process.send(request)
     return Rollouts(process=process, world=world, stop=stop)
 
 
 async def make_remote_engine(
     rollouts: Rollouts, dtype: str, make_sender: Callable[[], WeightSender] | None = None
 ) -> Engine:
-    """Wait until the rollout process has built its engine. Raises its error."""
-    ready, failure = None, None
+    """Wait until the rollout process has built its engine; return that engine.
+
+    `dtype` is the number format of the policy's weights. `make_sender` makes the sender of an
+    engine that takes weights by broadcast. Raises, in all processes, the error with which the
+    rollout process failed to build its components.
+    """
+    description, failure = None, None
     if rollouts.process is not None:
         try:
-            ready = await rollouts.process.answer()
+            description = await rollouts.process.answer()
         except Exception as error:
             failure = error
     rollouts.world.exchange((), "the rollout process", failure, patient=True)
-    ready = rollouts.world.broadcast(ready, "the rollout process")
-    assert isinstance(ready, Ready)
-    if not ready.own_weights:
-        return RemoteEngine(rollouts, ready)
-    number_format = getattr(torch, ready.dtype or dtype)
-    if ready.broadcasts:
-        assert make_sender is not None, "the EngineSpec has one"
-        return RemoteBroadcast(rollouts, ready, number_format, make_sender())
-    return RemoteCopy(rollouts, ready, number_format)
+    description = rollouts.world.broadcast(description, "the rollout process")
+    assert isinstance(description, EngineDescription)
+    if not description.own_weights:
+        return RemoteEngine(rollouts, description)
+    number_format = getattr(torch, description.dtype or dtype)
+    if description.broadcasts:
+        assert make_sender is not None, "the EngineSpec of an engine that broadcasts has a sender"
+        return RemoteBroadcast(rollouts, description, number_format, make_sender())
+    return RemoteCopy(rollouts, description, number_format)
 
 
 class RemoteEngine:
-    """The engine of the rollout process, which the training processes sync together."""
+    """The engine of the rollout process, for the training processes together.
 
-    def __init__(self, rollouts: Rollouts, ready: Ready) -> None:
-        self.max_context = ready.max_context
+    They send it weights. They sample nothing but the probe's text: the rollout process does the
+    rest.
+    """
+
+    def __init__(self, rollouts: Rollouts, description: EngineDescription) -> None:
+        self.max_context = description.max_context
         self._rollouts = rollouts
         self._metrics: dict[str, float] = {}
         self._synced = False
@@ -105,7 +114,7 @@ class RemoteEngine:
         images: Sequence[object] = (),
     ) -> Completion:
         """Return a completion of the probe's prompt."""
-        request = Complete(token_ids=tuple(token_ids), sampling=sampling)
+        request = CompletionRequest(token_ids=tuple(token_ids), sampling=sampling)
         completion: Completion = await self._rollouts.call(request, "the text of the probe")
         return completion
 
@@ -114,13 +123,14 @@ class RemoteEngine:
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Implement `Engine.update` for an engine that samples from no weights."""
-        await self._rollouts.call(SyncEnd(version=version, files=None), "the weight sync")
+        await self._rollouts.call(LoadRequest(version=version, files=None), "the weight sync")
         await self._end_sync()
 
     async def _end_sync(self) -> None:
-        # As if they were read at the end of each step: the first one has those from the start on.
+        # Metrics belong to a step, which ends with a sync. The first sync comes before any step:
+        # its metrics stay in the engine, and count for the first step.
         if self._synced:
-            self._metrics = await self._rollouts.call(EngineMetrics(), "the engine's metrics")
+            self._metrics = await self._rollouts.call(MetricsRequest(), "the engine's metrics")
         self._synced = True
 
     def metrics(self) -> dict[str, float]:
@@ -132,26 +142,28 @@ class RemoteEngine:
 
 
 class RemoteReplica(RemoteEngine):
-    """An engine of the rollout process with weights of its own, whichever way they are sent."""
+    """An engine of the rollout process with weights of its own, however they are sent to it."""
 
-    def __init__(self, rollouts: Rollouts, ready: Ready, dtype: torch.dtype) -> None:
-        super().__init__(rollouts, ready)
-        self.takes_adapters = ready.takes_adapters
-        self.model_names = ready.model_names
-        self.quantized = ready.quantized
+    def __init__(
+        self, rollouts: Rollouts, description: EngineDescription, dtype: torch.dtype
+    ) -> None:
+        super().__init__(rollouts, description)
+        self.takes_adapters = description.takes_adapters
+        self.model_names = description.model_names
+        self.quantized = description.quantized
         self.dtype = dtype
 
     async def verify(
         self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
-        """Implement `Replicated.verify`; `problem` is a ProbeCheck."""
-        assert isinstance(problem, ProbeCheck), "a function cannot be sent"
-        scores: list[float] = await self._rollouts.call(Verify(check=problem), "the probe")
+        """Implement `Replicated.verify`. `problem` is a ProbeCheck, which can be sent."""
+        assert isinstance(problem, ProbeCheck)
+        scores: list[float] = await self._rollouts.call(ProbeRequest(check=problem), "the probe")
         await self._end_sync()
         return scores
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Not used: `verify` scores."""
+        """Raise EngineError: `verify` scores this engine."""
         raise EngineError("the engine of the rollout process is scored by verify")
 
     async def sleep(self) -> None:
@@ -159,48 +171,58 @@ class RemoteReplica(RemoteEngine):
 
 
 class RemoteBroadcast(RemoteReplica):
-    """Takes weights by a broadcast of the first training process, which speaks with the servers."""
+    """Takes weights by a broadcast from the first training process to the inference servers."""
 
     def __init__(
-        self, rollouts: Rollouts, ready: Ready, dtype: torch.dtype, sender: WeightSender
+        self,
+        rollouts: Rollouts,
+        description: EngineDescription,
+        dtype: torch.dtype,
+        sender: WeightSender,
     ) -> None:
-        super().__init__(rollouts, ready, dtype)
+        super().__init__(rollouts, description, dtype)
         self._sender = sender
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Broadcast the weights, again as long as no server has got them; `verify` comes next."""
+        """Broadcast the weights, and again until a server has received them; `verify` comes next.
+
+        Each try goes through the same three meetings of all training processes: the servers pause,
+        the weights are gathered and sent, the rollout process reports whether they arrived.
+        """
         assert isinstance(weights, Regathered), "a failed broadcast has to begin anew"
         process, arrived = self._rollouts.process, False
         while not arrived:
             failure: Exception | None = None
             if process is not None:
                 try:
-                    await self._sender.pause(await process.ask(Assemble(version=version)))
+                    await self._sender.pause(await process.ask(AudienceRequest(version=version)))
                 except Exception as error:
                     failure = error
             # Requests in flight may take minutes to end, and gathers have a time limit.
             await self._rollouts.meet("the servers' pause", failure)
-            settle: Settle | None = None
+            broadcast_end: BroadcastEnd | None = None
             if process is None:
-                for _ in weights:  # gathered by all processes together
+                for _ in weights:  # each weight is gathered by all processes together
                     pass
             else:
                 try:
-                    settle = Settle(result=await self._sender.send(weights))
+                    broadcast_end = BroadcastEnd(result=await self._sender.send(weights))
                 except Exception as error:
                     failure = error
-            arrived = await self._rollouts.call(settle, "the weight sync", failure=failure)
+            arrived = await self._rollouts.call(broadcast_end, "the weight sync", failure=failure)
 
     async def aclose(self) -> None:
-        """Leave the group of the servers."""
+        """Leave the process group of the servers."""
         await self._sender.aclose()
 
 
 class RemoteCopy(RemoteReplica):
-    """Takes weights by files."""
+    """Takes weights by files that the first training process writes."""
 
-    def __init__(self, rollouts: Rollouts, ready: Ready, dtype: torch.dtype) -> None:
-        super().__init__(rollouts, ready, dtype)
+    def __init__(
+        self, rollouts: Rollouts, description: EngineDescription, dtype: torch.dtype
+    ) -> None:
+        super().__init__(rollouts, description, dtype)
         self._writer: WeightWriter | None = None
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -213,18 +235,21 @@ class RemoteCopy(RemoteReplica):
                 files = await self._write(self._rollouts.process, iterator, version)
             except Exception as error:
                 failure = error
-        # Sharded weights are gathered one by one, by all processes together.
+        # All processes gather sharded weights together: also those left after a failure, and in the
+        # processes that write none.
         for _ in iterator:
             pass
         await self._rollouts.call(
-            SyncEnd(version=version, files=files), "the weight sync", failure=failure
+            LoadRequest(version=version, files=files), "the weight sync", failure=failure
         )
 
     async def _write(
         self, process: RolloutProcess, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> WeightFiles:
-        writer: WeightWriter = await process.ask(SyncBegin(version=version))
-        if self._writer is None:  # it compares each version with the first
+        """Write the weights with the engine's writer; raise EngineError if that fails."""
+        writer: WeightWriter = await process.ask(WriterRequest(version=version))
+        # The first writer stays: it compares each version with the first. Only its folder changes.
+        if self._writer is None:
             self._writer = writer
         self._writer.folder = writer.folder
         try:
@@ -238,7 +263,7 @@ class RemoteCopy(RemoteReplica):
 
 @dataclass(slots=True, kw_only=True)
 class RemoteSource:
-    """Gets the groups of a step from the rollout process, and shares them by their tokens."""
+    """Gets a step's groups from the rollout process, and shares them evenly by their tokens."""
 
     phase = "rollout"
     rollouts: Rollouts
@@ -246,31 +271,35 @@ class RemoteSource:
     minibatches: int
     """algorithm.minibatches."""
     _state: dict[str, Any] = field(default_factory=dict)
-    _restored: dict[str, Any] | None = None
-    """State of a checkpoint that the rollout process has not been sent yet."""
-    _restarts: int = 0
-    """Starts of the rollout process, after the first, that have the state of the run."""
+    _state_to_send: dict[str, Any] | None = None
+    """State that the next request has to carry; None: the rollout process has it."""
+    _restarts_seen: int = 0
+    """Restarts of the rollout process after which the state was sent again."""
 
     async def batch(self, step: int) -> StepBatch:
-        """Return this process's share of a step's rollouts. Raises in all processes."""
-        if self._restarts < self.rollouts.restarts:
-            self._restored = self._state or None  # None: the run has no finished step
-        want = Want(step=step, state=self._restored)
-        batch = await self.rollouts.ask(want, "the rollouts of a step")
-        self._restored = None
-        self._restarts, self.rollouts.restartable = self.rollouts.restarts, True
+        """Return this process's share of the rollouts of a step.
+
+        Raises, in all processes, the error that the rollout process raised, and Preempted.
+        """
+        if self._restarts_seen < self.rollouts.restarts:
+            self._state_to_send = self._state or None  # None: the run has no finished step
+        request = GroupsRequest(step=step, state=self._state_to_send)
+        batch = await self.rollouts.ask(request, "the rollouts of a step")
+        self._state_to_send = None
+        # The process made a step: a restart is allowed again.
+        self._restarts_seen, self.rollouts.restartable = self.rollouts.restarts, True
         world = self.rollouts.world
         shares = [] if batch is None else split_batch(batch, world.size, self.minibatches)
         return world.scatter(shares, "the groups of a step")
 
     def finish(self, batch: StepBatch) -> None:
-        """Record the state that the rollout process had after this step."""
+        """Record the state of the rollout process after this step."""
         self._state = batch.state
 
     def summarise(
         self, batches: Sequence[StepBatch], training: dict[str, float], seconds: Mapping[str, float]
     ) -> tuple[dict[str, float], list[Rollout]]:
-        """Merge the batches of all processes: return the metrics and the rollouts of the step."""
+        """Merge the batches of all processes into the metrics and the rollouts of the step."""
         return merge_batches(self.names, batches, training, seconds)
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,20 +307,23 @@ class RemoteSource:
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`, or from that of a source in the training process."""
-        self._state = self._restored = {name: state[name] for name in STATE}
+        """Continue from `state_dict()` of this source, or of a source in the training process."""
+        self._state = self._state_to_send = {name: state[name] for name in STATE}
 
 
 def split_batch(batch: StepBatch, processes: int, minibatches: int) -> list[StepBatch]:
-    """Return each process's share. The first also has what is not trained on."""
+    """Split a step into one share per training process, with about as many tokens in each.
+
+    The first share also has the groups that are not trained on, the counts and the source's state.
+    """
     collected = batch.collected
     group_at = dict(zip(collected.places, collected.groups, strict=True))
     tokens = [float(sum(rollout.length for rollout in group)) for group in batch.groups]
     owners = assign_tasks(tokens, processes, minibatches)
-    owner_of = dict(zip(batch.trained, owners, strict=True))
+    rank_of = dict(zip(batch.trained, owners, strict=True))
     shares = []
     for rank in range(processes):
-        places = [place for place in collected.places if owner_of.get(place, 0) == rank]
+        places = [place for place in collected.places if rank_of.get(place, 0) == rank]
         groups = [group_at[place] for place in places]
         counts = collected if rank == 0 else Collected()
         share = replace(batch, collected=replace(counts, groups=groups, places=places))
@@ -301,26 +333,32 @@ def split_batch(batch: StepBatch, processes: int, minibatches: int) -> list[Step
 
 @dataclass(slots=True, kw_only=True)
 class RemoteEvaluator(Evaluator):
-    """Has the rollout process evaluate."""
+    """Evaluates in the rollout process."""
 
     rollouts: Rollouts
 
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
-        """Return the sampled evaluation and, if `eval.greedy`, a greedy one."""
-        evaluations = await self.rollouts.ask(Evaluate(), "an evaluation")
-        results = evaluations and [replace(one, rollouts=[]) for one in evaluations]
-        results = self.world.broadcast(results, "the results of an evaluation")
-        return evaluations or results or []
+        """Return the sampled evaluation and, if `eval.greedy`, a greedy one.
+
+        Only the first process has their rollouts: the others get the evaluations without them.
+        """
+        evaluations = await self.rollouts.ask(EvaluationRequest(), "an evaluation")
+        stripped = evaluations and [replace(e, rollouts=[]) for e in evaluations]
+        stripped = self.world.broadcast(stripped, "the results of an evaluation")
+        return evaluations or stripped or []
 
     def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
         """Return an evaluation for summary.json."""
-        return to_json([one for one in evaluations if isinstance(one, Evaluation)])
+        return to_json([e for e in evaluations if isinstance(e, Evaluation)])
 
 
 def make_remote_source(
     config: RunConfig, components: Components, rollouts: Rollouts
 ) -> tuple[RemoteSource, RemoteEvaluator]:
-    """Return source and evaluation. From now on the rollout process is restarted."""
+    """Return the source and the evaluation of a run whose rollouts have a process of their own.
+
+    The engine has its first weights by then: from now on a rollout process that ends is restarted.
+    """
     rollouts.restartable = True
     source = RemoteSource(
         rollouts=rollouts,

@@ -31,7 +31,10 @@ def print_scores(
     dashboards: Sequence[str],
     best: Mapping[str, Any] | None,
 ) -> None:
-    """Print the scores before and after, the best one, and some sampled rollouts."""
+    """Print the scores before and after, the best ones, and SHOWN rollouts of the last evaluation.
+
+    These rollouts are the best ones with the most tool results, and the worst one.
+    """
     rollouts = [
         rollout
         for evaluation in after[:1]
@@ -57,15 +60,18 @@ def print_losses(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     dashboards: Sequence[str],
-    words: Sequence[str],
+    arguments: Sequence[str],
 ) -> None:
-    """Print the held-out losses of supervised learning, and the commands to run next."""
+    """Print the held-out losses of supervised learning, and the commands to run next.
+
+    `arguments` are those of the run's own command.
+    """
     if before and after:
         print(
             f"held-out loss  {before['loss']:.4f} -> {after['loss']:.4f} nats per token, "
             f"{after['conversations']:.0f} conversations"
         )
-    follow_up = after_sft(words, str(folder / "checkpoints" / "latest"))
+    follow_up = after_sft(arguments, str(folder / "checkpoints" / "latest"))
     print(f"run            {folder}")
     print(f"tokens         agenttrain view {shlex.quote(str(folder))}")
     for dashboard in dashboards:
@@ -80,18 +86,18 @@ def print_losses(
 
 
 def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = None) -> Path:
-    """Write the HTML page of a step's rollouts; without `to` it lies beside their file."""
+    """Write the HTML page of a step's rollouts; return its path, by default beside their file."""
     from transformers import AutoTokenizer
 
     # The checkpoint has the run's tokenizer; the folder model.path may have changed since.
-    saved = folder / "checkpoints" / "latest"
-    source = (
-        saved if saved.exists() else model_folder(config.model.path, revision=config.model.revision)
-    )
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer_folder = folder / "checkpoints" / "latest"
+    if not tokenizer_folder.exists():
+        tokenizer_folder = model_folder(config.model.path, revision=config.model.revision)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     path = to or step_path(folder, step).with_suffix(".html")
     title = f"{folder.resolve().name}, step {step}"
-    pictures = step_path(folder, step).parent
-    page = viewer.render(read_step(folder, step), tokenizer.decode, title=title, folder=pictures)
+    image_folder = step_path(folder, step).parent
+    rollouts = read_step(folder, step)
+    page = viewer.render(rollouts, tokenizer.decode, title=title, folder=image_folder)
     write_atomically(path, page)
     return path

@@ -1,4 +1,4 @@
-"""Servers of roles in a run: started by its first process, asked by each that judges or scores."""
+"""Servers of a run's roles (judge, user, teacher): its first process starts them, all use them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StartedRoles:
         self._run, self._world, self._roles = run, world, roles
 
     async def ready(self) -> None:
-        """Wait until all servers have answered; raises EngineError, in all processes."""
+        """Wait until all servers have answered; raises EngineError in all processes."""
         if not self._roles:
             return
         failure: Exception | None = None
@@ -50,7 +50,10 @@ def start_roles(
     world: World | None = None,
     module: str = SERVER,
 ) -> StartedRoles:
-    """Start the role servers of a run, in its first process. The stack ends them."""
+    """Start the servers that a run's roles need, in its first process; the stack ends them.
+
+    `module` is the Python module that a server runs.
+    """
     import torch
 
     world, roles = world or World(), used_roles(config, verb)
@@ -67,13 +70,16 @@ def start_roles(
 def _gpus(
     started: Mapping[str, StartedServers], trainers: int
 ) -> dict[str, tuple[tuple[int | str, ...], ...]]:
-    """Return the GPUs of each server of each fleet; those that name none take free ones in turn."""
+    """Return the GPUs of each server, by the key of its fleet.
+
+    Fleets whose settings name no GPUs take free ones, in turn. `trainers` GPUs are the trainer's.
+    """
     taken = {gpu for servers in started.values() for gpu in servers.gpus or ()}
-    places = {}
+    gpus_by_fleet = {}
     for key, servers in started.items():
-        places[key] = place(servers, trainers, taken)
+        gpus_by_fleet[key] = place(servers, trainers, taken)
         taken |= {*gpu_numbers(servers, trainers, taken)}
-    return places
+    return gpus_by_fleet
 
 
 def _plan(
@@ -83,6 +89,7 @@ def _plan(
     gpus: tuple[tuple[int | str, ...], ...] | None,
     module: str,
 ) -> ServerPlan:
+    """Return the plan of a role's servers; `gpus` are those of each server, None on the CPU."""
     import torch
     from transformers import AutoConfig
 
@@ -90,16 +97,16 @@ def _plan(
     folder = weights_folder(role.model, revision=role.revision, key=f"roles.{name}.model")
     dtype = str(role.dtype)
     if role.dtype is EngineDtype.auto:
-        fast = gpus is not None and torch.cuda.is_bf16_supported()
-        dtype = "bfloat16" if fast else "float32"
-    limit = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+        has_bfloat16 = gpus is not None and torch.cuda.is_bf16_supported()
+        dtype = "bfloat16" if has_bfloat16 else "float32"
+    model_context = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
     return role_plan(
         name,
         role,
         folder,
         module=module,
         dtype=dtype,
-        max_context=role.max_context or limit,
+        max_context=role.max_context or model_context,
         seed=config.seed,
         gpus=gpus,
     )

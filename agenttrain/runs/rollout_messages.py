@@ -1,26 +1,28 @@
 """Messages between the trainer and the rollout process.
 
-The trainer asks, the rollout process answers in order: each request has one Answered or Failed.
-While it works on a request it also sends RolloutStatus. One step of synchronous training::
+The trainer sends requests, and the rollout process answers them in order: each has one
+RequestResult or RequestFailure. While the rollout process works on a request, it also sends
+RolloutStatus. One step of synchronous training::
 
-    trainer                      rollout process
-    Want(step=3)           -->   collect, score
-                           <--   RolloutStatus …, Answered(StepBatch(…))
+    trainer                         rollout process
+    GroupsRequest(step=3)     -->   collects and scores the step's groups
+                              <--   RolloutStatus …, RequestResult(StepBatch(…))
     (update)
-    SyncBegin(version=3)   -->
-                           <--   Answered(writer of weight files)
-    SyncEnd(files)         -->   the engine loads them
-                           <--   Answered(None)
-    Verify(check)          -->   every copy of the weights is scored
-                           <--   Answered(log-probabilities)
+    WriterRequest(version=3)  -->
+                              <--   RequestResult(writer of weight files)
+    LoadRequest(files)        -->   the engine loads them
+                              <--   RequestResult(None)
+    ProbeRequest(check)       -->   every copy of the weights is scored
+                              <--   RequestResult(log-probabilities)
 
 With weight_sync.transport=nccl no files cross: the trainer sends the weights to the servers::
 
-    Assemble(version=3)    -->   the servers that answer get no more requests
-                           <--   Answered(Audience)
+    AudienceRequest(version=3) -->  the servers that answer get no more requests
+                              <--   RequestResult(Audience)
     (broadcast)
-    Settle(result)         -->   servers that have the weights are scored next, others are killed
-                           <--   Answered(True), or False: none has them, Assemble comes again
+    BroadcastEnd(result)      -->   servers that have the weights are scored next, others are killed
+                              <--   RequestResult(True), or False: no server has them, and the
+                                    trainer sends AudienceRequest again
 """
 
 from __future__ import annotations
@@ -62,8 +64,11 @@ from agenttrain.utils.codec import Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """The first request: build the run's components and its engine. Its answer is Ready."""
+class StartRequest:
+    """The first request: build the run's components and its engine.
+
+    Its result is an EngineDescription.
+    """
 
     settings: dict[str, Any]
     """The resolved settings, as config.yaml has them."""
@@ -76,12 +81,12 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class EngineDescription:
     """The engine that the rollout process has built."""
 
     max_context: int
     own_weights: bool
-    """It is a `Separate` engine; the others are the fields of the further protocols."""
+    """The engine is a `Separate` one. The fields below describe such an engine."""
     takes_adapters: bool = False
     model_names: bool = False
     quantized: bool = False
@@ -91,23 +96,23 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
-    """Request for the scored groups of a step. Its answer is a StepBatch, with the new state."""
+class GroupsRequest:
+    """Request for the scored groups of a step. Its result is a StepBatch, with the new state."""
 
     step: int
     state: dict[str, Any] | None
-    """State of the source to continue from; None: that after the last step."""
+    """State from which the source continues; None: from where it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncBegin:
-    """Announces new weights. Its answer is the WeightWriter that writes them for the engine."""
+class WriterRequest:
+    """Request for the WeightWriter that writes the files of new weights for the engine."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncEnd:
+class LoadRequest:
     """Request to load new weights."""
 
     version: int
@@ -116,47 +121,47 @@ class SyncEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assemble:
-    """Request for the servers that a broadcast goes to. Its answer is an Audience."""
+class AudienceRequest:
+    """Request for the servers that a broadcast goes to. Its result is an Audience."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settle:
-    """The end of a broadcast. Its answer is False if the weights have to be sent again."""
+class BroadcastEnd:
+    """The end of a broadcast. Its result is False if the weights have to be sent again."""
 
     result: BroadcastResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verify:
-    """Request to score the probe by every copy of the weights, and to sample from the good ones."""
+class ProbeRequest:
+    """Request to score the probe with every copy of the weights; copies that fail stop serving."""
 
     check: ProbeCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Complete:
-    """Request for one completion, of the probe's text."""
+class CompletionRequest:
+    """Request for one completion of the probe's prompt."""
 
     token_ids: tuple[int, ...]
     sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineMetrics:
+class MetricsRequest:
     """Request for the engine's metrics since the last such request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate:
-    """Request for an evaluation. Its answer is a list of Evaluation."""
+class EvaluationRequest:
+    """Request for an evaluation. Its result is a list of Evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
-    """Request to end, also in the middle of another one. It has no answer."""
+class EndRequest:
+    """Request to end the process, also in the middle of another request. It has no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,24 +176,24 @@ class RolloutStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """Answer to a request."""
+class RequestResult:
+    """Answer to a request that succeeded."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The error that a request has led to."""
+class RequestFailure:
+    """Answer to a request that raised an error."""
 
     name: str
-    """Its class: `raised` makes one of ours again."""
+    """Name of the error's class."""
     module: str
     message: str
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, error: Exception) -> Failed:
+    def of(cls, error: Exception) -> RequestFailure:
         """Return the message with an error."""
         attributes = {}
         for name, value in vars(error).items():
@@ -203,18 +208,22 @@ class Failed:
         )
 
     def raised(self) -> Exception:
-        """Return the error to raise in the trainer."""
+        """Return the error to raise in the trainer.
+
+        It has its own class if that is an AgenttrainError, a ValueError or an OSError; otherwise it
+        is a RolloutsFailed.
+        """
         if self.module.startswith("agenttrain."):
-            import_module(self.module)  # the classes below are those of imported modules
+            import_module(self.module)  # so that __subclasses__ below has the error's class
         kinds: list[type[Exception]] = [AgenttrainError, ValueError, OSError]
         while kinds:
             kind = kinds.pop()
             if kind.__name__ == self.name:
-                error = kind.__new__(kind)  # not its __init__, whose arguments are its own
+                error = kind.__new__(kind)  # without __init__, whose arguments are not sent
                 error.args = (self.message,)
                 for name, value in self.attributes.items():
                     setattr(error, name, value)
-                if str(error) == self.message:  # not so for UnicodeError, which keeps no text
+                if str(error) == self.message:  # false for UnicodeError, which keeps no text
                     return error
             kinds += kind.__subclasses__()
         return RolloutsFailed(f"{self.name}: {self.message}")
@@ -228,14 +237,15 @@ CARRIED = ("culprits", "rollouts")
 """Attributes of errors that crash bundles need."""
 CODEC = Codec(
     (
-        *(Begin, Ready, Want, StepBatch, Costs, SyncBegin, SyncEnd, Verify, Complete),
-        *(EngineMetrics, Evaluate, Stop, RolloutStatus, Answered, Failed, Waiting),
-        *(WeightFiles, WeightWriter),
+        *(StartRequest, GroupsRequest, WriterRequest, LoadRequest, AudienceRequest, BroadcastEnd),
+        *(ProbeRequest, CompletionRequest, MetricsRequest, EvaluationRequest, EndRequest),
+        *(RequestResult, RequestFailure, RolloutStatus, EngineDescription, StepBatch, Costs),
+        *(Waiting, WeightFiles, WeightWriter),
         *(ProbeCheck, Gap, Sampling, Completion, Finish, Collected, Evaluation, Estimate, Rollout),
         *(Trajectory, Span, Origin, StopReason, Task, RowTool, ToolCall, ToolError, ToolResult),
-        *(Delegation, Image, PlacedImage, Assemble, Audience, Receiver, WeightSyncMode),
-        *(Settle, BroadcastResult, Receipt),
+        *(Delegation, Image, PlacedImage, Audience, Receiver, WeightSyncMode),
+        *(BroadcastResult, Receipt),
     ),
     other=str,  # values of a row's columns, as in rollout files
 )
-"""The classes that may cross."""
+"""The classes that may cross between the processes."""

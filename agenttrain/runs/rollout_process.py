@@ -1,7 +1,7 @@
 """The rollout process: engine, event loop, tools, environments and rewards, without the trainer.
 
 The first training process starts it: `python -m agenttrain.runs.rollout_process SOCKET SYS_PATH`.
-It ends when it is asked to, and when the trainer's end of the socket is closed, whatever closed it.
+It ends when it is asked to, and when the trainer's end of the socket is closed for any reason.
 Signals are left to the trainer: a scheduler sends them to all processes of a job.
 """
 
@@ -18,9 +18,9 @@ from agenttrain.utils.child_process import end_with_parent
 from agenttrain.utils.output import protect
 
 ORPHANED_S = 60.0
-"""Seconds that it has to end in good order once the trainer has ended."""
+"""Seconds that the process has to clean up once the trainer has ended."""
 STACKS = signal.SIGUSR2
-"""Signal at which it prints the stacks of all threads, also while C code holds the interpreter."""
+"""At this signal it prints the stacks of all threads, also while C code holds the interpreter."""
 LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 

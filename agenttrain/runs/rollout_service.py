@@ -38,21 +38,21 @@ from agenttrain.runs.channel import Channel, ChannelClosed
 from agenttrain.runs.loading import make_standalone_engine
 from agenttrain.runs.rollout_messages import (
     CODEC,
-    Answered,
-    Assemble,
-    Begin,
-    Complete,
-    EngineMetrics,
-    Evaluate,
-    Failed,
-    Ready,
+    AudienceRequest,
+    BroadcastEnd,
+    CompletionRequest,
+    EndRequest,
+    EngineDescription,
+    EvaluationRequest,
+    GroupsRequest,
+    LoadRequest,
+    MetricsRequest,
+    ProbeRequest,
+    RequestFailure,
+    RequestResult,
     RolloutStatus,
-    Settle,
-    Stop,
-    SyncBegin,
-    SyncEnd,
-    Verify,
-    Want,
+    StartRequest,
+    WriterRequest,
 )
 from agenttrain.runs.setup import Components
 from agenttrain.runs.sources import make_rollout_source
@@ -67,37 +67,39 @@ from agenttrain.utils.seeds import derive_seed
 
 STATUS_S = 0.5
 """Seconds between two messages on the rollouts in flight."""
-MADE_WITH = (
+JOURNAL_SETTINGS = (
     *("rollout", "reward", "tools", "stop_tools", "environment", "agent", "user", "data", "seed"),
     *("chat_template", "response_schema", "tasks_per_step", "resume_changed"),
 )
-"""Settings on which the groups of the journal depend, beside algorithm.group_size."""
+"""Settings on which the groups in the journal depend, besides algorithm.group_size."""
 READ_ATTEMPTS = 100
 """Attempts to read the table of rollouts, which tools' threads may change meanwhile."""
 
 
 async def serve(connection: socket.socket) -> None:
-    """Answer the trainer's requests until it stops them, or has ended."""
+    """Answer the trainer's requests until it sends EndRequest, or has ended."""
     channel = await Channel.over(connection, CODEC)
     with suppress(ChannelClosed):
         async with AsyncExitStack() as stack:
             stack.callback(channel.close)
-            begin: Begin = await channel.receive()
+            start: StartRequest = await channel.receive()
             try:
-                service = RolloutService(begin, stack)
+                service = RolloutService(start, stack)
                 await service.start(stack)
             except Exception as error:
                 await channel.send(_failed(error))
                 return
-            await channel.send(Answered(value=service.ready))
-            request = asyncio.create_task(channel.receive())
-            while not isinstance(message := await request, Stop):
-                request = asyncio.create_task(channel.receive())
-                work = asyncio.create_task(service.answer(message))
+            await channel.send(RequestResult(value=service.engine_description))
+            next_request = asyncio.create_task(channel.receive())
+            while not isinstance(request := await next_request, EndRequest):
+                next_request = asyncio.create_task(channel.receive())
+                work = asyncio.create_task(service.answer(request))
                 reporting = asyncio.create_task(_report(service, channel))
-                await asyncio.wait((work, request), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((work, next_request), return_when=asyncio.FIRST_COMPLETED)
+                # The trainer waits for each answer before it sends more. A message that comes
+                # earlier is EndRequest, or the trainer has ended: the work is cancelled too.
                 for task in (reporting, *(() if work.done() else (work,))):
-                    task.cancel()  # work, too: only Stop, or the trainer's end, comes that early
+                    task.cancel()
                     await asyncio.wait((task,))
                 if work.cancelled():
                     continue
@@ -105,18 +107,19 @@ async def serve(connection: socket.socket) -> None:
                 await channel.send(_answer(work))
 
 
-def _answer(work: asyncio.Task[Any]) -> Answered | Failed:
-    """Return the message with a result, or an error; print the traceback of one that is a bug."""
+def _answer(work: asyncio.Task[Any]) -> RequestResult | RequestFailure:
+    """Return the answer to a request whose work has ended."""
     try:
-        return Answered(value=work.result())
+        return RequestResult(value=work.result())
     except Exception as error:
         return _failed(error)
 
 
-def _failed(error: Exception) -> Failed:
+def _failed(error: Exception) -> RequestFailure:
+    """Return the answer with an error; print the traceback of an error that is a bug."""
     if not isinstance(error, AgenttrainError | ValueError | OSError):
         traceback.print_exception(error, file=sys.stderr)
-    return Failed.of(error)
+    return RequestFailure.of(error)
 
 
 async def _report(service: RolloutService, channel: Channel) -> None:
@@ -128,41 +131,41 @@ async def _report(service: RolloutService, channel: Channel) -> None:
 
 
 class RolloutService:
-    """Answers requests one after the other."""
+    """Answers the trainer's requests, one after the other."""
 
-    def __init__(self, begin: Begin, stack: AsyncExitStack) -> None:
-        """Build what samples and scores; the stack closes it."""
-        composed = convert(begin.settings)
+    def __init__(self, start: StartRequest, stack: AsyncExitStack) -> None:
+        """Build components, engine and source of the run; the stack closes them."""
+        composed = convert(start.settings)
         admit_engine(composed)
         self._config = config = composed.config
         if config.async_training.max_staleness:
-            # Bits depend on which rollouts share a batch, and that on when each of them began.
+            # Rollouts that begin at any time share decode batches: their bits do not repeat.
             config.rollout = replace(config.rollout, deterministic=False)
-        self._folder = Path(begin.folder)
+        self._folder = Path(start.folder)
         self._finished = self._total = 0
-        self._written: Path | None = None
-        """Folder of weight files for an engine that has none."""
-        self._components = components = Components(config, begin.verb, self._folder)
-        stack.callback(self._remove_written)
+        self._weights_folder: Path | None = None
+        """Folder of weight files, for an engine that has no folder of its own."""
+        self._components = components = Components(config, start.verb, self._folder)
+        stack.callback(self._remove_weights_folder)
         self._engine = make_standalone_engine(
-            config, self._folder, begin.verb, on_gpu=begin.on_gpu, trainers=begin.trainers
+            config, self._folder, start.verb, on_gpu=start.on_gpu, trainers=start.trainers
         )
         stack.push_async_callback(self._engine.aclose)
         stack.push_async_callback(components.aclose)
         times = self._folder if config.tracker.timeline else None
         timeline = stack.enter_context(Timeline(times, "rollouts"))
         collector = components.collector(self._engine, self._folder, timeline)
-        counted = replace(collector, progress=self._count)
-        self._source = make_rollout_source(config, components, counted, SingleProcess())
+        collector = replace(collector, progress=self._count)
+        self._source = make_rollout_source(config, components, collector, SingleProcess())
         self._queue: GroupQueue | None = None
-        """Groups sampled ahead; None: each step's are sampled when it wants them."""
+        """Groups sampled ahead; None: each step's groups are sampled when the trainer asks."""
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Prepare what runs beside the requests; the stack ends it."""
+        """Prepare the sampling ahead of the trainer, if the run has any; the stack ends it."""
         config, collector = self._config, self._source.collector
         if config.async_training.max_staleness == 0:
             return
-        settings = {name: getattr(config, name) for name in MADE_WITH}
+        settings = {name: getattr(config, name) for name in JOURNAL_SETTINGS}
         settings["group_size"] = config.algorithm.group_size
         journal = Journal(self._folder / "rollouts", CODEC, settings_digest(plain(settings)))
         stack.enter_context(light_gc())
@@ -178,13 +181,13 @@ class RolloutService:
         stack.push_async_callback(self._queue.aclose)
 
     @property
-    def ready(self) -> Ready:
-        """The engine, as the trainer has to know it."""
+    def engine_description(self) -> EngineDescription:
+        """The properties of the engine that the trainer has to know."""
         engine = self._engine
         if not isinstance(engine, Separate):
-            return Ready(max_context=engine.max_context, own_weights=False)
+            return EngineDescription(max_context=engine.max_context, own_weights=False)
         dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else None
-        return Ready(
+        return EngineDescription(
             max_context=engine.max_context,
             own_weights=True,
             takes_adapters=engine.takes_adapters,
@@ -197,34 +200,34 @@ class RolloutService:
     async def answer(self, request: Any) -> Any:
         """Return the answer to a request."""
         match request:
-            case Want():
+            case GroupsRequest():
                 return await self._groups(request)
-            case Evaluate():
+            case EvaluationRequest():
                 return await self._evaluate()
-            case SyncBegin():
+            case WriterRequest():
                 return self._weight_writer()
-            case SyncEnd():
+            case LoadRequest():
                 return await self._sync(request.version, request.files)
-            case Assemble():
-                assert isinstance(self._engine, Broadcasts), "Ready says so"
+            case AudienceRequest():
+                assert isinstance(self._engine, Broadcasts), "sent only if the engine broadcasts"
                 return await self._engine.assemble(request.version)
-            case Settle():
-                return await self._settle(request.result)
-            case Verify():
+            case BroadcastEnd():
+                return await self._end_broadcast(request.result)
+            case ProbeRequest():
                 return await self._verify(request)
-            case Complete():
+            case CompletionRequest():
                 session = "probe"
                 completion = await self._engine.generate(
                     request.token_ids, request.sampling, session=session
                 )
                 await self._engine.release(session)
                 return completion
-            case EngineMetrics():
+            case MetricsRequest():
                 return self._engine.metrics() if isinstance(self._engine, Metered) else {}
         raise EngineError(f"{type(request).__name__}: is no request")
 
-    async def _groups(self, request: Want) -> StepBatch:
-        """Collect and score the rollouts of a step, and move on to the next one."""
+    async def _groups(self, request: GroupsRequest) -> StepBatch:
+        """Return the scored rollouts of a step, and move the source on to the next step."""
         if request.state is not None:
             self._source.load_state_dict(request.state)
         if self._queue is not None:
@@ -235,14 +238,17 @@ class RolloutService:
         return self._finish(batch)
 
     async def _groups_ahead(self, queue: GroupQueue, step: int) -> StepBatch:
-        """Return the groups of a step, which may have been sampled already."""
+        """Return the groups of a step from the queue, which may have sampled them already."""
         if not queue.begun:
             seed_random(derive_seed(self._config.seed, "rollouts", step) % 2**32)
             await queue.begin(step)
         batch = self._finish(await queue.take(step))
-        saved = [int(path.name.removeprefix(PREFIX)) for path in newest_first(self._checkpoints)]
-        # Not those of this step: a signal may still stop the run before it is trained.
-        queue.prune(step - 1, oldest=min(saved, default=0), newest=max(saved, default=0))
+        checkpoints = newest_first(self._folder / "checkpoints")
+        saved_steps = [int(path.name.removeprefix(PREFIX)) for path in checkpoints]
+        # This step's groups stay: a signal may still stop the run before they are trained.
+        queue.prune(
+            step - 1, oldest=min(saved_steps, default=0), newest=max(saved_steps, default=0)
+        )
         return batch
 
     def _finish(self, batch: StepBatch) -> StepBatch:
@@ -251,11 +257,8 @@ class RolloutService:
         batch.state = self._source.state_dict()
         return batch
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self._folder / "checkpoints"
-
     async def _evaluate(self) -> list[Evaluation]:
+        """Evaluate on the test tasks; no group is sampled ahead meanwhile."""
         config, tasks = self._config, self._components.test_tasks
         seed_random(derive_seed(config.seed, "evaluation") % 2**32)
         with nullcontext() if self._queue is None else self._queue.held():
@@ -279,16 +282,16 @@ class RolloutService:
         if self._queue is not None and self._queue.begun:
             self._queue.admit(version)
 
-    async def _settle(self, result: BroadcastResult) -> bool:
-        """End a broadcast; with weights that have arrived, more groups may be sampled."""
-        assert isinstance(self._engine, Broadcasts), "Ready says so"
+    async def _end_broadcast(self, result: BroadcastResult) -> bool:
+        """End a broadcast; return True if weights have arrived, so that more groups may start."""
+        assert isinstance(self._engine, Broadcasts), "sent only if the engine broadcasts"
         arrived = await self._engine.settle(result)
         if arrived and self._queue is not None and self._queue.begun:
             self._queue.admit(result.version)
         return arrived
 
-    async def _verify(self, request: Verify) -> list[float]:
-        """Score the probe by every copy of the weights; the good ones serve from now on."""
+    async def _verify(self, request: ProbeRequest) -> list[float]:
+        """Return the probe's log-probabilities; copies of the weights that fail stop serving."""
         engine, token_ids = self._engine, request.check.token_ids
         if isinstance(engine, Replicated):
             return await engine.verify(token_ids, request.check)
@@ -296,14 +299,15 @@ class RolloutService:
         return await engine.score(token_ids)
 
     def _weight_writer(self) -> WeightWriter:
+        """Return the writer of the engine's weight files; make their folder if there is none."""
         if isinstance(self._engine, ReadsFiles):
             return self._engine.writer
-        if self._written is None:
-            self._written = new_weights_folder(self._folder, self._folder)
-        return WeightWriter(self._written)
+        if self._weights_folder is None:
+            self._weights_folder = new_weights_folder(self._folder, self._folder)
+        return WeightWriter(self._weights_folder)
 
-    def _remove_written(self) -> None:
-        if self._written is not None:
+    def _remove_weights_folder(self) -> None:
+        if self._weights_folder is not None:
             remove_weights_folder(self._folder)
 
     def _count(self, finished: int, total: int) -> None:
@@ -314,7 +318,7 @@ class RolloutService:
         collector = self._source.collector
         waiting: list[Waiting] = []
         for _ in range(READ_ATTEMPTS):
-            with suppress(RuntimeError):  # a thread changed what was being read
+            with suppress(RuntimeError):  # a thread changed the table while it was read
                 waiting = collector.waiting()
                 break
         finished, total = self._finished, self._total

@@ -20,7 +20,14 @@ from typing import Any
 from agenttrain.engines.base import EngineDead, EngineRestarted
 from agenttrain.rollout.monitoring import InFlight, Waiting
 from agenttrain.runs.channel import Channel, ChannelClosed
-from agenttrain.runs.rollout_messages import CODEC, Answered, Begin, Failed, RolloutStatus, Stop
+from agenttrain.runs.rollout_messages import (
+    CODEC,
+    EndRequest,
+    RequestFailure,
+    RequestResult,
+    RolloutStatus,
+    StartRequest,
+)
 from agenttrain.runs.rollout_process import STACKS
 from agenttrain.training.world import PeerFailed, World
 from agenttrain.utils.child_process import ChildProcess
@@ -28,7 +35,7 @@ from agenttrain.utils.signals import StopRequest
 
 MODULE = "agenttrain.runs.rollout_process"
 STACKS_S = 1.0
-"""Seconds for the stacks of its threads."""
+"""Seconds that the rollout process has to print the stacks of its threads."""
 END_S = 30.0
 """Seconds that the rollout process has to close its engine and tools before it is killed."""
 
@@ -38,78 +45,86 @@ class RolloutsDead(EngineDead):
 
 
 class PeersRolloutsDead(RolloutsDead, PeerFailed):
-    """The first training process has raised EngineDead for a request of all."""
+    """Raised in the other training processes when a request of the first one raised EngineDead."""
 
 
 class RolloutProcess:
-    """The process that makes the rollouts, as the process that starts it sees it."""
+    """Handle of the rollout process in the training process that starts it."""
 
     def __init__(self, log: Path) -> None:
-        """Start it; each line that it prints is printed here too, and appended to `log`."""
+        """Start the process. Each line that it prints is printed here and appended to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self.in_flight = InFlight()
-        """Its `progress` is that of the rollouts there."""
+        """Has the `progress` of the rollouts in flight in the process."""
         self.progress: Callable[[int, int], None] | None = None
-        """That of a Collector."""
-        self._begin: Begin | None = None
+        """Called with the step's finished rollouts and their total, as `Collector.progress`."""
+        self._start_request: StartRequest | None = None
         self._start()
 
     def _start(self) -> None:
+        """Start the child process, and forget the state of an earlier one."""
         self._connection, end = socket.socketpair()
         command = [sys.executable, "-u", "-m", MODULE, str(end.fileno()), json.dumps(sys.path)]
         with end:
-            # Without a keeper: its servers' wrappers outlive it to clean up, or to serve the next.
+            # Without a keeper: its servers' wrappers outlive it, to clean up or to serve again.
             self._child = ChildProcess(
                 command, keeper=False, pass_fds=[end.fileno()], print_line=self._print
             )
         self._channel: Channel | None = None
         self._waiting: list[Waiting] = []
         self._ready = False
-        """It has answered a request: it now notices Stop at any time."""
+        """The process has answered a request, so that it now notices EndRequest at any time."""
 
     async def restart(self) -> None:
-        """Start it again, by its first request, without weights. Raises as `answer`."""
-        assert self._begin is not None, "it has begun before"
+        """Start the process again, once it has ended, with the same StartRequest.
+
+        Return when its engine is built. The engine has no weights of the policy yet. Raises as
+        `answer` does.
+        """
+        assert self._start_request is not None, "only a process that was started is restarted"
         if self._channel is not None:
             self._channel.close()
         self._child.kill()
         self._start()
-        await self.ask(self._begin)
+        await self.ask(self._start_request)
 
     def waiting(self) -> list[Waiting]:
-        """Return the rollouts in flight and what each waited for some tenths of a second ago."""
+        """Return the rollouts in flight and what each waits for, as the last RolloutStatus says."""
         return self._waiting
 
     def print_stacks(self) -> None:
-        """Have it print the stacks of its threads, and wait until they are printed here."""
+        """Have the process print the stacks of its threads; wait until they are printed here."""
         with suppress(OSError):
             self._child.signal(STACKS)
             time.sleep(STACKS_S)
 
-    async def send(self, request: Begin | Stop | Any) -> None:
+    async def send(self, request: StartRequest | EndRequest | Any) -> None:
         """Send a request; raises RolloutsDead."""
-        if isinstance(request, Begin):
-            self._begin = request
+        if isinstance(request, StartRequest):
+            self._start_request = request
         try:
             if self._channel is None:
                 self._channel = await Channel.over(self._connection, CODEC)
             await self._channel.send(request)
         except ChannelClosed as error:
-            raise await self._gone() from error
+            raise await self._death() from error
 
     async def answer(self) -> Any:
-        """Return the answer to the last request. Raises RolloutsDead, or its error."""
+        """Return the answer to the last request.
+
+        Raises RolloutsDead, and the error that the request raised in the rollout process.
+        """
         assert self._channel is not None, "a request was sent"
         while True:
             try:
                 message = await self._channel.receive()
             except ChannelClosed as error:
-                raise await self._gone() from error
-            if isinstance(message, Answered):
+                raise await self._death() from error
+            if isinstance(message, RequestResult):
                 self._ready = True
                 return message.value
-            if isinstance(message, Failed):
+            if isinstance(message, RequestFailure):
                 raise message.raised()
             assert isinstance(message, RolloutStatus)
             self.in_flight.progress, self._waiting = message.progress, message.waiting
@@ -117,22 +132,23 @@ class RolloutProcess:
                 self.progress(message.finished, message.total)
 
     async def ask(self, request: Any) -> Any:
-        """Send a request and return its answer; raises as these do."""
+        """Send a request and return its answer; raises as `send` and `answer` do."""
         await self.send(request)
         return await self.answer()
 
     async def aclose(self) -> None:
-        """End it, also in the middle of a request, with its engine and its tools."""
+        """End the process with its engine and its tools, also in the middle of a request."""
         if self._channel is None:
             self._connection.close()
         else:
             with suppress(RolloutsDead):
-                await self.send(Stop())
+                await self.send(EndRequest())
             self._channel.close()
         await asyncio.to_thread(self._child.ended, END_S if self._ready else 0.0)
         self._child.kill()
 
-    async def _gone(self) -> RolloutsDead:
+    async def _death(self) -> RolloutsDead:
+        """Return the error that says how the process ended."""
         end = await asyncio.to_thread(self._child.gone)
         log = f" (log: {self._log})" if self._log.exists() else ""
         return RolloutsDead(f"the rollout process{log} {end}")
@@ -145,22 +161,25 @@ class RolloutProcess:
 
 @dataclass(slots=True, kw_only=True)
 class Rollouts:
-    """The rollout process, for all training processes. It is started again once a step."""
+    """The rollout process of a run, for all training processes together.
+
+    If it ends by itself, it is started again, but at most once in a step.
+    """
 
     process: RolloutProcess | None
     """None in all processes but the first."""
     world: World
     stop: StopRequest
     restartable: bool = False
-    """The next time that it ends it is started again."""
+    """It is started again if it ends now."""
     restarts: int = 0
-    """Times that it was started again."""
+    """How often it was started again."""
 
     async def ask(self, request: Any, what: str) -> Any:
         """Return the answer in the first process, None in the others; a signal cuts it short.
 
-        `what` names the work in errors, which are raised in all processes; EngineDead and
-        EngineRestarted everywhere. Raises Preempted.
+        `what` names the work in errors. Errors, EngineDead and EngineRestarted among them, are
+        raised in all processes. Raises Preempted after a signal.
         """
         answers: list[Any] = []
         failure: Exception | None = None
@@ -174,7 +193,11 @@ class Rollouts:
         return answers[0] if answers else None
 
     async def call(self, request: Any, what: str, failure: Exception | None = None) -> Any:
-        """Return the answer in all processes, or raise a `failure` in all, without asking."""
+        """Return the answer in all processes; no signal cuts it short.
+
+        With a `failure` of the first process no request is sent: the failure is raised in all
+        processes. Raises as `ask`, but not Preempted.
+        """
         value = None
         if self.process is not None and failure is None:
             try:
@@ -185,33 +208,34 @@ class Rollouts:
         return self.world.broadcast(value, what)
 
     async def meet(self, what: str, failure: Exception | None) -> None:
-        """Raise the first process's failure in all processes.
+        """Raise the first process's failure in all processes, if there is one.
 
-        A rollout process that has ended is started again, if that is due; then all raise
-        EngineRestarted. The others raise EngineDead as such too: all of them then save the last
-        finished step.
+        If the rollout process has ended and is restartable, it is started again, and all processes
+        raise EngineRestarted. Otherwise EngineDead is raised as such in the other processes too, so
+        that all of them save the last finished step. Any other failure is their PeerFailed.
         """
         dead = failure if isinstance(failure, EngineDead) else None
-        ends = [] if dead is None else [(str(dead), isinstance(dead, RolloutsDead))]
-        ends = self.world.exchange(ends, what, failure if dead is None else None, patient=True)
-        if not ends:
+        # (message, the whole rollout process has ended) of a dead engine: at most one.
+        deaths = [] if dead is None else [(str(dead), isinstance(dead, RolloutsDead))]
+        deaths = self.world.exchange(deaths, what, failure if dead is None else None, patient=True)
+        if not deaths:
             return
-        message, ended = ends[0]
-        if ended and self.restartable and not self.stop.agree(self.stop.name is not None):
+        message, process_ended = deaths[0]
+        if process_ended and self.restartable and not self.stop.agree(self.stop.name is not None):
             problem = await self._restart()
             if problem is None:
                 raise EngineRestarted(f"{message}; it was started again")
             message = f"{message}; it was started again, and then {problem}"
-        elif ended and self.restarts and not self.restartable:
+        elif process_ended and self.restarts and not self.restartable:
             message = f"{message}; it had been started again in this step"
-        if ended:
+        if process_ended:
             dead = dead and RolloutsDead(message)
         raised = dead or PeersRolloutsDead(message)
         raised.everywhere = True
         raise raised
 
     async def _restart(self) -> str | None:
-        """Start the rollout process again; return, in all processes, why it does not run."""
+        """Start the rollout process again; return, in all processes, why that failed, or None."""
         self.restartable = False
         self.restarts += 1
         problems = []

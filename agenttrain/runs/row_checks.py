@@ -21,7 +21,7 @@ RENDERED_TASKS = 8
 """First tasks of each split whose prompts are rendered before a run starts."""
 ANSWER = AssistantTurn(content="ok", reasoning=None, calls=())
 ROW_TOOL_SETS = 4
-"""Distinct sets of tools that the rows of a split list, with which the template is certified."""
+"""The template is certified with so many of the distinct sets of tools that a split's rows list."""
 
 
 def check_rows(
@@ -34,9 +34,10 @@ def check_rows(
     executed: bool = True,
     on_bad_row: OnBadRow = OnBadRow.error,
 ) -> set[str]:
-    """Check the rows of each source with their tools; return these tools' names.
+    """Check the rows of each source, and the template with their tools; return the tools' names.
 
-    Raises RowError with the name of the row, CertificateError and ChatError.
+    `executed` is that of `RowTools`. Raises RowError with the name of the row, CertificateError if
+    the template does not fit the tools, and ChatError as `check_grammars`.
     """
     names: set[str] = set()
     if structured_calls:
@@ -53,13 +54,13 @@ def check_rows(
 
 
 def _check_messages(chat: Chat, key: str, source: TaskSource, on_bad_row: OnBadRow) -> None:
-    """Leave out the rows of which the template drops a message, or raise ChatError.
+    """Leave out the rows of which the template drops a message, or raise ChatError for the first.
 
-    A conversation is rendered only if a message stands in a place that no row before it had. A text
-    that the template changes, and later rows of a source without end, are found while the run goes
-    on (`Collector.on_bad_row`).
+    A conversation is rendered only if one of its messages stands in a place that no earlier row
+    had. The run itself finds texts that the template changes, and checks later rows of a source
+    without end (`Collector.on_bad_row`).
     """
-    bad = dict[int, str]()
+    problems = dict[int, str]()
     for index in range(RENDERED_TASKS if source.endless else len(source)):
         messages = source.row(index).messages
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -72,18 +73,22 @@ def _check_messages(chat: Chat, key: str, source: TaskSource, on_bad_row: OnBadR
             line = f"{source.where(index)}: {error}"
             if on_bad_row is OnBadRow.error:
                 raise ChatError(f"{key}: {line}; or data.on_bad_row=skip") from error
-            bad[index] = line
-            if len(bad) == len(source):
+            problems[index] = line
+            if len(problems) == len(source):
                 raise ChatError(f"{key}: not one row is left; the last, {line}") from error
-    if bad and not source.endless:
-        count = f"{len(bad)} of {len(source)} rows"
-        listed = "\n".join(f"  {line}" for line in list(bad.values())[:MAX_LISTED])
+    if problems and not source.endless:
+        count = f"{len(problems)} of {len(source)} rows"
+        listed = "\n".join(f"  {line}" for line in list(problems.values())[:MAX_LISTED])
         note = f"{key}: {count} are left out (data.on_bad_row=skip)\n{listed}"
-        source.leave_out(bad, note)
+        source.leave_out(problems, note)
 
 
 def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> int:
-    """Return the tokens of a prompt and its later user turns. Raises ChatError."""
+    """Return the number of tokens of a task's prompt.
+
+    Each later user turn is rendered too, behind an answer, to check it. Raises ChatError if the
+    template cannot render them.
+    """
     if any(message["role"] == "system" for message in task.messages):
         problem = system_problem(chat, schemas)
         if problem is not None:
@@ -108,7 +113,7 @@ def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> 
 
 
 def certify_tool_sets(chat: Chat, sets: Sequence[list[dict[str, Any]]]) -> Certificate:
-    """Return the certificate of the first set of tools that fails, else that of the first set."""
+    """Certify the template with each set of tools; return the first failure, else the first."""
     certificates = [certify(chat, schemas) for schemas in sets]
     failed = (certificate for certificate in certificates if not certificate.passed)
     return next(failed, certificates[0])

@@ -23,12 +23,7 @@ from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.chat.saving import saved_tokenizer
 from agenttrain.engines.base import Engine, EngineDead
 from agenttrain.engines.weights_place import remove_weights_folder
-from agenttrain.evaluation import (
-    Best,
-    Evaluation,
-    Evaluator,
-    from_json,
-)
+from agenttrain.evaluation import Best, Evaluation, Evaluator, from_json
 from agenttrain.health.crash import Evidence
 from agenttrain.health.guards import Guards
 from agenttrain.health.stop_when import StopWhen
@@ -57,11 +52,7 @@ from agenttrain.tracking.timeline import Timeline
 from agenttrain.tracking.tracker import SilentTracker, Tracker
 from agenttrain.trainer import BatchSource, Trainer
 from agenttrain.training.checkpoint import Checkpoints
-from agenttrain.training.checkpoint_files import (
-    CheckpointError,
-    NotWritten,
-    set_stop_tokens,
-)
+from agenttrain.training.checkpoint_files import CheckpointError, NotWritten, set_stop_tokens
 from agenttrain.training.policy import Policy
 from agenttrain.training.teacher_scores import Teacher
 from agenttrain.training.weight_sync import SyncProbe, sync
@@ -80,7 +71,7 @@ CROSS_ENTROPY = AlgorithmConfig(
     objective=build_objective("reinforce"),
     aggregation=Aggregation.token_mean,
 )
-"""With a reward of 1 for each demonstration: sum of -log p / number of tokens of the update."""
+"""The loss of `sft`. Demonstrations have a reward of 1: sum of -log p / tokens of the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +85,7 @@ class Phase:
     timed: bool = False
     """Its wall seconds become a metric."""
     collective: str | None = None
-    """Name of the work in which all processes meet in torch's collectives."""
+    """Name, for errors, of work that needs torch's collectives; None: the phase has none."""
     evidence: bool = False
     """An error in it leaves a crash bundle."""
 
@@ -123,16 +114,16 @@ class Run:
     sweep: bool = False
     """True if the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
     words: Sequence[str] = ()
-    """Arguments of a new run's command."""
+    """Arguments of the command that starts a new run; empty for a resumed run."""
     experiment: str | None = None
-    """Name of the experiment; None if it is that of the folder around the run's."""
+    """Name of the experiment; None: the name of the folder that holds the run folder."""
     world: World = field(default_factory=World)
     stop: StopRequest = field(default_factory=StopRequest)
     watchdog: Watchdog = field(default_factory=Watchdog)
     tracker: Tracker = field(default_factory=SilentTracker)
     timeline: Timeline = field(default_factory=Timeline)
     evidence: Evidence | None = None
-    """Writes crash bundles; None: there are none."""
+    """Writes crash bundles; None: the run writes none."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds of the timed phases, which the trainer clears at the start of a step."""
 
@@ -177,7 +168,7 @@ class Run:
         )
 
     def _agree(self, signalled: bool) -> bool:
-        """Return True, in all processes, if a signal came to one of them."""
+        """Return True, in all processes, if one of them was `signalled`."""
         return self.world.max(float(signalled), "whether a signal came") > 0
 
     def _execute(self) -> int:
@@ -206,18 +197,22 @@ class Run:
 
     @no_collections()
     def prepare(self) -> Components:
-        """Build the components and record them, config.yaml before anything slow."""
+        """Build the run's components, and record them in the folder.
+
+        The main process writes config.yaml before anything slow, so that a run that is stopped
+        meanwhile can be resumed. It completes the file afterwards.
+        """
         if not self.world.is_main:
             return prepare(self.config, self.verb, self.folder, world=self.world)
-        path = self.folder / "config.yaml"
-        is_new = not path.exists()
+        config_file = self.folder / "config.yaml"
+        is_new = not config_file.exists()
         if is_new:
             write_config(self.folder, self.plain, None)
         try:
             components = prepare(self.config, self.verb, self.folder, world=self.world)
         except Exception:
-            if is_new:  # the run has not started: its folder is free for the next try
-                path.unlink(missing_ok=True)
+            if is_new:  # without the file, the next try can use the folder
+                config_file.unlink(missing_ok=True)
             raise
         digests = fingerprints(components)
         if self.config.resume is not None and done_steps(self.folder):
@@ -229,25 +224,25 @@ class Run:
         return components
 
     def _print_notes(self, components: Components) -> None:
-        """Print what was chosen for the user; write the changes of the chat template to a file."""
+        """Print the choices that the user did not make; write the template's changes to a file."""
         fix = components.chat.fix
         if fix.chosen:
             print(f"chat template: {fix.chosen}")
-        if changes := fix.text():
+        if diff := fix.text():
             file = self.folder / "chat_template.diff"
-            file.write_text(changes, encoding="utf-8")
-            print(f"{changes.splitlines()[0]} ({file})")
+            file.write_text(diff, encoding="utf-8")
+            print(f"{diff.splitlines()[0]} ({file})")
         for warning in components.certificate.warnings:
             print(f"  {warning}")
         for note in components.notes:
             print(note, flush=True)
         if self.verb == "train":
-            for note_of in (sampling_note, async_note, broadcast_note):
-                if text := note_of(self.config):
+            for make_note in (sampling_note, async_note, broadcast_note):
+                if text := make_note(self.config):
                     print(text, flush=True)
 
     async def _train(self, components: Components) -> None:
-        """Train, with evaluations before and after; reinforcement or supervised learning."""
+        """Train by reinforcement or supervised learning; evaluate before and after."""
         with self._timed("seconds"):
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
@@ -278,7 +273,7 @@ class Run:
             self._print_scores(components, before, evaluations, trainer)
 
     async def _evaluate_before(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the evaluation before the first step; that of the summary if the run goes on."""
+        """Return the evaluation before the first step; a resumed run reads it from its summary."""
         before = None
         if self.world.is_main:
             before = read_summary(self.folder).get("eval", {}).get("before")
@@ -294,7 +289,8 @@ class Run:
                 trainer = await make_trainer(self, components, stack)
                 evaluations = await trainer.evaluate("eval")
                 scores = {"after": trainer.evaluator.summary(evaluations)}
-                if self.world.is_main:  # before trackers are told that the run has finished
+                # Inside the stack: an error must reach the trackers before they close as finished.
+                if self.world.is_main:
                     self._check_rewards(evaluations, scores)
         if not self.world.is_main:
             return
@@ -302,12 +298,12 @@ class Run:
         self._print_scores(components, {}, evaluations)
 
     def _check_rewards(self, evaluations: Sequence[Any], scores: dict[str, Any]) -> None:
-        """Write the rollouts of an evaluation; raise NoRewards if not one has a reward."""
+        """Write the rollouts of the evaluations; raise NoRewards if not one has a reward."""
         rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
         write_step(self.folder, 0, rollouts, rollout_limit(self.config.tracker.rollouts))
         if (reason := why_unrewarded(rollouts)) is not None:
             self.record(steps=0, eval=scores)
-            cause = reason or "all of them failed"
+            cause = reason or "all of them failed"  # the reason is empty if no rollout was scored
             message = f"not one of {len(rollouts)} rollouts has a reward: {cause}"
             raise NoRewards(message, Collected())
 
@@ -318,6 +314,7 @@ class Run:
         evaluations: Sequence[Any],
         trainer: Trainer | None = None,
     ) -> None:
+        """Print the report at the end of a run that sampled rollouts."""
         best = None if trainer is None else trainer.best
         print_scores(
             before=from_json(before),
@@ -325,7 +322,7 @@ class Run:
             decode=components.chat.decode,
             run_folder=self.folder,
             dashboards=self.tracker.views,
-            # Only the best of an earlier step: the table has the scores after the last one.
+            # Only if an earlier step was the best: the table has the scores after the last step.
             best=best.record if trainer and best and best.step != trainer.finished_steps else None,
         )
 
@@ -333,7 +330,11 @@ class Run:
     def phase(
         self, name: str, step: int, *, label: str = "", rollouts: Sequence[Rollout] = ()
     ) -> Iterator[None]:
-        """Put the run into a phase of a step for the block: see PHASES."""
+        """Show, time and watch the block as a phase of a step, as PHASES says.
+
+        `label` is shown instead of the name. `rollouts` are those of the step so far, for a crash
+        bundle.
+        """
         phase = PHASES[name]
         with ExitStack() as stack:
             if phase.evidence and self.evidence is not None:
@@ -351,6 +352,7 @@ class Run:
 
     @contextmanager
     def _clock(self, name: str) -> Iterator[None]:
+        """Add the block's wall seconds to `seconds`, even if it raises."""
         started = time.perf_counter()
         try:
             yield
@@ -360,7 +362,7 @@ class Run:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Add the block's wall seconds to those in summary.json, even if it raises."""
+        """Add the block's wall seconds to the field `name` of summary.json, even if it raises."""
         earlier = read_summary(self.folder).get(name, 0.0)
         started = time.perf_counter()
         try:
@@ -374,13 +376,13 @@ class Run:
             update_summary(self.folder, **changes)
 
     def _record_end(self, **changes: Any) -> None:
-        """Call `record` while the run ends: a full disk is no second error."""
+        """Call `record` at the end of the run, where a full disk must not hide its error."""
         with suppress(OSError):
             self.record(**changes)
 
     @property
     def project(self) -> str:
-        """Name of the experiment: typed, or that of the folder around the run's or its sweep's."""
+        """Name of the experiment, typed or that of the folder that holds the run or its sweep."""
         if self.experiment is not None:
             return self.experiment
         parent = self.folder.resolve().parent
@@ -388,7 +390,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name at its trackers; a sweep's runs are numbered in each sweep."""
+        """The run's name at its trackers; in a sweep, with the sweep's name before its number."""
         folder = self.folder.resolve()
         return f"{folder.parent.name}-{folder.name}" if self.sweep else folder.name
 
@@ -398,7 +400,11 @@ class Run:
         return Checkpoints(folder, tokenizer=tokenizer, keep=keep, main=self.world.is_main)
 
     def restore(self, checkpoints: Checkpoints, policy: Policy) -> dict[str, Any] | None:
-        """Load the newest checkpoint; return its state or None. Raises CheckpointError."""
+        """Load the newest checkpoint of a resumed run into the policy; return its state.
+
+        Return None if the run starts at step 0: it is new, or was stopped before its first
+        checkpoint. Raises CheckpointError if a checkpoint that it has saved is gone.
+        """
         if self.config.resume is None:
             return None
         exists = False
@@ -413,9 +419,9 @@ class Run:
                         "resuming would begin at step 0."
                     )
                 metrics = self.folder / "metrics.jsonl"
-                rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-                cut = f", {rows} recorded steps are cut" if rows else ""
-                print(f"no checkpoint yet: starting again from step 0{cut}", flush=True)
+                steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+                cut_note = f", {steps} recorded steps are cut" if steps else ""
+                print(f"no checkpoint yet: starting again from step 0{cut_note}", flush=True)
         return checkpoints.load_latest(policy) if self.world.broadcast(exists) else None
 
     def make_tracker(self, done: int) -> Tracker:
@@ -435,7 +441,7 @@ class Run:
         )
 
     def record_kernel(self, components: Components, policy: Policy) -> None:
-        """Record in config.yaml the kernels that compute the attention of training."""
+        """Record in config.yaml the kernel that computes the attention in training."""
         if not self.world.is_main:
             return
         write_config(self.folder, self.plain, components.certificate.hash, policy.kernel)
@@ -443,7 +449,7 @@ class Run:
             print(f"attention: training/kernel={policy.kernel}", flush=True)
 
     def _preempted(self, signal: str) -> int:
-        """End after a signal, with everything saved."""
+        """Record and report a stop by a signal after everything was saved; return the exit code."""
         self._record_end(status="preempted")
         if self.world.is_main:
             checkpoint = read_summary(self.folder).get("latest_checkpoint")
@@ -452,9 +458,13 @@ class Run:
         return PREEMPTED
 
     def _interrupted(self) -> int:
-        """End after Ctrl-C, a second SIGTERM, or a first signal with nothing to save."""
+        """Record and report a KeyboardInterrupt; return the exit code.
+
+        It comes from Ctrl-C, a second SIGTERM, or a first signal with nothing to save.
+        """
         stop = self.stop
-        if stop.at_once and not stop.insisted and self.verb != "eval":
+        nothing_to_save = stop.at_once and not stop.insisted
+        if nothing_to_save and self.verb != "eval":
             return self._preempted(str(stop.name))
         self._record_end(status="interrupted")
         if self.world.is_main:
@@ -463,9 +473,10 @@ class Run:
         return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
 
     def _failed(self, error: Exception) -> int:
-        """End after an error. Raises it again if it is a bug, or another process reports it.
+        """Record and report an error; return the exit code.
 
-        If a write failed or the engine died, the message names the checkpoint to go on from.
+        A bug, and an error that another process reports, are raised again. If a write failed or the
+        engine died, the message names the checkpoint to go on from.
         """
         if isinstance(error, PeerFailed):
             self._record_end(status="failed", error=str(error))
@@ -483,7 +494,10 @@ class Run:
         return FAILED
 
     def _message(self, error: Exception) -> str:
-        """Return an error as one line, with the path that it concerns."""
+        """Return an error as one line without secrets.
+
+        An OSError that names no path, such as a full disk, gets the run folder's.
+        """
         has_no_path = isinstance(error, OSError) and error.filename is None
         where = f" (run folder {self.folder})" if has_no_path else ""
         return hide_secrets(f"{type(error).__name__}: {error}{where}")
@@ -494,7 +508,11 @@ class Run:
 
 
 async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) -> Trainer:
-    """Build the trainer at the run's newest checkpoint, or at its start."""
+    """Build the trainer at the run's newest checkpoint, or at its start.
+
+    The stack closes roles, components, engine and tracker. The tracker and the crash evidence
+    become the run's.
+    """
     config, world, supervised = run.config, run.world, run.verb == "sft"
     roles = start_roles(config, run.verb, run.folder, stack, world=world)
     stack.callback(components.close_roles)
@@ -528,7 +546,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     checkpoints = run.checkpoints(saved_tokenizer(components.chat))
     state = run.restore(checkpoints, policy)
     done = 0 if state is None else state["step"]
-    # After the checkpoint is loaded, which the engine has to have too.
+    # After the checkpoint is loaded: the engine starts with its weights.
     probe = await _first_sync(run, components, policy, engine, done)
     await roles.ready()
     run.tracker = stack.enter_context(run.make_tracker(done))
@@ -559,7 +577,10 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
 async def _start_rollout_process(
     run: Run, components: Components, stack: AsyncExitStack
 ) -> Rollouts | None:
-    """Start the process that makes the rollouts, if the run has one."""
+    """Start the rollout process, before the policy is built: both load at the same time.
+
+    Return None if this process makes the rollouts itself, or learns from demonstrations.
+    """
     if run.verb == "sft" or not has_rollout_process(run.config):
         return None
     await components.aclose()  # the other process has tools of its own
@@ -570,7 +591,7 @@ async def _start_rollout_process(
 
 
 async def _make_engine(run: Run, policy: Policy, rollouts: Rollouts | None) -> Engine | None:
-    """Build the engine, or connect to the rollout process's; None in supervised runs."""
+    """Build the engine, or connect to that of the rollout process; None in supervised runs."""
     config = run.config
     if rollouts is not None:
         sender = run_spec(config).sender
@@ -590,7 +611,10 @@ def _make_teacher(run: Run, components: Components, policy: Policy) -> Teacher |
 async def _first_sync(
     run: Run, components: Components, policy: Policy, engine: Engine | None, done: int
 ) -> SyncProbe | None:
-    """Send the weights after step `done` to the engine, if there is one; return its probe."""
+    """Send the weights after step `done` to the engine; return the probe of later syncs.
+
+    Return None without an engine.
+    """
     if engine is None:
         return None
     # One engine may compile minutes longer than another.
@@ -607,7 +631,7 @@ def _make_source(
     rollouts: Rollouts | None,
     collector: Collector | None,
 ) -> tuple[BatchSource, Evaluator]:
-    """Return the source of the steps' rollouts, and the evaluation that goes with it."""
+    """Return the source of each step's rollouts, and the evaluator that goes with it."""
     report_progress = run.tracker.progress.rollouts
     if rollouts is not None:
         if rollouts.process is not None:

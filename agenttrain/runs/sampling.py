@@ -40,7 +40,10 @@ longer than they compute: the bundled agent takes 1.5 times as long with two."""
 
 
 def verify_model(config: RunConfig, index: int = 0, count: int = 1) -> None:
-    """Raise CheckpointError for a model that is a torn checkpoint of ours."""
+    """Raise CheckpointError if the model is a checkpoint of ours that is incomplete.
+
+    `count` processes verify it together: the process `index` reads its part of the files.
+    """
     folder = model_folder(config.model.path, revision=config.model.revision)
     if (folder / MANIFEST).is_file():
         verify(folder, index, count)
@@ -48,34 +51,35 @@ def verify_model(config: RunConfig, index: int = 0, count: int = 1) -> None:
 
 def placeholders_of(config: RunConfig) -> Placeholders | str:
     """Return the placeholders of the model's images, or the reason why the run has no images."""
-    placeholders = load_placeholders(_base(config))
+    placeholders = load_placeholders(_base_folder(config))
     if isinstance(placeholders, str):
         return placeholders
     spec = run_spec(config)
-    has_copy = spec is not spec_of(config.engine)  # in the rollout process
+    # The rollout process samples from a copy of the model, with an engine of its own.
+    has_copy = spec is not spec_of(config.engine)
     is_asynchronous = config.async_training.max_staleness > 0
-    reasons = {
-        "the model's copy in the rollout process reads token ids alone; set "
-        + ("async_training.max_staleness=0" if is_asynchronous else "rollout.process=same"): (
-            has_copy and not spec.reads_images
-        ),
-        f"engine={config.engine.name} reads token ids alone; set {names_with(reads_images=True)}": (
-            not spec.reads_images
-        ),
-        "rollout.compact_at shortens contexts, and those with images cannot be; leave it out": (
-            config.rollout.compact_at is not None
-        ),
-        "algorithm.teacher reads token ids alone; leave it out": config.algorithm.has_teacher,
-        "an outside agent's requests hold text alone; leave agent out": config.agent.outside,
-        "distributed=fsdp2 does not share a vision tower; set distributed=ddp or single": (
-            config.distributed.name is DistributedName.fsdp2
-        ),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), placeholders)
+    if not spec.reads_images and has_copy:
+        remedy = "async_training.max_staleness=0" if is_asynchronous else "rollout.process=same"
+        return f"the model's copy in the rollout process reads token ids alone; set {remedy}"
+    if not spec.reads_images:
+        remedy = names_with(reads_images=True)
+        return f"engine={config.engine.name} reads token ids alone; set {remedy}"
+    if config.rollout.compact_at is not None:
+        return "rollout.compact_at shortens contexts, and those with images cannot be; leave it out"
+    if config.algorithm.has_teacher:
+        return "algorithm.teacher reads token ids alone; leave it out"
+    if config.agent.outside:
+        return "an outside agent's requests hold text alone; leave agent out"
+    if config.distributed.name is DistributedName.fsdp2:
+        return "distributed=fsdp2 does not share a vision tower; set distributed=ddp or single"
+    return placeholders
 
 
 def vision_of(config: RunConfig) -> Vision | None:
-    """Load what reads the images of the run's model, or None. Raises ConfigError."""
+    """Load the vision tower of the run's model; return None if the run has no images.
+
+    Raises ConfigError for model.vision=trained in such a run.
+    """
     placeholders = placeholders_of(config)
     trained = config.model.vision is VisionTower.trained
     if isinstance(placeholders, str):
@@ -84,11 +88,11 @@ def vision_of(config: RunConfig) -> Vision | None:
         return None
     from agenttrain.engines.vision import load_vision
 
-    return load_vision(_base(config), placeholders, frozen=not trained)
+    return load_vision(_base_folder(config), placeholders, frozen=not trained)
 
 
-def _base(config: RunConfig) -> Path:
-    """Return the folder of the model; of its base, where it has adapters."""
+def _base_folder(config: RunConfig) -> Path:
+    """Return the folder of the model, or that of its base model if it has adapters."""
     model = config.model
     folder = base_folder(model.path, model.revision, model.base_revision, weights=False)
     return model_folder(model.path, revision=model.revision) if folder is None else folder
@@ -106,7 +110,10 @@ def load_model(config: RunConfig) -> Any:
 
 
 def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
-    """Return the model without storage and its `SlicedWeights`. None: load it whole."""
+    """Return the model on the meta device, and its `SlicedWeights` to read once it is sharded.
+
+    Return None if its weights can only be loaded whole. Process 0 prints why.
+    """
     import torch
 
     from agenttrain.training.kernels import disable_cudnn_attention
@@ -141,6 +148,7 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
 
 
 def _set_threads(model: Any, threads: int) -> None:
+    """Use one thread for a small model, `threads` for others; OMP_NUM_THREADS goes first."""
     import torch
 
     is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
@@ -149,7 +157,7 @@ def _set_threads(model: Any, threads: int) -> None:
 
 
 def _record_revision(model: Any, base: Path) -> None:
-    """Record the commit of the adapters' base, for the checkpoints."""
+    """Record the commit of the adapters' base model, which checkpoints save with the adapters."""
     if COMMIT.fullmatch(base.name):
         for adapters in model.peft_config.values():
             adapters.revision = base.name
@@ -164,6 +172,7 @@ def _threads() -> int:
 
 
 def _load(config: RunConfig) -> Any:
+    """Load the model, with its saved adapters if it has any, or draw random weights."""
     import torch
     from transformers import AutoConfig
     from transformers.utils import logging
@@ -183,7 +192,7 @@ def _load(config: RunConfig) -> Any:
     with only_tensors(source):
         if base is None:
             return load_whole(source, dtype)
-        # By itself transformers would look the base up under its name, in any revision.
+        # Loaded here: transformers would look up the base by its name, in any revision.
         model = load_whole(base, dtype)
         load_saved_adapters(model, source)
     _record_revision(model, base)
@@ -191,7 +200,11 @@ def _load(config: RunConfig) -> Any:
 
 
 def sampling_engine(config: RunConfig) -> Engine:
-    """Load the model and build an engine on it, one that starts fast."""
+    """Load the model and build an engine on it, on the GPU if there is one.
+
+    An engine with weights of its own takes long to start. engine=transformers with the same
+    max_context takes its place.
+    """
     import torch
 
     model = load_model(config).eval().requires_grad_(False)
@@ -226,18 +239,19 @@ def sampling_engine(config: RunConfig) -> Engine:
 def engine_inputs(
     config: RunConfig, policy: Any, folder: Path | None, *, on_gpu: bool, rank: int
 ) -> EngineInputs:
-    """Return what the engine of a run is built from."""
+    """Return the inputs from which the engine of a run is built."""
     lora = config.model.lora
     path, revision = config.model.path, config.model.revision
-    folder_of_model = model_folder(path, revision=revision)
+    source_folder = model_folder(path, revision=revision)
     base = base_folder(path, revision, config.model.base_revision)
-    merged = base is not None and why_merged(folder_of_model) is not None
+    # Adapters that an engine cannot apply are merged into the weights that are sent to it.
+    is_merged = base is not None and why_merged(source_folder) is not None
     return EngineInputs(
         policy=policy,
-        model=base or folder_of_model,
+        model=base or source_folder,
         dtype=config.model.dtype,
-        adapters=lora if lora.rank and not merged else None,
-        tokenizer=folder_of_model if config.rollout.structured_calls else None,
+        adapters=lora if lora.rank and not is_merged else None,
+        tokenizer=source_folder if config.rollout.structured_calls else None,
         sync_mode=config.weight_sync.mode,
         sync_folder=config.weight_sync.folder,
         transport=config.weight_sync.transport,
@@ -252,7 +266,7 @@ def engine_inputs(
 
 
 def server_inputs(config: RunConfig, folder: Path, *, on_gpu: bool) -> EngineInputs:
-    """Return what a server for other runs is built from; its files go to `folder`."""
+    """Return the inputs for the engine of a server for other runs; its files go to `folder`."""
     inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
     model = model_folder(config.model.path, revision=config.model.revision)
     # No process trains beside it: its first GPU is the machine's first.

@@ -59,11 +59,15 @@ def prepare(
     *,
     world: World | None = None,
 ) -> Components:
-    """Build and check the components of a run of `verb`. Raises CheckpointError."""
-    from agenttrain.runs.loading import check_model  # torch comes with it
+    """Build and check the components of a run of `verb`; errors name the key to change.
+
+    `folder` is the run's. A model that is a checkpoint of ours is verified by all processes of
+    `world` together. Raises CheckpointError if it is incomplete.
+    """
+    from agenttrain.runs.loading import check_model  # imports torch
 
     components = Components(config, verb, folder)
-    # Cheapest first: files, architecture, template, and then rows and everything that reads them.
+    # Cheapest first: files, architecture, template, then rows and everything that reads rows.
     if world is None:
         verify_model(config)
     else:
@@ -77,13 +81,16 @@ def prepare(
 
 
 def complete(components: Components) -> None:
-    """Build and check the components that come after the certificate."""
-    from agenttrain.runs.loading import check_model  # torch comes with it
+    """Build and check the components that come after the template's certificate.
+
+    `prepare` calls it. `agenttrain check` calls it itself, once it has printed the certificate.
+    """
+    from agenttrain.runs.loading import check_model  # imports torch
 
     config, verb = components.config, components.verb
     if verb != "sft":
         check_model(config)
-    # Saved with every checkpoint, so that the model is served with the texts of its training.
+    # Checkpoints save the tokenizer: a server then renders and parses as the training did.
     components.tokenizer.chat_template = components.chat.saved_template
     components.tokenizer.response_template = response_template(components.chat)
     if verb == "sft":
@@ -95,9 +102,9 @@ def complete(components: Components) -> None:
     _check_eval_tools(components)
     check_compaction(config.rollout, components.chat, context_of(config))
     if config.agent.outside:
-        make_agent(config.agent, Path())  # only to check it
-    needed = components.needed_columns  # checks the rows' own tools and environments too
-    _check_room(components, training=verb == "train")
+        make_agent(config.agent, Path())  # raises for bad settings
+    needed = components.needed_columns  # builds the rubric, which checks the rows' own tools
+    _check_prompts_fit(components, training=verb == "train")
     for key, source in tasks.by_key.items():
         check_needed_columns(source, needed, key)
     if verb == "train" and config.algorithm.has_teacher:
@@ -109,8 +116,8 @@ def complete(components: Components) -> None:
 class Components:
     """Components of a run, each built when it is first used.
 
-    Example: ``components = prepare(config)`` builds and checks everything that training needs;
-    ``Components(config).chat`` builds the tools and the chat, and no task and no reward.
+    Example: ``components = prepare(config)`` builds and checks everything that training needs.
+    ``Components(config).chat`` builds tools and chat, but no tasks and no rewards.
     """
 
     def __init__(
@@ -121,7 +128,10 @@ class Components:
         *,
         tools: tuple[Toolbox, Environments] | None = None,
     ) -> None:
-        """`tools`: those that an earlier run recorded. `folder`: that of a run with roles."""
+        """`tools`: built already, by an earlier run say; None: they are built from `config`.
+
+        `folder` is the run folder, in which role servers are found; None: roles have no servers.
+        """
         self.config = config
         self.verb = verb
         self.folder = folder
@@ -129,7 +139,10 @@ class Components:
         self._agents: Agents | None = None
 
     def with_config(self, config: RunConfig) -> Components:
-        """Return components of another configuration that share tools, chat and certificate."""
+        """Return components of another configuration that share tools, chat and certificate.
+
+        The settings on which the shared components depend must be the same.
+        """
         shared = Components(config, self.verb, self.folder, tools=(self.toolbox, self.environments))
         shared.tokenizer, shared.chat = self.tokenizer, self.chat
         shared.certificate = self.certificate
@@ -147,6 +160,7 @@ class Components:
 
     @cached_property
     def _toolbox_and_environments(self) -> tuple[Toolbox, Environments]:
+        """Both are built together: a stop tool is a tool or an environment's method."""
         if self._tools is not None:
             return self._tools
         config = self.config
@@ -168,7 +182,7 @@ class Components:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer; after `prepare` with the chat template that training uses."""
+        """The model's tokenizer; `prepare` puts the chat template of the training into it."""
         from transformers import AutoTokenizer
 
         path = self.config.model.path
@@ -184,12 +198,16 @@ class Components:
     @cached_property
     def chat(self) -> Chat:
         """The model's chat template and response schema, for a run with these tools."""
-        sets = tool_sets(self.toolbox, self.environments)
-        return chat_of(self.config, self.tokenizer, tools=any(map(bool, sets)))
+        has_tools = any(map(bool, tool_sets(self.toolbox, self.environments)))
+        return chat_of(self.config, self.tokenizer, tools=has_tools)
 
     @cached_property
     def certificate(self) -> Certificate:
-        """The certificate of the template with the run's tools: a failed one if there is any."""
+        """The certificate of the template with the run's tools.
+
+        With several environments, the template is certified with the tools of each. The first
+        certificate that fails counts.
+        """
         return certify_tool_sets(self.chat, tool_sets(self.toolbox, self.environments))
 
     @cached_property
@@ -220,7 +238,7 @@ class Components:
 
     @cached_property
     def row_tool_names(self) -> set[str]:
-        """Names of the tools that rows list; the rows are checked as by `check_rows`."""
+        """Names of the tools that rows list. Computing them checks the rows, see `check_rows`."""
         return check_rows(
             self.chat,
             self.toolbox,
@@ -233,22 +251,29 @@ class Components:
 
     @cached_property
     def rubric(self) -> Rubric:
-        """The run's rewards, those of its environments among them. Raises ValueError."""
+        """The run's rewards, also those of its environments.
+
+        Raises ValueError for a reward on a tool that neither the run nor a row has.
+        """
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
         rubric = rubric_of(self.config, self.environments.rewards, self.roles)
-        if not self.config.agent.outside:
+        if not self.config.agent.outside:  # the tools of an outside agent are not known here
             rubric.check_tools(names)
         return rubric
 
     @cached_property
     def prompt_lengths(self) -> dict[str, list[int]]:
-        """Tokens of the first prompts of each split, by its key. Raises ChatError."""
+        """Tokens of the first RENDERED_TASKS prompts of each split, by its key (data.train, …).
+
+        With data.on_bad_row=skip, prompts that the template cannot render are left out. Raises
+        ChatError with key, task and remedy otherwise, and if no prompt of a split can be rendered.
+        """
         lengths: dict[str, list[int]] = {}
         for key, source in self.tasks.by_key.items():
-            first = source.tasks(0, min(RENDERED_TASKS, len(source)))
             lengths[key], refusals = [], []
-            # A row without messages: an environment's reset may give the whole prompt.
-            for task in (task for task in first if task.messages):
+            for task in source.tasks(0, min(RENDERED_TASKS, len(source))):
+                if not task.messages:  # an environment's reset gives the whole prompt
+                    continue
                 try:
                     lengths[key].append(self.prompt_length(task))
                 except ChatError as error:
@@ -265,9 +290,11 @@ class Components:
 
     def place_of(self, task: Task) -> str:
         """Return where a task's row stands, for error messages."""
-        places = ((key, source.place_of(task)) for key, source in self.tasks.by_key.items())
-        named = (f"{key}: {place}" for key, place in places if place is not None)
-        return next(named, f"task {task.task_id}")
+        for key, source in self.tasks.by_key.items():
+            place = source.place_of(task)
+            if place is not None:
+                return f"{key}: {place}"
+        return f"task {task.task_id}"
 
     @cached_property
     def user(self) -> SimulatedUser | None:
@@ -276,7 +303,7 @@ class Components:
 
     @cached_property
     def roles(self) -> dict[str, RoleServers]:
-        """Servers of the roles that the run asks, by name."""
+        """Servers of the roles that the run uses, by the role's name."""
         if self.folder is None:
             return {}
         return {
@@ -312,11 +339,15 @@ class Components:
     def collector(
         self, engine: Engine, folder: Path | None = None, timeline: Timeline | None = None
     ) -> Collector:
-        """Return a collector of rollouts that samples from `engine`."""
+        """Return a collector of rollouts that samples from `engine`.
+
+        Outside agents write their output to `folder`/agents, or to a temporary folder if `folder`
+        is None. The rollouts' times go to `timeline`.
+        """
         attempt = None
         if self.config.agent.outside:
             if folder is None:
-                folder = TemporaryFolder().path  # for as long as this process lives
+                folder = TemporaryFolder().path  # removed at the end of this process
             attempt = self._make_agents(engine, folder / "agents")
         in_flight = InFlight(timeline=timeline or Timeline())
         for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
@@ -345,6 +376,7 @@ class Components:
         self._agents = agents
 
         async def attempt(request: RolloutRequest, context: RolloutContext) -> Rollout:
+            """Have an outside agent attempt the request's task; called once per rollout."""
             record = None if context.parsed_turns is None else context.parsed_turns.record
             return await agents.attempt(request, context.engine, context.limits, record)
 
@@ -367,11 +399,15 @@ class Components:
         return self.chat.prompt_ids(task.messages, self.schemas(task))
 
     def probe_prompt(self) -> list[int]:
-        """Return the first task's prompt for the probe of a sync, or an id that ends a turn."""
-        sources = (source for source in (self.train_tasks, self.test_tasks) if len(source))
-        for task in (task for source in sources for task in source.tasks(0, 1)):
-            if task.messages:
-                return self.chat.rendered_ids(task.messages, self.schemas(task))
+        """Return the ids of the first task's prompt, for the probe of a weight sync.
+
+        If all prompts come from environments, return one id, which ends a turn.
+        """
+        for source in (self.train_tasks, self.test_tasks):
+            first_task = source.tasks(0, 1) if len(source) else []
+            for task in first_task:
+                if task.messages:
+                    return self.chat.rendered_ids(task.messages, self.schemas(task))
         return list(self.chat.stop_token_ids[:1])
 
     async def aclose(self) -> None:
@@ -401,7 +437,12 @@ def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:
 def rubric_of(
     config: RunConfig, rewarding: Sequence[str], roles: Mapping[str, RoleServers] | None = None
 ) -> Rubric:
-    """Build a run's rewards, also of the environments `rewarding`. Raises ValueError."""
+    """Build the rewards of a run.
+
+    `rewarding` are the names of the environments that have a method `reward`. `roles` are the
+    servers that ``role:<name>`` stands for, if they run. Raises ValueError if the run hides an
+    environment's reward, or uses one that does not exist.
+    """
     sections = reward_sections(config, rewarding=bool(rewarding))
     targets = [section.get("_target_") for section in sections.values()]
     if rewarding and REWARD_TARGET not in targets:
@@ -420,7 +461,7 @@ def rubric_of(
 
 
 def context_of(config: RunConfig) -> int | None:
-    """Return the engine's limit of one sequence in tokens; None if no config has one."""
+    """Return the engine's maximum tokens of a sequence; None if neither run nor model sets one."""
     from transformers import AutoConfig
 
     if config.engine.max_context is not None:
@@ -429,15 +470,15 @@ def context_of(config: RunConfig) -> int | None:
     folder = base_folder(model.path, model.revision, model.base_revision, weights=False)
     if folder is None:
         folder = model_folder(model.path, revision=model.revision)
-    text = AutoConfig.from_pretrained(folder).get_text_config()
-    return getattr(text, "max_position_embeddings", None)
+    text_config = AutoConfig.from_pretrained(folder).get_text_config()
+    return getattr(text_config, "max_position_embeddings", None)
 
 
 def sampling_note(config: RunConfig) -> str | None:
-    """Return a note on limits of sampling that the model recommends, and that training ignores.
+    """Return a note on the model's recommended top_p, top_k and min_p, which training ignores.
 
-    Training samples from the policy as it is: with top_p or top_k it would learn from a
-    distribution that is not the one whose gradient it computes.
+    With them, training would sample from another distribution than the one whose gradient it
+    computes. Return None if the model recommends none.
     """
     folder = model_folder(config.model.path, revision=config.model.revision)
     file = folder / "generation_config.json"
@@ -445,7 +486,7 @@ def sampling_note(config: RunConfig) -> str | None:
         return None
     recommended = json.loads(file.read_text(encoding="utf-8"))
     limits = {name: recommended.get(name) for name in ("top_p", "top_k", "min_p")}
-    if limits["top_p"] == 1:
+    if limits["top_p"] == 1:  # no limit
         limits["top_p"] = None
     active = " ".join(f"{name}={value}" for name, value in limits.items() if value)
     if not active:
@@ -468,7 +509,7 @@ def _check_eval_tools(components: Components) -> None:
 
 
 def overlong_notes(components: Components) -> list[str]:
-    """Return notes with the number of first prompts that the run would leave out."""
+    """Return a note for each split of whose first prompts some are too long for the context."""
     context = context_of(components.config)
     return [
         f"note: {count} of the first {len(lengths)} of {key} fill the context of {context} tokens "
@@ -478,31 +519,29 @@ def overlong_notes(components: Components) -> list[str]:
     ]
 
 
-def _check_room(components: Components, *, training: bool) -> None:
-    """Raise ChatError if all prompts of the first step fill the context.
+def _check_prompts_fit(components: Components, *, training: bool) -> None:
+    """Raise ChatError if all prompts of the first step, or of the evaluation, fill the context.
 
-    Single prompts that fill it are left out and counted while the run goes on. Without `training`
-    only the evaluation's rows count.
+    Single prompts that fill it are left out and counted while the run goes on. Without `training`,
+    only the evaluation's rows are checked.
     """
     config, tasks, lengths = components.config, components.tasks, components.prompt_lengths
     context = context_of(config)
     resets = any(kind.has_reset for kind in components.environments.kinds.values())
     if context is None or resets or config.agent.outside:
         return  # a reset, or the agent, may replace the row's prompt
-    step_tasks = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
-    counts = {
-        "data.train": step_tasks if training else 0,
-        "data.test": min(config.eval.questions, len(tasks.test)),
-    }
-    if config.data.curriculum.enabled:  # takes rows in an order of its own
-        counts["data.train"] = 0
-    for key, count in counts.items():
+    train_count = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
+    # A curriculum draws rows in an order that is not known yet.
+    if not training or config.data.curriculum.enabled:
+        train_count = 0
+    test_count = min(config.eval.questions, len(tasks.test))
+    for key, count in (("data.train", train_count), ("data.test", test_count)):
         rendered = lengths.get(key, ())[:count]
         if not rendered or min(rendered) < context:
             continue
-        # All rendered prompts are too long: only now is it worth rendering the rest of the step.
-        later = tasks.by_key[key].tasks(RENDERED_TASKS, max(count - RENDERED_TASKS, 0))
-        if all(_fills(components, task, context) for task in later):
+        # All rendered prompts are too long: only now is it worth rendering the others of the step.
+        later_tasks = tasks.by_key[key].tasks(RENDERED_TASKS, max(count - RENDERED_TASKS, 0))
+        if all(_fills(components, task, context) for task in later_tasks):
             setting = "" if config.engine.max_context is None else "engine.max_context="
             raise ChatError(
                 f"{key}: the prompts of all {count} tasks that are drawn first leave no room: they "
@@ -512,7 +551,7 @@ def _check_room(components: Components, *, training: bool) -> None:
 
 
 def _fills(components: Components, task: Task, context: int) -> bool:
-    """Return True if a task's prompt fills the context, or is refused and will be left out."""
+    """Return True if a task's prompt fills the context, or the run will leave it out as bad."""
     try:
         return components.prompt_length(task) >= context
     except ChatError:
@@ -524,7 +563,7 @@ def _fills(components: Components, task: Task, context: int) -> bool:
 def _check_demonstrations(components: Components) -> None:
     """Check all rows, and make each split's first demonstrations. Raises BadDemonstration."""
     config = components.config
-    _ = components.row_tool_names  # computed from all rows, which it checks
+    _ = components.row_tool_names  # computing it checks all rows
     if config.data.on_bad_row is not OnBadRow.error:
         return
     sources = {"data.train": components.train_tasks}

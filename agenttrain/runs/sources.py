@@ -16,7 +16,7 @@ from agenttrain.training.world import World
 def make_recorded_source(
     config: RunConfig, components: Components, policy: Policy, world: World
 ) -> tuple[Demonstrations, LossEvaluator]:
-    """Return the batches of recorded conversations, and the loss of those held out."""
+    """Return the source of batches of demonstrations, and the evaluator of the held-out ones."""
     # A conversation longer than either limit is left out.
     context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
     limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]
@@ -37,7 +37,7 @@ def make_recorded_source(
 def make_sampled_source(
     config: RunConfig, components: Components, collector: Collector, world: World
 ) -> tuple[RolloutSource, TaskEvaluator]:
-    """Return the batches of sampled rollouts, and the evaluation on held-out tasks."""
+    """Return the source of sampled rollouts, and the evaluator on held-out tasks."""
     source = make_rollout_source(config, components, collector, world)
     evaluator = TaskEvaluator(
         config=config, source=source, tasks=components.test_tasks, world=world

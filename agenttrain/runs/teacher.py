@@ -44,53 +44,55 @@ PROMPT = "algorithm.teacher.prompt"
 def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
     """Raise ConfigError for a teacher that cannot score the run's rollouts; no weights are loaded.
 
-    Its tokens must be those of the policy's `tokenizer`: the same ids stand for the same texts.
-    The first of the `tasks` must have the columns of the teacher's prompt.
+    The teacher's vocabulary must be that of the policy's `tokenizer`, so that the same ids stand
+    for the same texts. The first tasks must have the columns of the teacher's prompt.
     """
     teacher = config.algorithm.teacher
     if teacher.path is None:
         return
-    key, path, revision = _named(config)
+    key, path, revision = _teacher_model(config)
     folder = model_folder(path, revision=revision, key=key)
-    named = f"{key}={path}"
+    setting = f"{key}={path}"
     if (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"{named}: holds adapters; merge them into their model first: agenttrain export "
+            f"{setting}: holds adapters; merge them into their model first: agenttrain export "
             "<run folder> --to <new folder> --format merged"
         )
     if (folder / MANIFEST).is_file():
         verify(folder)
-    own = tokenizer.get_vocab()
-    theirs = AutoTokenizer.from_pretrained(folder).get_vocab()
-    differing = sorted(own.items() ^ theirs.items(), key=lambda pair: pair[::-1])
+    policy_vocab = tokenizer.get_vocab()
+    teacher_vocab = AutoTokenizer.from_pretrained(folder).get_vocab()
+    differing = sorted(policy_vocab.items() ^ teacher_vocab.items(), key=lambda pair: pair[::-1])
     if differing:
         token, index = differing[0]
         raise ConfigError(
-            f"{named}: has another tokenizer than model.path={config.model.path}: "
+            f"{setting}: has another tokenizer than model.path={config.model.path}: "
             f"{len(dict(differing))} tokens differ, the first one {token!r} ({index}). Its "
             "probabilities would be of other texts; choose a teacher of the same family"
         )
     policy = config.model
-    base = base_folder(policy.path, policy.revision, policy.base_revision, weights=False)
-    base = base or model_folder(policy.path, revision=policy.revision)
-    rows, needed = (
-        AutoConfig.from_pretrained(place).get_text_config().vocab_size for place in (folder, base)
+    policy_folder = base_folder(policy.path, policy.revision, policy.base_revision, weights=False)
+    policy_folder = policy_folder or model_folder(policy.path, revision=policy.revision)
+    # Embeddings may be padded beyond the tokenizer's vocabulary, differently in each model.
+    teacher_size, policy_size = (
+        AutoConfig.from_pretrained(place).get_text_config().vocab_size
+        for place in (folder, policy_folder)
     )
-    if rows < needed:
+    if teacher_size < policy_size:
         raise ConfigError(
-            f"{named}: has {rows:,} token embeddings, and model.path={config.model.path} samples "
-            f"from {needed:,}; choose a teacher with as many"
+            f"{setting}: has {teacher_size:,} token embeddings, and model.path={config.model.path} "
+            f"samples from {policy_size:,}; choose a teacher with as many"
         )
     if teacher.prompt is not None:
-        text = TextTemplate(teacher.prompt, PROMPT)
+        prompt = TextTemplate(teacher.prompt, PROMPT)
         for task in tasks.tasks(0, checked_rows(tasks)):
             try:
-                text.fill(task.columns)
+                prompt.fill(task.columns)
             except ValueError as error:
                 raise ConfigError(f"{error} (task {task.task_id})") from error
 
 
-def _named(config: RunConfig) -> tuple[str, str, str | None]:
+def _teacher_model(config: RunConfig) -> tuple[str, str, str | None]:
     """Return the setting that names the teacher's model, the model and its revision."""
     teacher = config.algorithm.teacher
     if teacher.role is None:
@@ -103,25 +105,29 @@ def _named(config: RunConfig) -> tuple[str, str, str | None]:
 def teacher_prompt(
     prompt: str | None, chat: Chat, schemas: Callable[[Task], list[dict[str, Any]]]
 ) -> PromptIds | None:
-    """Return the function that renders the teacher's prompt, if it has one of its own."""
+    """Return the function that renders the teacher's prompt; None if it reads the policy's prompt.
+
+    `schemas` returns the schemas of a task's tools.
+    """
     if prompt is None:
         return None
-    text = TextTemplate(prompt, PROMPT)
+    template = TextTemplate(prompt, PROMPT)
 
     def render(rollout: Rollout, trajectory: Trajectory) -> Sequence[int]:
+        """Return [T] the ids of a trajectory's prompt with the teacher's text added."""
         messages = trajectory.messages[: trajectory.prompt_messages]
-        added = with_text(messages, text.fill(rollout.task.columns))
-        # An outside agent's history may hold texts that the template leaves out.
-        return chat.rendered_ids(added, schemas(rollout.task))
+        messages = with_text(messages, template.fill(rollout.task.columns))
+        # Not `prompt_ids`: an outside agent's history may hold texts that the template leaves out.
+        return chat.rendered_ids(messages, schemas(rollout.task))
 
     return render
 
 
 def with_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return the messages with a text at the end of the last user message.
+    """Return the messages with a text added at the end of the last user message.
 
-    Without one, the text is a user message of its own, the last. Example: "3 + 4?" and "It is 7."
-    become "3 + 4?\\n\\nIt is 7.".
+    If there is no user message, the text becomes one, behind the others. Example: "3 + 4?" and
+    "It is 7." become "3 + 4?\\n\\nIt is 7.".
     """
     result = [dict(message) for message in messages]
     for message in reversed(result):
@@ -130,7 +136,7 @@ def with_text(messages: Sequence[Message], text: str) -> list[Message]:
         content = message["content"]
         if isinstance(content, str):
             message["content"] = f"{content}\n\n{text}"
-        else:  # parts
+        else:  # a list of parts
             message["content"] = [*content, {"type": "text", "text": f"\n\n{text}"}]
         return result
     return [*result, {"role": "user", "content": text}]
@@ -142,15 +148,15 @@ def make_teacher(
     prompt_ids: PromptIds | None,
     roles: Mapping[str, RoleServers],
 ) -> Teacher:
-    """Load the run's teacher beside the policy, or return the one that its `roles` serve."""
+    """Load the run's teacher beside the policy, or return a client of the role that serves it."""
     teacher = config.algorithm.teacher
     if teacher.role is not None:
-        key, path, revision = _named(config)
+        key, path, revision = _teacher_model(config)
         folder = model_folder(path, revision=revision, key=key)
-        limit = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+        model_context = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
         return ServedTeacher(
             roles[teacher.role],
-            max_context=getattr(config.roles, teacher.role).max_context or limit,
+            max_context=getattr(config.roles, teacher.role).max_context or model_context,
             world=policy.world,
             prompt_ids=prompt_ids,
         )

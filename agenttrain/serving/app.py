@@ -34,7 +34,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agenttrain.chat.wire.fields import MOST_SHOWN
+from agenttrain.chat.wire.fields import MAX_QUOTED
 from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
     KEEP_ALIVE,
@@ -76,7 +76,7 @@ class HostCheck:
         if self._is_ours(host):
             return await self.app(scope, receive, send)
         error = RequestError(
-            f"Host: {host[:MOST_SHOWN]} is no name of this server; ask for one of "
+            f"Host: {host[:MAX_QUOTED]} is no name of this server; ask for one of "
             f"{', '.join(sorted(self.hosts))}, or start it with hosts=[name]",
             code="unknown_host",
         )
@@ -163,7 +163,7 @@ def build_app(
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(
-                f"Content-Type: {kind[:MOST_SHOWN]}: send application/json, which no web page can "
+                f"Content-Type: {kind[:MAX_QUOTED]}: send application/json, which no web page can "
                 "send to another server unasked",
                 status=415,
             )

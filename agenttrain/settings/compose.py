@@ -173,7 +173,7 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
     raw = compose_raw(overrides, source, with_hydra=with_hydra)
     with explained(overrides, source.groups):
         sections = {str(key): _contained(raw[key]) for key in raw if key != "hydra"}
-        # Of `+algorithm.typo=1` and `~steps` Hydra does not complain, though it has merged the schema.
+        # Hydra has merged the schema, but does not complain of `+algorithm.typo=1` and `~steps`.
         is_open = any(text.startswith(("+", "~")) for text in overrides)
         try:
             composed = convert(sections) if is_open else _checked(sections)

@@ -50,8 +50,8 @@ from agenttrain.types import AgenttrainError
 from agenttrain.utils.json_schema import SchemaResolver, map_subschemas
 
 Build = Callable[[Any, str], Any]
-"""Makes the function's argument of a JSON value that fits the schema. The second argument is the
-value's place (`lines`), for the message of InvalidArguments."""
+"""Builds the function's argument from (a JSON value that fits the schema, the value's place). The
+place, such as `lines`, is for the message of InvalidArguments."""
 SCALARS = (str, int, float, bool)
 JSON_NAMES: dict[type, str] = {
     str: "string",
@@ -61,8 +61,9 @@ JSON_NAMES: dict[type, str] = {
     type(None): "null",
 }
 JSON_TYPES = (*JSON_NAMES, Any, object, list, dict)
-"""Types whose values the function gets as the JSON has them."""
+"""Types whose values the function gets as they are in the JSON."""
 BARE = {list: "array", tuple: "array", dict: "object"}
+"""JSON types of containers that are annotated without the types of their items."""
 CONCRETE: dict[Any, Any] = {
     collections.abc.Sequence: list,
     collections.abc.MutableSequence: list,
@@ -111,7 +112,7 @@ def build_instances(builders: Mapping[str, Build], arguments: Mapping[str, Any])
 
 
 def _is_json(hint: Any) -> bool:
-    """Return True if JSON values that fit the schema are already what the annotation says."""
+    """Return True if a JSON value that fits the schema is already a value of the annotated type."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _is_json(parts[0]) and all(isinstance(part, str) for part in parts[1:])
@@ -123,7 +124,7 @@ def _is_json(hint: Any) -> bool:
 
 
 def _has_fields(hint: Any) -> bool:
-    """Return True for a dataclass, a TypedDict and a named tuple, which pydantic did not make."""
+    """Return True for a dataclass, a TypedDict or a named tuple; False for pydantic's classes."""
     if typing.is_typeddict(hint):
         return True
     is_class = isinstance(hint, type) and not hasattr(hint, "__pydantic_validator__")
@@ -143,10 +144,14 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
-    """Return the annotation that pydantic reads in place of `hint`. Raises ValueError."""
+    """Return the annotation that pydantic gets in place of `hint`.
+
+    `within` are the classes around it, to find one that contains itself. Raises ValueError for a
+    type that cannot be written as JSON.
+    """
     if any(hint is outer for outer in within):
         raise ValueError(f"{hint.__name__} contains itself, so its schema would have no end")
-    if hasattr(hint, "__pydantic_validator__"):  # with the schema of its own, also of its fields
+    if hasattr(hint, "__pydantic_validator__"):  # pydantic's own: its schema stays as pydantic's
         schema = _json_schema(TypeAdapter(hint), GenerateJsonSchema)
         return Annotated[hint, WithJsonSchema(schema)]
     if _has_fields(hint):
@@ -169,7 +174,7 @@ def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
 
 
 def _leaf(hint: Any) -> Any:
-    """Return what pydantic reads in place of an annotation without parts. Raises ValueError."""
+    """Return the annotation that pydantic gets in place of one without parts. Raises ValueError."""
     if _is_enum(hint):  # without the docstring that pydantic would add
         values = [member.value for member in hint]
         return Annotated[hint, WithJsonSchema(_values(values, hint.__name__))]
@@ -187,19 +192,20 @@ def _leaf(hint: Any) -> Any:
 def _metadata(metadata: Sequence[Any]) -> list[Any]:
     """Return the metadata of Annotated, with the first text as the description."""
     texts = [part for part in metadata if isinstance(part, str)]
-    about: list[Any] = [Field(description=text) for text in texts[:1]]
+    fields: list[Any] = [Field(description=text) for text in texts[:1]]
     for part in metadata:
         if isinstance(part, FieldInfo) and part.discriminator is not None:
-            part = Field(description=part.description)  # options are tried one after the other
+            # No discriminator: `_union` tries the options one after the other.
+            part = Field(description=part.description)
         if not isinstance(part, str):
-            about.append(part)
-    return about
+            fields.append(part)
+    return fields
 
 
 def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Any:
-    """Return a union of which the first option that takes the value makes the instance.
+    """Return a union whose first option that accepts a value makes the instance.
 
-    Its scalars are strict, so that `int` leaves "5" to `str`.
+    Scalars are strict, so that `int` leaves "5" to `str`.
     """
     readable = []
     for option in options:
@@ -216,20 +222,21 @@ def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fields:
-    """Fields of a class, as its constructor takes them."""
+    """The arguments of a class's constructor."""
 
     hints: dict[str, Any]
     optional: set[str]
     defaults: dict[str, Any]
-    words: dict[str, str]
-    """Their descriptions."""
+    descriptions: dict[str, str]
 
 
 def _fields(cls: Any) -> _Fields:
     """Return the fields of a dataclass, a named tuple or a TypedDict."""
     hints = typing.get_type_hints(cls, include_extras=True)
     defaults: dict[str, Any] = {}
-    words: dict[str, str] = dict(DESCRIBED.findall((inspect.getdoc(cls) or "").replace("\r", "")))
+    descriptions: dict[str, str] = dict(
+        DESCRIBED.findall((inspect.getdoc(cls) or "").replace("\r", ""))
+    )
     if dataclasses.is_dataclass(cls):
         fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         missing = dataclasses.MISSING
@@ -242,24 +249,26 @@ def _fields(cls: Any) -> _Fields:
         }
         for name, field in fields.items():
             if "description" in field.metadata:
-                words[name] = field.metadata["description"]
+                descriptions[name] = field.metadata["description"]
     elif typing.is_typeddict(cls):
         names = list(hints)
         # With postponed annotations __required_keys__ ignores Required and NotRequired.
-        marks = {Required: False, NotRequired: True}
+        is_optional = {Required: False, NotRequired: True}
         optional = {
             name
             for name, hint in hints.items()
-            if marks.get(get_origin(hint), name in cls.__optional_keys__)
+            if is_optional.get(get_origin(hint), name in cls.__optional_keys__)
         }
         for name, hint in hints.items():
-            if get_origin(hint) in marks:
+            if get_origin(hint) in is_optional:
                 hints[name] = get_args(hint)[0]
     else:
         names, defaults = list(cls._fields), dict(cls._field_defaults)
         optional = set(defaults)
-    plain = {name: hints[name] for name in names}
-    return _Fields(hints=plain, optional=optional, defaults=defaults, words=words)
+    ordered_hints = {name: hints[name] for name in names}
+    return _Fields(
+        hints=ordered_hints, optional=optional, defaults=defaults, descriptions=descriptions
+    )
 
 
 def _typed_dict(cls: Any, within: tuple[Any, ...]) -> Any:
@@ -271,20 +280,20 @@ def _typed_dict(cls: Any, within: tuple[Any, ...]) -> Any:
             kind = _for_pydantic(hint, within)
         except ValueError as error:
             raise ValueError(f"{cls.__name__}.{name}: {error}") from error
-        if name in fields.words:
-            kind = Annotated[kind, Field(description=fields.words[name])]
+        if name in fields.descriptions:
+            kind = Annotated[kind, Field(description=fields.descriptions[name])]
         if type(fields.defaults.get(name)) in SCALARS:
             default = {"default": fields.defaults[name]}
             kind = Annotated[kind, Field(json_schema_extra=default)]
         members[name] = NotRequired[kind] if name in fields.optional else kind
-    make: Any = TypedDict  # called as a function, which type checkers do not follow
-    closed = make(cls.__name__, members)
-    closed.__pydantic_config__ = ConfigDict(extra="forbid")
-    return closed
+    make_typed_dict: Any = TypedDict  # called as a function, which type checkers do not follow
+    typed_dict = make_typed_dict(cls.__name__, members)
+    typed_dict.__pydantic_config__ = ConfigDict(extra="forbid")
+    return typed_dict
 
 
 def _constructor(cls: Callable[..., Any]) -> AfterValidator:
-    """Return the validator that makes an instance; an error of it becomes a message."""
+    """Return the validator that calls `cls`; an error becomes one that the model can read."""
 
     def make(keywords: dict[str, Any]) -> Any:
         try:
@@ -300,13 +309,14 @@ def _constructor(cls: Callable[..., Any]) -> AfterValidator:
 
 
 def _reason(error: Exception) -> str:
+    """Return the text of an error for the model."""
     if isinstance(error, ValidationError):
         return "; ".join(problem["msg"] for problem in error.errors()[:MAX_PROBLEMS])
     return str(error) or type(error).__name__
 
 
 def _builder(adapter: TypeAdapter[Any]) -> Build:
-    """Return the function that makes values of an annotation."""
+    """Return a Build that makes values of an adapter's annotation."""
 
     def build(value: Any, where: str) -> Any:
         try:
@@ -319,7 +329,7 @@ def _builder(adapter: TypeAdapter[Any]) -> Build:
                 for problem in error.errors()[:MAX_PROBLEMS]
             ]
             raise InvalidArguments("; ".join(problems)) from error
-        except Exception as error:  # of a validator of the user's
+        except Exception as error:  # raised by the user's own validator
             raise InvalidArguments(f"{where}: {_reason(error)}") from error
 
     return build
@@ -342,13 +352,14 @@ def _place(value: Any, problem: ErrorDetails) -> str:
 
 
 def _json_schema(adapter: TypeAdapter[Any], dialect: type[GenerateJsonSchema]) -> dict[str, Any]:
-    """Return the schema without references, and without the keywords that only pydantic writes."""
+    """Return the schema without references and without pydantic's `title` and `discriminator`."""
     schema = adapter.json_schema(schema_generator=dialect)
     inlined: dict[str, Any] = _untitled(SchemaResolver(schema).inlined())
     return inlined
 
 
 def _untitled(schema: Any) -> Any:
+    """Remove `title` and `discriminator` from a schema and those inside it."""
     if not isinstance(schema, Mapping):
         return schema
     untitled = map_subschemas(schema, _untitled)
@@ -356,6 +367,7 @@ def _untitled(schema: Any) -> Any:
 
 
 def _values(values: list[Any], name: str) -> dict[str, Any]:
+    """Return the schema of an enum or Literal; raises ValueError for values that are no JSON."""
     if not values or any(type(value) not in JSON_NAMES for value in values):
         raise ValueError(f"{name}: its values {values} are not all plain JSON")
     kinds = list(dict.fromkeys(JSON_NAMES[type(value)] for value in values))
@@ -410,7 +422,7 @@ class PlainToolDialect(ToolDialect):
     """Writes annotations without classes, for which transformers has shorter forms."""
 
     def tuple_schema(self, schema: core_schema.TupleSchema) -> JsonSchemaValue:
-        """Leave out the length; the function's own check refuses another one."""
+        """Leave out the length; a tuple of another length is refused when it is built."""
         described = super().tuple_schema(schema)
         if "variadic_item_index" not in schema:
             del described["minItems"], described["maxItems"]

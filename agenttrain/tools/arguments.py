@@ -31,9 +31,9 @@ MAX_PROBLEMS = 3
 """Mistakes that one message lists."""
 MAX_QUOTE = 60
 """Characters of a wrong value that a message quotes."""
-_SAYS_TYPE = {"type", "title", "description", "default", "examples"}
-"""Keywords of a schema that checks nothing but a type."""
-_SAYS_OBJECT = {*_SAYS_TYPE, "properties", "required"}
+_TYPE_KEYWORDS = {"type", "title", "description", "default", "examples"}
+"""Keywords of a schema that checks only a type."""
+_OBJECT_KEYWORDS = {*_TYPE_KEYWORDS, "properties", "required"}
 
 
 class InvalidArguments(ValueError):
@@ -58,13 +58,13 @@ class ArgumentSchema:
         self.names = self._resolver.property_names(schema)
         """Names of the arguments that the schema describes."""
         self.required: list[str] = list(self._schema.get("required", []))
-        # Calls that fit such a schema (an object of properties with types) need no validator.
+        # Of an object whose properties have types and nothing else, only the types are checked.
         properties = self._schema.get("properties", {}).values()
         self._checks_types_only = (
-            _SAYS_OBJECT.issuperset(schema)
+            _OBJECT_KEYWORDS.issuperset(schema)
             and self._schema.get("type", "object") == "object"
             and all(
-                isinstance(part, Mapping) and _SAYS_TYPE.issuperset(part) for part in properties
+                isinstance(part, Mapping) and _TYPE_KEYWORDS.issuperset(part) for part in properties
             )
         )
 
@@ -89,7 +89,7 @@ class ArgumentSchema:
         return values
 
     def _problems(self, arguments: Mapping[str, Any]) -> list[str]:
-        """List unknown and missing arguments; if there are none, arguments with wrong values."""
+        """Return the unknown and missing arguments; if there are none, those with wrong values."""
         schema = self._schema
         absent = [name for name in self.names if name not in arguments]
         problems: list[str] = []
@@ -107,27 +107,30 @@ class ArgumentSchema:
         problems += [
             f"missing argument {_quote(name)}" for name in self.required if name not in arguments
         ]
-        types = (
-            (v, schema_types(schema.get("properties", {}).get(n, {}))) for n, v in arguments.items()
-        )
-        if problems or (
-            self._checks_types_only
-            and all(not wanted or any(_is_type(v, t) for t in wanted) for v, wanted in types)
-        ):
+        if problems or (self._checks_types_only and self._types_fit(arguments)):
             return problems
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
         for error in errors:
             path = error.json_path.removeprefix("$.") if error.absolute_path else "arguments"
             rule: Any = error.validator_value
             if error.validator == "type":
-                wanted = rule if isinstance(rule, str) else " or ".join(rule)
-                problems.append(f"{path} must be {wanted}, not {_quote(error.instance)}")
+                expected = rule if isinstance(rule, str) else " or ".join(rule)
+                problems.append(f"{path} must be {expected}, not {_quote(error.instance)}")
             elif error.validator == "enum":
                 options = _short(", ".join(_quote(option) for option in rule), 5 * MAX_QUOTE)
                 problems.append(f"{path} must be one of {options}, not {_quote(error.instance)}")
             else:
                 problems.append(f"{path}: {_short(error.message, 3 * MAX_QUOTE)}")
         return problems
+
+    def _types_fit(self, arguments: Mapping[str, Any]) -> bool:
+        """Return True if each argument has one of the types of its property."""
+        properties = self._schema.get("properties", {})
+        for name, value in arguments.items():
+            types = schema_types(properties.get(name, {}))
+            if types and not any(_is_type(value, expected) for expected in types):
+                return False
+        return True
 
 
 def _deep_copy(value: Any) -> Any:
@@ -166,11 +169,12 @@ class _Coercion:
     resolver: SchemaResolver
     validator: Any
     converted: dict[tuple[int, int], tuple[Any, Any, Any]] = field(default_factory=dict)
-    """By the identities of a value and a part with `$ref`: both, which so stay alive, and the
-    result. Without it, a schema that contains itself takes exponential time."""
+    """Cache: (id of a value, id of a part with `$ref`) -> (value, part, result). It keeps value and
+    part alive, so that their ids stay theirs. Without it, a schema that contains itself takes
+    exponential time."""
 
     def convert(self, value: Any, part: Any) -> Any:
-        """Return a value as a part of the schema asks for it."""
+        """Coerce a value to a part of the schema."""
         if not isinstance(part, Mapping):
             return value
         if "$ref" not in part:
@@ -182,29 +186,33 @@ class _Coercion:
         return self.converted[key][2]
 
     def _convert(self, value: Any, schema: Mapping[str, Any]) -> Any:
+        """Coerce a value to a schema without `$ref`: its unions, types, enum, items, properties."""
         for key in ("anyOf", "oneOf"):
             # The first option that accepts the value as it is, else the first that accepts it
             # coerced.
             options = schema.get(key, ())
-            fitting = next((part for part in options if self._fits(value, part)), None)
-            if fitting is not None:
-                value = self.convert(value, fitting)
+            accepting = next((part for part in options if self._fits(value, part)), None)
+            if accepting is not None:
+                value = self.convert(value, accepting)
                 continue
             candidates = ((part, self.convert(value, part)) for part in options)
-            value = next((new for part, new in candidates if self._fits(new, part)), value)
+            value = next(
+                (coerced for part, coerced in candidates if self._fits(coerced, part)), value
+            )
         if types := schema_types(schema):
             value = _coerce_type(value, types)
         if "enum" in schema:
             value = _coerce_enum(value, schema["enum"])
         if isinstance(value, list):
-            first, further = schema.get("prefixItems", []), schema.get("items")
-            parts = [*first[: len(value)], *[further] * (len(value) - len(first))]
+            first, items = schema.get("prefixItems", []), schema.get("items")
+            parts = [*first[: len(value)], *[items] * (len(value) - len(first))]
             return [self.convert(item, part) for item, part in zip(value, parts, strict=True)]
         if isinstance(value, dict):
             properties = schema.get("properties", {})
-            further = schema.get("additionalProperties")
+            additional = schema.get("additionalProperties")
             return {
-                key: self.convert(item, properties.get(key, further)) for key, item in value.items()
+                key: self.convert(item, properties.get(key, additional))
+                for key, item in value.items()
             }
         return value
 
@@ -214,6 +222,7 @@ class _Coercion:
 
 
 def _coerce_type(value: Any, types: Sequence[str]) -> Any:
+    """Return a value in one of these JSON types, if that loses nothing; else as it is."""
     for name in types:
         if _is_type(value, name):
             return int(value) if name == "integer" else value
@@ -235,6 +244,7 @@ def _coerce_type(value: Any, types: Sequence[str]) -> Any:
 
 
 def _is_type(value: Any, name: str) -> bool:
+    """Return True if a value has the JSON type of this name; 3.0 is an integer."""
     if isinstance(value, bool) or value is None:
         return name == ("null" if value is None else "boolean")
     if isinstance(value, int | float):
@@ -258,7 +268,8 @@ def _json_text(value: Any) -> Any:
 def _coerce_enum(value: Any, members: Sequence[Any]) -> Any:
     """Return the value if it is a member, else a member of the same text: "1" -> 1, 1 -> "1"."""
     for member in members:
-        if value == member and isinstance(value, bool) == isinstance(member, bool):  # True == 1
+        # In Python True == 1, in JSON not.
+        if value == member and isinstance(value, bool) == isinstance(member, bool):
             return value
     for member in members:
         if isinstance(member, str) and _json_text(value) == member:

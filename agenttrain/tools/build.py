@@ -27,12 +27,16 @@ def build_toolbox(
     """Build every declared tool.
 
     Example: ``{"lookup": {"_target_": "my_pkg.lookup", "timeout_s": 2.0, "table": "a.csv"}}`` is a
-    tool `lookup` with a limit of two seconds, whose parameter `table` is bound. `_target_` names a
-    function, a class whose instances are callable (one instance is made, with the bound arguments),
-    or a function annotated to return a Tool or a callable. A class makes several tools, each with
-    the section's limits, if it has a method ``tools() -> list[Tool]``, or if its instances cannot
-    be called: then each public method is one. A section with `stop: true` makes stop tools, like
-    the names in `stop_tools`. Raises ValueError with key, value and remedy.
+    tool `lookup` with a limit of two seconds, whose parameter `table` is bound. `_target_` names
+
+    - a function, which is the tool;
+    - a class whose instances are callable: an instance, made with the bound arguments, is the tool;
+    - a class whose instances are not callable: each public method of the instance is a tool;
+    - a class with a method ``tools() -> list[Tool]``: these are the tools;
+    - a function annotated to return a Tool or a callable: it is called and returns the tool.
+
+    All tools of a section have its limits. A section with `stop: true` makes stop tools, like the
+    names in `stop_tools`. Raises ValueError with key, value and remedy.
     """
     built: dict[str, Tool] = {}
     limits: dict[str, ToolLimits] = {}
@@ -42,9 +46,9 @@ def build_toolbox(
         located = locate_section(section, key=key)
         limit, located.bound = beside(ToolSettings, located.bound, key)
         if limit.isolation is Isolation.process:
-            # It is pickled, and called in each worker.
-            make = partial(_rebuild, name, dict(section))
-            section_tools: list[Tool] = [ProcessTool(name, make, limit)]
+            # Each worker calls this function, which is sent to it by pickle.
+            make_tool = partial(_rebuild, name, dict(section))
+            section_tools: list[Tool] = [ProcessTool(name, make_tool, limit)]
         else:
             section_tools = _build(located, name)
         for tool in section_tools:
@@ -75,6 +79,7 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
 
 
 def _build(located: Located, name: str) -> list[Tool]:
+    """Build the tools of a section; `build_toolbox` says what its target may be."""
     target, bound, where = located.target, located.bound, located.where
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
@@ -84,26 +89,25 @@ def _build(located: Located, name: str) -> list[Tool]:
         with suppress(NameError, TypeError):
             returned = get_type_hints(target).get("return")
             callables = (Tool, FunctionTool, Callable)
-            makes_tool = returned in callables or get_origin(returned) is get_origin(
-                Callable[[], None]
-            )
+            is_callable_hint = get_origin(returned) is get_origin(Callable[[], None])
+            makes_tool = returned in callables or is_callable_hint
     if makes_tool:
         try:
             inspect.signature(target).bind(**bound)
-            made = target(**bound)
+            result = target(**bound)
         except TypeError as error:
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
         except ValueError as error:
             if str(error).partition("=")[0] in bound:
                 raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
-        if isinstance(made, Tools):
-            return list(made.tools())
-        if hasattr(made, "schema") and hasattr(made, "name"):
-            return [made]
-        if not callable(made):
-            return list(method_tools(made, where).values())
-        target, bound = made, {}
+        if isinstance(result, Tools):
+            return list(result.tools())
+        if hasattr(result, "schema") and hasattr(result, "name"):
+            return [result]
+        if not callable(result):
+            return list(method_tools(result, where).values())
+        target, bound = result, {}
     try:
         return [FunctionTool(target, name=name, bound=bound)]
     except ValueError as error:

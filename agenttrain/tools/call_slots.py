@@ -1,4 +1,4 @@
-"""Slots and time of a call, which it does not use while it waits for a sub-agent."""
+"""Slots of a tool call and its time, both suspended while the call waits for a sub-agent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class CallSlots:
-    """Holds one slot of each semaphore for a call, but not while the call waits for a sub-agent.
+    """Holds a slot of each semaphore for a call, except while the call waits for a sub-agent.
 
     Otherwise a sub-agent that calls the same tool would wait for the call that waits for it.
     Example::
@@ -23,9 +23,9 @@ class CallSlots:
         self._slots = slots
         self._held = self._ended = False
         self._waits = 0
-        """Sub-agents that the call waits for."""
-        self._started = self._since = time.monotonic()
-        self._away_s = 0.0
+        """Number of sub-agents that the call waits for."""
+        self._started = self._waiting_since = time.monotonic()
+        self._waited_s = 0.0
 
     async def __aenter__(self) -> CallSlots:
         await self._acquire()
@@ -37,18 +37,20 @@ class CallSlots:
         self._release()
 
     def seconds(self) -> float:
-        """Return the seconds since the slots were taken, without those spent on sub-agents."""
+        """Return the seconds since the slots were acquired, without those spent on sub-agents."""
         now = time.monotonic()
-        away_s = self._away_s + (now - self._since if self._waits else 0.0)
-        return now - self._started - away_s
+        waited_s = self._waited_s + (now - self._waiting_since if self._waits else 0.0)
+        return now - self._started - waited_s
 
     def lent_while(self, run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """Return `run`, as it is called without the slots and outside of the call's time."""
+        """Return a function that runs `run` without the slots and outside of the call's time."""
 
         @wraps(run)
-        async def lent(*args: Any, **kwargs: Any) -> Any:
+        async def run_without_slots(*args: Any, **kwargs: Any) -> Any:
+            # A call may run several sub-agents at once: the first gives the slots back, the last
+            # takes them again.
             if not self._waits:
-                self._since = time.monotonic()
+                self._waiting_since = time.monotonic()
                 self._release()
             self._waits += 1
             try:
@@ -57,20 +59,22 @@ class CallSlots:
                 self._waits -= 1
                 if not self._waits and not self._ended:
                     await self._acquire()
-                    self._away_s += time.monotonic() - self._since
+                    self._waited_s += time.monotonic() - self._waiting_since
+                    # While this waited for slots, another sub-agent began, or the call ended.
                     if self._waits or self._ended:
                         self._release()
 
-        return lent
+        return run_without_slots
 
     async def _acquire(self) -> None:
-        taken: list[asyncio.Semaphore] = []
+        """Take a slot of every semaphore, or of none if that is cancelled."""
+        acquired: list[asyncio.Semaphore] = []
         try:
             for slot in self._slots:
                 await slot.acquire()
-                taken.append(slot)
+                acquired.append(slot)
         except BaseException:
-            for slot in taken:
+            for slot in acquired:
                 slot.release()
             raise
         self._held = True

@@ -37,7 +37,7 @@ class Isolation(StrEnum):
 
 
 def _are_builtins(errors: object) -> bool:
-    """Return True for errors of Python itself, for which no module of others is imported."""
+    """Return True for a list of built-in errors, for which no other module is imported."""
     return isinstance(errors, list) and all(
         re.fullmatch(r"builtins\.\w+", str(error)) for error in errors
     )
@@ -74,8 +74,8 @@ class ToolLimits:
             if module == "builtins" and not (
                 isinstance(error, type) and issubclass(error, Exception)
             ):
-                known = [n for n, v in vars(builtins).items() if isinstance(v, type)]
-                hint = did_you_mean(name, [n for n in known if n.endswith("Error")])
+                types = [n for n, v in vars(builtins).items() if isinstance(v, type)]
+                hint = did_you_mean(name, [n for n in types if n.endswith("Error")])
                 raise ValueError(f"{path}: is no exception{hint}")
         return paths
 
@@ -111,11 +111,11 @@ def check_mcp_server(
     start_timeout_s: object = 30.0,
     reconnect_s: object = 5.0,
 ) -> None:
-    """Raise ValueError, beginning with the argument and its value, for what cannot work."""
+    """Raise ValueError, which begins ``argument=value``, for settings that cannot work."""
     if (command is None) == (url is None):
-        given = "both are given" if command is not None else "none is given"
+        problem = "both are given" if command is not None else "none is given"
         raise ValueError(
-            f"command or url: {given}; a server is either started here, e.g. "
+            f"command or url: {problem}; a server is either started here, e.g. "
             "command=[python,my_server.py], or reached, e.g. url=http://127.0.0.1:8000/mcp"
         )
     if command is not None:
@@ -134,11 +134,12 @@ def check_mcp_server(
             )
     if url is not None:
         _check_url(url)
-    for name, value, other in (("env", env, url), ("headers", headers, command)):
-        if value and other is not None:
-            started = "a server that is started" if name == "env" else "a url"
+    # `env` is for servers that are started, `headers` for those that are reached.
+    for name, value, excluded_by in (("env", env, url), ("headers", headers, command)):
+        if value and excluded_by is not None:
+            kind = "a server that is started" if name == "env" else "a url"
             hidden = hide_in_settings({name: value})[name]
-            raise ValueError(f"{name}={hidden}: is of use with {started} only; leave it out")
+            raise ValueError(f"{name}={hidden}: is of use with {kind} only; leave it out")
         expanded(name, value)
     if allow is not None and (not isinstance(allow, list | tuple) or not allow):
         raise ValueError(
@@ -152,10 +153,11 @@ def check_mcp_server(
 
 
 def expanded(name: str, values: object) -> dict[str, str]:
-    """Fill ``$NAME`` in the texts of `env`, `headers` or `url` with our environment's NAME.
+    """Fill in ``$NAME`` in the texts of a setting with the environment variable NAME.
 
     Secrets then need not stand in a configuration, of which every run keeps a copy. Example:
-    ``{"Authorization": "Bearer $TOKEN"}``. Raises ValueError when NAME is not set.
+    ``{"Authorization": "Bearer $TOKEN"}``. `name` is that of the setting, for errors. Raises
+    ValueError if NAME is not set.
     """
     if not isinstance(values, Mapping | None):
         raise ValueError(f"{name}={hide_in_settings(values)}: must be a mapping of names to texts")
@@ -176,6 +178,7 @@ def expanded(name: str, values: object) -> dict[str, str]:
 
 
 def _check_url(url: Any) -> None:
+    """Raise ValueError for an incomplete address, and for one that holds credentials."""
     hidden = hide_secrets(str(url))
     try:
         parts = urlsplit(url)
@@ -240,8 +243,8 @@ def check_corpus(
     elif not folder_or_file.is_file():
         raise ValueError(f"path={path}: there is no such folder or file")
     elif folder_or_file.suffix not in (*TEXTS, *ROWS):
-        known = ", ".join((*TEXTS, *ROWS))
-        raise ValueError(f"path={path}: its ending must be one of {known}")
+        endings = ", ".join((*TEXTS, *ROWS))
+        raise ValueError(f"path={path}: its ending must be one of {endings}")
     return folder_or_file
 
 

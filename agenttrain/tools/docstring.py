@@ -12,8 +12,8 @@ _DESCRIPTION = re.compile(r"^(.*?)[\n\s]*(Args:|Returns:|Raises:|\Z)", re.DOTALL
 _ARGS = re.compile(r"\n\s*Args:\n(.*?)[\n\s]*(Returns:|Raises:|\Z)", re.DOTALL)
 _TYPE = r"(?:[ \t]*\((?:[^()\n]|\([^()\n]*\))*\))?"
 _ARGUMENT = re.compile(
-    rf"(?:^|\n)([ \t]*)(\w+){_TYPE}:\s*"  # its name, perhaps with a type: `a (int, optional):`
-    # Its description ends before the next name that is not indented more.
+    rf"(?:^|\n)([ \t]*)(\w+){_TYPE}:\s*"  # a name, perhaps with a type: `a (int, optional):`
+    # The description ends before the next name that is not indented more.
     rf"(.*?)\s*(?=\n(?!\1[ \t])[ \t]*\w+{_TYPE}:|\Z)",
     re.DOTALL,
 )
@@ -21,19 +21,19 @@ _OTHER_NAME = re.compile(
     r"^([ \t]*)(?:Args|Arguments|Parameters|Params|Keyword Args|Keyword Arguments)[ \t]*:[ \t]*$",
     re.MULTILINE,
 )
-"""Headings that are read as Args, in a docstring that has no Args as transformers writes it."""
+"""Headings that are read as `Args:`, in a docstring without a readable `Args:`."""
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Docstring:
-    """A docstring's parts."""
+    """The parts of a tool's docstring."""
 
     text: str
     description: str
     parameters: Mapping[str, Mapping[str, Any]]
-    """Keywords of the schema by parameter: its description, and its values if the docstring lists
-    them as ``(choices: ["a", "b"])``."""
+    """Parameter -> keywords of its schema: `description`, and `enum` if the docstring lists its
+    values as ``(choices: ["a", "b"])``."""
 
 
 def read_docstring(text: str) -> Docstring:
@@ -44,25 +44,31 @@ def read_docstring(text: str) -> Docstring:
     text = re.sub(r"\r\n?", "\n", text.strip())
     if _ARGS.search(text) is None:
         text = _OTHER_NAME.sub(r"\1Args:", text, count=1)
-    described = _DESCRIPTION.search(text)
+    description = _DESCRIPTION.search(text)
     section = _ARGS.search(text)
     parameters: dict[str, dict[str, Any]] = {}
     if section is not None:
         lines = "\n".join(line for line in section[1].split("\n") if line.strip())
-        for _, name, words in _ARGUMENT.findall(lines):
-            words = re.sub(r"\s*\n+\s*", " ", words.strip())
-            parameters[name] = {"description": words}
-            if (choices := _CHOICES.search(words)) is not None:
+        for _, name, meaning in _ARGUMENT.findall(lines):
+            meaning = re.sub(r"\s*\n+\s*", " ", meaning.strip())
+            parameters[name] = {"description": meaning}
+            if (choices := _CHOICES.search(meaning)) is not None:
+                values = _choice_values(choices[1])
                 parameters[name] = {
-                    "enum": [c.strip() if isinstance(c, str) else c for c in _values(choices[1])],
-                    "description": words[: choices.start()].strip(),
+                    "enum": [
+                        value.strip() if isinstance(value, str) else value for value in values
+                    ],
+                    "description": meaning[: choices.start()].strip(),
                 }
     return Docstring(
-        text=text, description=described[1].strip() if described else "", parameters=parameters
+        text=text,
+        description=description[1].strip() if description else "",
+        parameters=parameters,
     )
 
 
-def _values(text: str) -> list[Any]:
+def _choice_values(text: str) -> list[Any]:
+    """Return the values of a list in JSON. Raises ValueError."""
     try:
         values = json.loads(text)
     except ValueError:

@@ -1,7 +1,7 @@
 """Tools with isolation=process: each call runs in a worker process that can be killed.
 
-A worker is started when a call finds none idle, used again, and killed with all that it started
-when its call takes too long. Workers end with this process, even if that is killed.
+A call takes an idle worker, or starts one. A worker whose call takes too long is killed with all
+that it started. Workers end with this process, even if that is killed.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ START_S = 120.0
 CLOSE_S = 2.0
 """Seconds for tools in workers to release or close what they hold."""
 END_S = 5.0
-"""Seconds at the end for killed workers, and what they started, to be gone."""
+"""Seconds to wait at the end until killed workers, and what they started, have ended."""
 CHECK_S = 0.2
 """Seconds between two checks that a silent worker is still alive."""
 
 
 class ToolWorker:
-    """One worker process; `request` blocks its thread, `kill` may be called from any."""
+    """One worker process. `request` blocks the calling thread; any thread may call `kill`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.name = recipe.name
         self.busy = False
         self.served: set[str] = set()
-        """Rollouts whose calls it ran, and that are not over."""
+        """Rollouts that are not over and whose calls this worker has run."""
         self.released: list[str] = []
-        """Rollouts that ended while it was busy."""
+        """Rollouts that have ended since; the next request tells the worker."""
         self._recipe = recipe
-        self._most = 16 * recipe.max_chars
+        self._max_answer_bytes = 16 * recipe.max_chars
         self._lock = threading.Lock()
         self._killed = False
         self.process: ChildProcess | None = None
 
     @property
     def alive(self) -> bool:
-        """True while it can take a call."""
+        """True while the worker can take a call."""
         return not self._killed and self.process is not None and self.process.alive
 
     def start(self) -> None:
         """Start the process and build the tool in it; raises ToolUnavailable."""
-        ours, theirs = socket.socketpair()
+        parent_end, worker_end = socket.socketpair()
         command = [
             sys.executable,
             "-c",
@@ -75,25 +75,25 @@ class ToolWorker:
                 if self._killed:
                     raise ToolUnavailable(f"tool {self.name}: was closed")
                 self.process = ChildProcess(
-                    [*command, str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
+                    [*command, str(worker_end.fileno())],
+                    pass_fds=(worker_end.fileno(),),
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
-                self._socket = ours
-                self._connection = Connection(os.dup(ours.fileno()))
+                self._socket = parent_end
+                self._connection = Connection(os.dup(parent_end.fileno()))
         except BaseException:
             if self.process is None:
-                ours.close()
+                parent_end.close()
             raise
         finally:
-            theirs.close()
+            worker_end.close()
         self._connection.send_bytes(json.dumps(sys.path).encode())
         problem = self._exchange(self._recipe, limit_s=START_S).get("problem")
         if problem is not None:
             raise ToolUnavailable(f"tool {self.name}: cannot be built in a worker: {problem}")
 
     def request(self, request: WorkerRequest) -> Reply:
-        """Return the worker's reply; raises ToolUnavailable if it died or answered nonsense."""
+        """Return the worker's reply; raises ToolUnavailable if it died or sent no reply."""
         answer = self._exchange(request, limit_s=None)
         try:
             return reply_from_json(answer)
@@ -102,7 +102,7 @@ class ToolWorker:
             raise ToolUnavailable(f"tool {self.name}: its worker answered {answer}") from wrong
 
     def kill(self) -> None:
-        """Have the process killed with all that it started, at once; harmless when it is dead."""
+        """Kill the process with all that it started, without waiting; harmless if it is dead."""
         with self._lock:
             self._killed = True
             process = self.process
@@ -110,7 +110,7 @@ class ToolWorker:
             return
         process.signal(signal.SIGKILL)
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer wakes up
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for an answer
 
     def gone(self, timeout_s: float = 0.0) -> bool:
         """Wait for at most `timeout_s` for a killed worker; return True once it has ended."""
@@ -125,11 +125,12 @@ class ToolWorker:
     def _exchange(
         self, message: Recipe | WorkerRequest, *, limit_s: float | None
     ) -> dict[str, Any]:
+        """Send a message and return the answer, within `limit_s` seconds; None: no limit."""
         try:
             self._connection.send_bytes(pickle.dumps(message))
         except OSError:
             raise self._died() from None
-        except Exception as error:  # pickle raises what it likes
+        except Exception as error:  # pickle raises errors of any type
             raise ToolUnavailable(
                 f"tool {self.name}: isolation=process cannot send what it needs: {error}"
             ) from error
@@ -138,7 +139,7 @@ class ToolWorker:
             while not self._connection.poll(CHECK_S):
                 if not self.alive or time.monotonic() > deadline:
                     raise self._died()
-            answer = json.loads(self._connection.recv_bytes(self._most))
+            answer = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
         except (EOFError, OSError, ValueError):
             raise self._died() from None
         return answer if isinstance(answer, dict) else {}
@@ -152,16 +153,19 @@ class ToolWorker:
 
 
 class ProcessTool:
-    """A function or callable class, named by its path, whose calls run in worker processes.
+    """A function or callable class whose calls run in worker processes.
 
-    The toolbox takes a worker with `worker()` and calls that. An object's state is its worker's:
-    what one call keeps, the next may not find.
+    The toolbox takes a worker with `worker()` and calls that. Each worker has an object of its own:
+    the state that one call leaves in it, the next call may not find.
 
     Example: ``ProcessTool("lookup", functools.partial(FunctionTool, my_pkg.lookup), ToolLimits())``
     """
 
     def __init__(self, name: str, make: Callable[[], object], limits: ToolLimits) -> None:
-        """Make the tool once here, for its schema. Raises ValueError if it cannot be pickled."""
+        """Make the tool once in this process, for its schema; `make` is pickled for the workers.
+
+        Raises ValueError for a tool that cannot run in another process.
+        """
         if os.name != "posix":
             raise ValueError(f"tools.{name}.isolation=process: needs Linux or macOS")
         if not ADOPTS:
@@ -179,7 +183,7 @@ class ProcessTool:
             faults=tuple(limits.retry_on),
             max_chars=MAX_RESULT_CHARS,
         )
-        self._local = build(self._recipe)  # for its schema; calls run in workers
+        self._local = build(self._recipe)
         self.schema = self._local.schema
         self.releases = hasattr(self._local.function, "release")
         """True if workers free something at the end of a rollout."""
@@ -196,7 +200,7 @@ class ProcessTool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[BoundWorker]:
-        """Lend a worker for one call; it is killed afterwards if the call is not over."""
+        """Lend a worker for one call; kill the worker afterwards if the call is not over."""
         self._dying = [worker for worker in self._dying if not worker.gone()]
         while self._idle:
             worker = self._idle.pop()
@@ -220,7 +224,7 @@ class ProcessTool:
             self._put_back(worker)
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        """Take a worker, run one call, give it back."""
+        """Run one call in a worker."""
         async with self.worker() as worker:
             return await worker(arguments, context)
 
@@ -234,7 +238,7 @@ class ProcessTool:
         await self._notify(idle, WorkerRequest())
 
     async def close(self) -> None:
-        """Close the objects in the workers and end these; none is left."""
+        """Close the objects in the workers, and end all workers."""
         idle = list(self._idle)
         await self._notify(idle, WorkerRequest(close=True))
         for worker in list(self._all):
@@ -245,11 +249,11 @@ class ProcessTool:
             lambda: [worker.gone(max(deadline - time.monotonic(), 0.0)) for worker in dying]
         )
         self._threads.close()
-        left = [str(w.process.pid) for w in dying if w.process is not None and not w.gone()]
-        if left:
+        running = [str(w.process.pid) for w in dying if w.process is not None and not w.gone()]
+        if running:
             warnings.warn(
                 f"tool {self.name}: what its calls started has not ended, below the processes "
-                f"{', '.join(left)}",
+                f"{', '.join(running)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -262,6 +266,7 @@ class ProcessTool:
             self._idle.append(worker)
 
     def _kill(self, worker: ToolWorker) -> None:
+        """Kill a worker; `_dying` keeps it until it has ended."""
         worker.kill()
         if worker in self._all:
             self._all.remove(worker)
@@ -281,7 +286,7 @@ class ProcessTool:
         raise outcome.error or ToolUnavailable(f"tool {self.name}: no reply")
 
     async def _notify(self, workers: Iterable[ToolWorker], request: WorkerRequest) -> None:
-        """Send idle workers what needs no reply, and wait for a moment until it is done."""
+        """Send idle workers a request without a call, and wait CLOSE_S at most for the answers."""
         tasks: dict[ToolWorker, asyncio.Task[Reply]] = {}
         for worker in workers:
             self._idle.remove(worker)
@@ -299,7 +304,7 @@ class ProcessTool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BoundWorker:
-    """One worker of a tool, ready for a call: the tool's time limit begins with the call."""
+    """A worker that is lent for one call. The tool's time limit begins with the call."""
 
     name: str
     schema: dict[str, Any]
@@ -312,7 +317,9 @@ class BoundWorker:
         if tool.releases:
             worker.served.add(context.rollout_id)
         released, worker.released = tuple(worker.released), []
-        sent = context if tool.sends_context else None
-        return await tool.ask(
-            worker, WorkerRequest(released=released, arguments=arguments, context=sent)
+        request = WorkerRequest(
+            released=released,
+            arguments=arguments,
+            context=context if tool.sends_context else None,
         )
+        return await tool.ask(worker, request)

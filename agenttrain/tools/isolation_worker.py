@@ -29,7 +29,7 @@ from agenttrain.utils.threads import attempt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How to build the tool in another process."""
+    """What a process needs to build the tool."""
 
     name: str
     make: Callable[[], object]
@@ -37,12 +37,12 @@ class Recipe:
     faults: tuple[str, ...]
     """Dotted paths of the errors that are the infrastructure's."""
     max_chars: int
-    """Where a result is cut."""
+    """Maximum characters of a result; longer ones are cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRequest:
-    """One call, and the rollouts to release before it; or only those."""
+    """A call, and the rollouts to release before it; the call may be missing."""
 
     released: tuple[str, ...] = ()
     """Rollouts that are over."""
@@ -55,17 +55,17 @@ class WorkerRequest:
 
 def build(recipe: Recipe) -> FunctionTool:
     """Make the tool; raises ValueError for one that cannot run in another process."""
-    made = recipe.make()
-    if not isinstance(made, FunctionTool):
+    tool = recipe.make()
+    if not isinstance(tool, FunctionTool):
         raise ValueError(
-            f"tools.{recipe.name}.isolation=process: {type(made).__name__} is a tool of its own "
+            f"tools.{recipe.name}.isolation=process: {type(tool).__name__} is a tool of its own "
             "kind, which cannot be moved to another process; leave isolation=thread"
         )
-    return made
+    return tool
 
 
 def fault_types(paths: tuple[str, ...]) -> tuple[type[BaseException], ...]:
-    """Return ToolUnavailable and the exceptions at these paths; raises ValueError for others."""
+    """Return ToolUnavailable and the exceptions at `paths`; raises ValueError for others."""
     errors = [locate(path, key="retry_on") for path in paths]
     for path, error in zip(paths, errors, strict=True):
         if not (isinstance(error, type) and issubclass(error, Exception)):
@@ -105,13 +105,14 @@ class Server:
 
 def main() -> None:
     """Serve the parent, whose requests come over the file on the command line."""
-    requests = int(sys.argv[1])
-    os.set_inheritable(requests, False)
-    connection = Connection(requests)
-    own = os.getpid()
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    worker_pid = os.getpid()
 
     def send(answer: dict[str, Any]) -> None:
-        if os.getpid() != own:  # a tool that forked returns twice: the call has one answer
+        # A tool that forks returns twice, but a call has one answer: the fork ends here.
+        if os.getpid() != worker_pid:
             os._exit(0)
         connection.send_bytes(json.dumps(answer).encode())
 
@@ -119,9 +120,9 @@ def main() -> None:
         sys.path[:] = json.loads(connection.recv_bytes())
         recipe = connection.recv_bytes()
         UNSEEN.set(True)
-        built = attempt(lambda: Server(pickle.loads(recipe)))
-        server = built.value
-        send({"problem": None if built.error is None else str(built.error)})
+        building = attempt(lambda: Server(pickle.loads(recipe)))
+        server = building.value
+        send({"problem": None if building.error is None else str(building.error)})
         while isinstance(server, Server):
             request: WorkerRequest = pickle.loads(connection.recv_bytes())
             reply = server.answer(request)

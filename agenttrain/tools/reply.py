@@ -24,7 +24,7 @@ MAX_RESULT_CHARS = 2_000_000
 """Characters at which a result is cut before its tokens are counted; far above any token limit."""
 REMEDY = "return text, numbers, or lists and dicts of them"
 MAX_FORMS = 8
-"""Plain forms of plain forms that are taken."""
+"""Maximum number of steps from a value to one of a JSON type, each by `plain_form`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,17 @@ def make_reply(value: Any, *, max_chars: int) -> Reply:
 
 
 def _with_images(value: Any, max_chars: int) -> tuple[str | Image, ...]:
-    """Return the texts and images of a value with images. Raises ToolFailure."""
+    """Return the texts and images of a value that is an image or a list with one; else ().
+
+    Raises ToolFailure for an image that cannot be read.
+    """
     values = value if isinstance(value, list | tuple) else (value,)
     if isinstance(value, str) or not any(map(is_image, values)):
         return ()
     try:
         return tuple(
-            read_image(one) if is_image(one) else result_to_text(one, max_chars=max_chars)
-            for one in values
+            read_image(item) if is_image(item) else result_to_text(item, max_chars=max_chars)
+            for item in values
         )
     except BadImage as error:
         raise ToolFailure(f"the tool returned an image that cannot be read: {error}") from error
@@ -74,15 +77,15 @@ def _with_images(value: Any, max_chars: int) -> tuple[str | Image, ...]:
 def reply_to_json(reply: Reply) -> dict[str, Any]:
     """Return a reply as JSON data; an image is the base64 text of its file, in a list."""
     parts = [
-        one if isinstance(one, str) else [base64.b64encode(one.data).decode()]
-        for one in reply.parts
+        part if isinstance(part, str) else [base64.b64encode(part.data).decode()]
+        for part in reply.parts
     ]
     fields = {name: getattr(reply, name) for name in ("content", "error", "done", "reward")}
     return {**fields, "parts": parts}
 
 
 def reply_from_json(data: Any) -> Reply:
-    """Return the reply of `reply_to_json`. Raises KeyError, TypeError or ValueError for others."""
+    """Return the reply of `reply_to_json`'s data. Raises KeyError, TypeError or ValueError."""
     error, parts = data["error"], data["parts"]
     return Reply(
         content=str(data["content"]),
@@ -90,7 +93,8 @@ def reply_from_json(data: Any) -> Reply:
         done=data["done"] is True,
         reward=data["reward"],
         parts=tuple(
-            one if isinstance(one, str) else read_image(base64.b64decode(one[0])) for one in parts
+            part if isinstance(part, str) else read_image(base64.b64decode(part[0]))
+            for part in parts
         ),
     )
 
@@ -103,17 +107,17 @@ def error_reply(
 ) -> Reply:
     """Make an error reply: ``Error: KeyError: 'Oslo'``, or only the message of a ToolFailure.
 
-    Words for the model, those of a ToolFailure or of refused arguments, are sent as they are. The
-    text of another exception was written for people: its secrets are hidden here, before the model
-    reads it, so that its ids, the messages and every record of them agree.
+    The text of a ToolFailure, or of refused arguments, is for the model and stays as it is. Other
+    exceptions are written for people: their secrets are hidden here, before the model reads them,
+    so that token ids, messages and records agree.
 
-    The text of `error` must be made already, as `agenttrain.utils.threads.attempt` does. `faults`
-    are types of infrastructure errors, which no model should read.
+    `error` has a fixed text already, as `agenttrain.utils.threads.attempt` makes it. `faults` are
+    types of infrastructure errors, which no model should read.
     """
-    for_model = isinstance(error, ToolFailure | InvalidArguments)
-    name = "" if for_model else type(error).__name__
-    words = str(error) if for_model else hide_secrets(str(error))
-    text = ": ".join(part for part in ("Error", name, words) if part)
+    is_for_model = isinstance(error, ToolFailure | InvalidArguments)
+    name = "" if is_for_model else type(error).__name__
+    message = str(error) if is_for_model else hide_secrets(str(error))
+    text = ": ".join(part for part in ("Error", name, message) if part)
     kind = ToolError.unavailable if isinstance(error, faults) else ToolError.exception
     if isinstance(error, InvalidArguments):
         kind = ToolError.invalid_arguments
@@ -141,10 +145,11 @@ def result_to_text(value: object, *, max_chars: int) -> str:
 
 
 def _json_text(value: Any, max_chars: int) -> str:
+    """Return a value as JSON text, cut at `max_chars`. Raises ToolFailure and TypeError."""
     chunks: list[str] = []
     size = 0
     try:
-        # Piece by piece, so that a text that is far too long is never built.
+        # In chunks, so that a text that is far too long is never built.
         _check_keys(value, max_chars)
         encoder = json.JSONEncoder(
             ensure_ascii=False, default=lambda part: _check_keys(plain_form(part), max_chars)
@@ -162,11 +167,11 @@ def _json_text(value: Any, max_chars: int) -> str:
 def plain_form(value: Any) -> Any:
     """Replace a value that JSON does not have by a simpler one.
 
-    A text stands for itself, as do dates, paths, decimals and whatever has a `__str__` of its own;
-    a container whose type says that it ends is a list or dict of its parts. Raises ToolFailure that
+    Dates, paths, decimals and other values whose type has a `__str__` become text. A container
+    whose type says that it is finite becomes a list or dict of its parts. Raises ToolFailure that
     names the type of any other value, and for an image, whose text says nothing.
     """
-    kind, of = type(value).__name__, type(value)
+    kind, value_type = type(value).__name__, type(value)
     if is_image(value):
         raise ToolFailure(
             f"the tool returned a {kind} with an image inside of other values; "
@@ -179,22 +184,22 @@ def plain_form(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     if not isinstance(value, type):
-        # Asked of the type: a proxy or a mock has every attribute, and no end of plain forms.
-        if hasattr(of, "model_dump"):  # of pydantic
+        # Ask the type: a proxy or a mock has every attribute, and no end of plain forms.
+        if hasattr(value_type, "model_dump"):  # of pydantic
             return value.model_dump(mode="json")
         if dataclasses.is_dataclass(value):
             return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        if hasattr(of, "__attrs_attrs__"):
+        if hasattr(value_type, "__attrs_attrs__"):
             return {field.name: getattr(value, field.name) for field in value.__attrs_attrs__}
-        if hasattr(of, "tolist"):
-            return _column(value) if hasattr(of, "to_dict") else value.tolist()
+        if hasattr(value_type, "tolist"):
+            return _column(value) if hasattr(value_type, "to_dict") else value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    has_text = of.__str__ is not object.__str__ or isinstance(value, complex)
-    if not (has_text or isinstance(value, type)) and hasattr(of, "keys"):
+    has_text = value_type.__str__ is not object.__str__ or isinstance(value, complex)
+    if not (has_text or isinstance(value, type)) and hasattr(value_type, "keys"):
         return {key: value[key] for key in value.keys()}  # noqa: SIM118 - a database's row, a table
-    finite = isinstance(value, Iterable) and isinstance(value, Sequence | Set | MappingView)
-    if finite and not isinstance(value, UserString):
+    is_finite = isinstance(value, Iterable) and isinstance(value, Sequence | Set | MappingView)
+    if is_finite and not isinstance(value, UserString):
         return list(islice(value, MAX_RESULT_CHARS))  # range(10**12) fits no memory
     if has_text:
         return str(value)
@@ -207,7 +212,10 @@ def plain_form(value: Any) -> Any:
 
 
 def _column(value: Any) -> Any:
-    """Return a table's column: a list, or a dict by label. Raises ToolFailure."""
+    """Return a column of a table (pandas) as a list if its labels are 0, 1, …; else as a dict.
+
+    Raises ToolFailure for a label that stands twice.
+    """
     labels = value.index.tolist()
     if labels == list(range(len(labels))):
         return value.tolist()
@@ -221,7 +229,11 @@ def _column(value: Any) -> Any:
 
 
 def _in_json_type(value: Any) -> Any:
-    """Return a value of a type that JSON has, at its top. Raises ToolFailure."""
+    """Return a value in a type that JSON has; only its top level is converted.
+
+    Raises ToolFailure if it does not get there in MAX_FORMS steps, as for a mock, whose every
+    method returns another mock.
+    """
     for _ in range(MAX_FORMS):
         if isinstance(value, str | dict | list | tuple | bool | int | float | None):
             return value
@@ -249,31 +261,32 @@ SAME_KEYS = "the tool returned a mapping of which two keys have the same text"
 def _check_keys(value: Any, limit: int) -> Any:
     """Return `value`; raise ToolFailure if two keys of a mapping in it become the same text.
 
-    Example: ``{1: "a", "1": "b"}``. Only the first `limit` parts are looked at: each has a
-    character of its own in the text.
+    Example: ``{1: "a", "1": "b"}``. Only the first `limit` parts are checked: each takes at least
+    a character of the text, which is cut there.
     """
-    waiting, seen = [value], 0
-    while waiting and seen < limit:
-        part = waiting.pop()
-        seen += 1
+    to_check, checked = [value], 0
+    while to_check and checked < limit:
+        part = to_check.pop()
+        checked += 1
         if isinstance(part, dict):
             if not all(isinstance(key, str) for key in part):
                 texts = {_key_text(key) for key in part}
                 if len(texts) < len(part):
                     raise ToolFailure(SAME_KEYS)
-            waiting += islice(part.values(), limit)
+            to_check += islice(part.values(), limit)
         elif isinstance(part, list | tuple):
-            waiting += islice(part, limit)
+            to_check += islice(part, limit)
     return value
 
 
 def _key_text(key: Any) -> Any:
-    """Return the text that JSON has for a key; a key that JSON has not stands for itself."""
+    """Return the JSON text of a key; a key of a type that JSON lacks is returned as it is."""
     is_plain = not isinstance(key, str) and isinstance(key, bool | int | float | None)
     return json.dumps(key) if is_plain else key
 
 
 def _plain_key(key: Any) -> str | int | float | None:
+    """Return a key in a type that JSON has, else its text."""
     if isinstance(key, str | int | float | None):
         return key
     return result_to_text(key, max_chars=MAX_RESULT_CHARS)

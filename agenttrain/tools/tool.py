@@ -22,11 +22,11 @@ from agenttrain.utils.threads import blocks
 
 
 class Tool(Protocol):
-    """Something that the model can call.
+    """A tool that the model can call.
 
-    Its return value becomes the reply's text (`agenttrain.tools.reply`), an exception an error that
-    the model reads. Returning `agenttrain.types.Done` ends the episode, raising
-    `agenttrain.types.ToolUnavailable` the rollout. Optional methods, sync or async:
+    Its return value becomes the text of the reply (`agenttrain.tools.reply`). An exception becomes
+    an error that the model reads. Returning `agenttrain.types.Done` ends the episode; raising
+    `agenttrain.types.ToolUnavailable` ends the rollout. Optional methods, sync or async:
     ``release(rollout_id)`` at the end of a rollout, ``close()`` at the end of the run.
     """
 
@@ -41,7 +41,7 @@ class Tool(Protocol):
 
 @runtime_checkable
 class Tools(Protocol):
-    """An object that a section's `_target_` makes and that holds several tools."""
+    """An object with several tools; a section's `_target_` may return one."""
 
     def tools(self) -> Sequence[Tool]:
         """Return the tools, each under its own name."""
@@ -79,7 +79,7 @@ class FunctionTool:
     ) -> None:
         """Raises ValueError, with the text to add, if no schema can be made of the function."""
         settings = dict(bound or {})
-        while isinstance(function, functools.partial):  # its arguments count as bound
+        while isinstance(function, functools.partial):  # arguments of a partial count as bound
             partial = inspect.signature(function.func).bind_partial(
                 *function.args, **function.keywords
             )
@@ -119,7 +119,7 @@ class FunctionTool:
 
 
 async def call_optional(owner: object, method: str, *arguments: object) -> None:
-    """Call a method that `owner` may lack, sync or async."""
+    """Call a sync or async method of `owner`, if it has the method."""
     hook = getattr(owner, method, None)
     if hook is not None:
         result = hook(*arguments)
@@ -128,7 +128,11 @@ async def call_optional(owner: object, method: str, *arguments: object) -> None:
 
 
 def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[str]:
-    """Return the names of a class's public methods, in source order."""
+    """Return the names of a class's public methods, inherited ones too, in source order.
+
+    Class methods (often constructors), nested classes and properties are left out.
+    """
+    # The base classes first, without `object`.
     names = dict.fromkeys(name for base in reversed(cls.__mro__[:-1]) for name in vars(base))
     return [
         name
@@ -142,29 +146,32 @@ def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """A function, or a public method of a class that has no instance yet, described as a tool."""
+    """Description of a function or a method as a tool; the class may have no instance yet."""
 
     schema: dict[str, Any]
     takes_context: bool
     """True if it has a parameter ``context: ToolContext``."""
     builders: dict[str, Build]
-    """By the names of structured arguments (`agenttrain.tools.annotations`)."""
+    """Builders of arguments that are not plain JSON, by name (`agenttrain.tools.annotations`)."""
 
 
 def describe_method(cls: type, name: str) -> ToolSpec:
     """Describe a method as a tool. Raises ValueError that quotes what to add."""
     method = getattr(cls, name)
-    static = isinstance(inspect.getattr_static(cls, name), staticmethod)
-    this = [] if static else list(inspect.signature(method).parameters)[:1]
+    is_static = isinstance(inspect.getattr_static(cls, name), staticmethod)
+    self_name = [] if is_static else list(inspect.signature(method).parameters)[:1]
     try:
-        return describe_function(method, name=name, hidden=this)
+        return describe_function(method, name=name, hidden=self_name)
     except ValueError as error:
         raise ValueError(f"{error}\nor begin its name with _ if it is no tool") from error
 
 
-def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
-    """Make a tool of each public method, by name. Raises ValueError."""
-    names = public_methods(type(made))
+def method_tools(owner: object, where: str) -> dict[str, FunctionTool]:
+    """Make a tool of each public method of an object, by name.
+
+    Raises ValueError if there is none, or for a method of which no schema can be made.
+    """
+    names = public_methods(type(owner))
     if not names:
         raise ValueError(
             f"{where}: its instances cannot be called; give the class a __call__, or public "
@@ -172,9 +179,9 @@ def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
         )
     tools: dict[str, FunctionTool] = {}
     for name in names:
-        describe_method(type(made), name)  # for its error, which says how to exclude a method
-        tools[name] = FunctionTool(getattr(made, name), name=name)
-    tools[names[0]].owner = made  # only of the first: an object is released and closed once
+        describe_method(type(owner), name)  # its error says how to exclude a method
+        tools[name] = FunctionTool(getattr(owner, name), name=name)
+    tools[names[0]].owner = owner  # of the first tool only: the object is released and closed once
     return tools
 
 
@@ -185,12 +192,12 @@ UNSEEN: ContextVar[bool] = ContextVar("UNSEEN", default=False)
 
 
 def describe_function(function: Function, *, name: str, hidden: Collection[str] = ()) -> ToolSpec:
-    """Describe a function, with an OpenAI-style schema of the form of `get_json_schema`'s.
+    """Describe a function with an OpenAI-style schema, in the form of `get_json_schema`.
 
-    Parameters in `hidden` and a ``context: ToolContext`` are left out, and so is the return type,
-    which the tool schemas of served models lack too. A parameter is described by the docstring,
-    else by its annotation. Raises ValueError, with the text to add, if an annotation, the docstring
-    or a parameter's description is missing, and for a type that cannot be written as JSON.
+    Parameters in `hidden` and a ``context: ToolContext`` are left out. So is the return type, which
+    the tool schemas of served models lack too. The description of a parameter stands in the
+    docstring or in its annotation. Raises ValueError, with the text to add, if an annotation, the
+    docstring or a description is missing, and for a type that cannot be written as JSON.
 
     Example: for ``def add(a: int, b: int)``, documented: ``{"type": "function", "function":
     {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a":
@@ -220,18 +227,18 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
             f"{where}: an annotation cannot be resolved: {error}; import it at run time, not only "
             "under TYPE_CHECKING"
         ) from error
-    context = hints.get("context")
-    takes_context = context is ToolContext or ToolContext in get_args(context)
+    context_hint = hints.get("context")
+    takes_context = context_hint is ToolContext or ToolContext in get_args(context_hint)
     left_out = {*hidden, "context"} if takes_context else {*hidden}
     shown = [parameter for parameter in parameters.values() if parameter.name not in left_out]
-    doc, seen = read_docstring(inspect.getdoc(target) or ""), not UNSEEN.get()
-    if seen:
+    doc, needs_schema = read_docstring(inspect.getdoc(target) or ""), not UNSEEN.get()
+    if needs_schema:
         _check_annotated(shown, where)
     properties: dict[str, Any] = {}
     builders: dict[str, Build] = {}
     for parameter in shown:
         try:
-            kind = describe_type(hints.get(parameter.name, Any), shown=seen)
+            kind = describe_type(hints.get(parameter.name, Any), shown=needs_schema)
         except (ValueError, NameError) as error:
             raise ValueError(
                 f"{where}: no JSON schema can be made of it: parameter {parameter.name!r}: {error}"
@@ -240,7 +247,7 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
         if kind.build is not None:
             builders[parameter.name] = kind.build
     schema: dict[str, Any] = {"type": "function", "function": {"name": name}}
-    if seen:
+    if needs_schema:
         _check_described(properties, doc, where)
         required = [p.name for p in shown if p.default is inspect.Parameter.empty]
         schema["function"]["description"] = doc.description

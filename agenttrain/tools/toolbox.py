@@ -48,9 +48,11 @@ class StuckTools(AgenttrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
+    """A tool with what the toolbox needs to run its calls."""
+
     tool: Tool
     function: FunctionTool | None
-    """The tool, if its calls block a thread."""
+    """The tool again, if its calls block a thread; else None."""
     arguments: ArgumentSchema
     limits: ToolLimits
     faults: tuple[type[BaseException], ...]
@@ -58,12 +60,12 @@ class _Entry:
 
 
 class Toolbox:
-    """Runs calls of tools; whatever a tool does, each call gets one result that a model can read.
+    """Runs calls of tools. Each call gets one result that a model can read, whatever the tool does.
 
     Blocking functions run in daemon threads. A call that exceeds its tool's time limit is
     abandoned: the model reads an error, a late result is discarded, and `stuck` lists the call
     until it ends. A tool with isolation=process runs in workers, which are killed instead. Faults
-    of the infrastructure are retried; if they persist, the result has the error `unavailable`.
+    of the infrastructure are retried. If they persist, the result has the error `unavailable`.
 
     Example::
 
@@ -82,10 +84,10 @@ class Toolbox:
         max_stuck: int = 32,
         max_result_chars: int = MAX_RESULT_CHARS,
     ) -> None:
-        """At most `threads` blocking calls run at once, beside at most `max_stuck` abandoned ones.
+        """At most `threads` blocking calls run at once, besides at most `max_stuck` abandoned ones.
 
-        Raises ValueError for a tool whose names disagree, an invalid schema, and for limits or stop
-        tools of unknown tools.
+        Raises ValueError for a tool whose names disagree, for an invalid schema, and for `limits`
+        or `stop_tools` that name unknown tools.
         """
         limits = limits or {}
         self.names = tuple(tools)
@@ -104,9 +106,10 @@ class Toolbox:
         self._warned: set[str] = set()
         self._steps = StepTracker()
         self.answered: Callable[[RunningCall], None] | None = None
-        """Called with each call that has ended, also one that was cancelled."""
+        """Called with each call when it ends, also when it is cancelled."""
         self._running: dict[int, RunningCall] = {}
         self._abandoned: dict[asyncio.Task[Reply], tuple[str, float]] = {}
+        """Tasks of abandoned calls -> (tool, time.monotonic() from which the call is stuck)."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str | None, asyncio.Semaphore] = {}
 
@@ -121,9 +124,12 @@ class Toolbox:
         return (*self._threads.stuck, *(name for name, _ in self._abandoned.values()))
 
     def blocking(self, limit_s: float) -> str | None:
-        """Name the tool that has blocked the event loop for over `limit_s`; any thread may call."""
-        now = self._steps.now
-        return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
+        """Return the tool that has blocked the event loop for over `limit_s`, or None.
+
+        Any thread may call this.
+        """
+        step = self._steps.now
+        return step[0] if step is not None and time.monotonic() - step[1] > limit_s else None
 
     def tool(self, name: str) -> Tool:
         """Return the tool of this name."""
@@ -173,9 +179,9 @@ class Toolbox:
         if not self._abandoned and not self._threads.stuck:
             return
         now = time.monotonic()
-        late = (name for name, deadline in self._abandoned.values() if deadline <= now)
-        # A call that was abandoned at the end of its rollout is not stuck within its time limit.
-        stuck = Counter((*self._threads.overdue, *late))
+        # A call that was abandoned before its time limit, at the end of its rollout, is not stuck.
+        overdue = (name for name, deadline in self._abandoned.values() if deadline <= now)
+        stuck = Counter((*self._threads.overdue, *overdue))
         for name in stuck.keys() - self._warned:
             self._warned.add(name)
             warnings.warn(
@@ -201,6 +207,7 @@ class Toolbox:
     async def _answer(
         self, call: ToolCall, context_of: Callable[[ToolCall], ToolContext]
     ) -> ToolResult:
+        """Return the result of one call; faults of the infrastructure are retried."""
         if call.malformed is not None:
             return ToolResult(call=call, content=call.malformed_reply, error=ToolError.malformed)
         if call.name not in self.names:
@@ -244,11 +251,12 @@ class Toolbox:
     async def _attempt(
         self, entry: _Entry, arguments: dict[str, Any], context: ToolContext
     ) -> tuple[Reply, float]:
-        """Return one reply and the seconds it took, without the wait for a slot or a worker."""
-        slots = [self._slot(entry.tool.name, entry.limits.concurrency)]
+        """Return (reply, seconds); the seconds do not count the wait for a slot or a worker."""
+        slots = [self._slots_of(entry.tool.name, entry.limits.concurrency)]
         if entry.function is not None:
-            slots.append(self._slot(None, self._thread_limit))
+            slots.append(self._slots_of(None, self._thread_limit))
         async with CallSlots(slots) as held:
+            # A sub-agent runs without the call's slots. A worker process cannot start one.
             run_policy = None
             if context.run_policy is not None and not isinstance(entry.tool, ProcessTool):
                 run_policy = held.lent_while(context.run_policy)
@@ -264,15 +272,15 @@ class Toolbox:
             except ToolUnavailable as error:  # no worker could be started
                 return error_reply(error, max_chars=self._max_chars), 0.0
 
-    def _slot(self, name: str | None, limit: int) -> asyncio.Semaphore:
-        """Return the slots for calls of a tool, or (None) for calls of all blocking tools."""
+    def _slots_of(self, name: str | None, limit: int) -> asyncio.Semaphore:
+        """Return the semaphore for calls of a tool, or for calls of all blocking tools if None."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # semaphores belong to one event loop
             self._loop, self._slots = loop, {}
-        slot = self._slots.get(name)
-        if slot is None:
-            slot = self._slots[name] = asyncio.Semaphore(limit)
-        return slot
+        semaphore = self._slots.get(name)
+        if semaphore is None:
+            semaphore = self._slots[name] = asyncio.Semaphore(limit)
+        return semaphore
 
     async def _run(
         self,
@@ -288,15 +296,16 @@ class Toolbox:
         task = asyncio.create_task(self._reply(entry, tool, arguments, context, deadline))
         try:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
-            left = entry.limits.timeout_s
-            while not task.done() and left > 0:
-                # While its sub-agent runs, no time passes for it.
-                await asyncio.wait({task}, timeout=max(left, 0.05))
-                left = entry.limits.timeout_s - held.seconds()
+            remaining_s = entry.limits.timeout_s
+            while not task.done() and remaining_s > 0:
+                # `held.seconds()` stands still while a sub-agent of the call runs.
+                await asyncio.wait({task}, timeout=max(remaining_s, 0.05))
+                remaining_s = entry.limits.timeout_s - held.seconds()
         finally:
+            # Also if the caller was cancelled, at the end of the rollout.
             if expired := not task.done():
-                patience = time.monotonic() + CANCEL_S / 2
-                self._abandoned[task] = tool.name, max(deadline, patience)
+                stuck_from = max(deadline, time.monotonic() + CANCEL_S / 2)
+                self._abandoned[task] = tool.name, stuck_from
                 task.add_done_callback(self._discard)
                 task.cancel()
         if expired:
@@ -322,25 +331,31 @@ class Toolbox:
         context: ToolContext,
         deadline: float,
     ) -> Reply:
-        """Run the call and make its reply; the text of a result is made in a thread."""
+        """Run the call and make its reply.
+
+        A blocking function runs in a thread, which also makes the reply unless the function returns
+        an awaitable. Awaitables run on the event loop; a thread makes the text of their values.
+        """
         function = entry.function
         max_chars = self._max_chars
         awaitable: Any = None
         try:
             if function is None:
-                # Inside a coroutine, so that what the tool raises at once counts as its error.
-                async def called() -> object:
+                # A coroutine, so that an error that the tool raises at once counts as its error.
+                async def call_tool() -> object:
                     return await tool(arguments, context)
 
-                awaitable = called()
+                awaitable = call_tool()
             else:
 
-                def work() -> object:
+                def call_in_thread() -> object:
                     value = function.call(arguments, context)
-                    waits = inspect.isawaitable(value)
-                    return value if waits else make_reply(value, max_chars=max_chars)
+                    is_async = inspect.isawaitable(value)
+                    return value if is_async else make_reply(value, max_chars=max_chars)
 
-                outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
+                outcome = await self._threads.run(
+                    call_in_thread, label=tool.name, deadline=deadline
+                )
                 if outcome.alarm:
                     remedy = f"tools.{tool.name}.isolation=process gives it a main thread"
                     warn_of_alarm(f"tool {tool.name}", remedy)
@@ -355,15 +370,15 @@ class Toolbox:
             value = outcome.value
             content = value.content if type(value) is Done else value
             # Making the text of these runs no code of the user's.
-            plain = content is None or type(content) in (str, int, float, bool)
-            if outcome.error is None and not (plain or isinstance(value, Reply)):
+            is_plain = content is None or type(content) in (str, int, float, bool)
+            if outcome.error is None and not (is_plain or isinstance(value, Reply)):
                 # The text may be large, and made by the value's own code: not on the event loop.
                 outcome = await self._threads.run(
                     lambda: make_reply(value, max_chars=max_chars),
                     label=tool.name,
                     deadline=deadline,
                 )
-        except RuntimeError as error:  # "can't start new thread": what the tool raises is returned
+        except RuntimeError as error:  # "can't start new thread"; the tool's own are in `outcome`
             outcome = Outcome(error=ToolUnavailable(f"tool {tool.name}: {error}"))
         if outcome.error is not None:
             return error_reply(outcome.error, max_chars=max_chars, faults=entry.faults)
@@ -372,6 +387,7 @@ class Toolbox:
 
 
 def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
+    """Make the entry of a tool; raises ValueError for a tool or limits that cannot work."""
     schema = tool.schema.get("function", {})
     if not name == tool.name == schema.get("name"):
         raise ValueError(
@@ -409,7 +425,7 @@ def _refuse(call: ToolCall, error: ToolError, message: str) -> ToolResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningCall:
-    """A call without an answer, from the moment that it waits for a slot."""
+    """A call that has no result yet; it may still wait for a slot."""
 
     rollout_id: str
     tool: str
@@ -420,33 +436,37 @@ class RunningCall:
 
 @dataclass(slots=True)
 class StepTracker:
-    """Runs awaitables of tools, and shows any thread which one is on the event loop."""
+    """Runs awaitables of tools, and knows which one occupies the event loop.
+
+    An async tool that blocks stalls every rollout: another thread reads `now` and can name it.
+    """
 
     now: tuple[str, float] | None = None
-    """The tool whose step runs, and the time.monotonic() at which the step began."""
+    """(tool, time.monotonic()) of the step that runs, from its beginning; None between steps."""
 
     async def run(self, name: str, awaitable: Awaitable[object]) -> object:
         """Await `awaitable`, recording the tool's name during each uninterrupted step."""
 
-        async def wrapped() -> object:  # only a coroutine has steps; other awaitables do not
+        async def as_coroutine() -> object:  # other awaitables have no steps
             return await awaitable
 
-        return await self._drive(name, wrapped().__await__())
+        return await self._drive(name, as_coroutine().__await__())
 
     @types.coroutine
     def _drive(self, name: str, steps: Generator[Any, Any, object]) -> Generator[Any, Any, object]:
+        """Run the steps of a coroutine, and yield to the event loop whatever each waits for."""
         value: Any = None
         error: BaseException | None = None
         while True:
             self.now = (name, time.monotonic())
             try:
-                waits_for = steps.send(value) if error is None else steps.throw(error)
+                awaited = steps.send(value) if error is None else steps.throw(error)
             except StopIteration as stop:
                 return stop.value
             finally:
                 self.now = None
             try:
-                value, error = (yield waits_for), None
+                value, error = (yield awaited), None
             except GeneratorExit:
                 steps.close()
                 raise
@@ -488,6 +508,7 @@ class Cleanup:
     async def _call(
         self, method: Callable[..., Any], label: str, arguments: tuple[object, ...]
     ) -> Outcome:
+        """Call a hook, a blocking one in a thread; errors are in the outcome."""
         if not blocks(method):
             return await attempt_async(method(*arguments))
         outcome = await self._threads.run(lambda: method(*arguments), label=label)

@@ -15,7 +15,7 @@ from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, NoRewards
 from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.runs.remote import split_batch
-from agenttrain.runs.rollout_messages import CODEC, Failed, RolloutsFailed, Verify
+from agenttrain.runs.rollout_messages import CODEC, ProbeRequest, RequestFailure, RolloutsFailed
 from agenttrain.training.weight_sync import Gap, ProbeCheck, SyncProbe
 from agenttrain.types import Image, Origin, PlacedImage, Rollout, Task
 
@@ -82,7 +82,7 @@ def test_one_process_gets_everything() -> None:
 
 
 def crossed(error: Exception) -> Exception:
-    return CODEC.decode(CODEC.encode(Failed.of(error))).raised()
+    return CODEC.decode(CODEC.encode(RequestFailure.of(error))).raised()
 
 
 def test_errors_of_ours_are_raised_again_as_what_they_are() -> None:
@@ -110,7 +110,7 @@ error = CODEC.decode(bytes.fromhex(sys.argv[1])).raised()
 assert isinstance(error, EngineDead), type(error)
 print(type(error).__name__, error)
 """
-    sent = CODEC.encode(Failed.of(FleetLost("no server is left"))).hex()
+    sent = CODEC.encode(RequestFailure.of(FleetLost("no server is left"))).hex()
     ran = subprocess.run([sys.executable, "-c", program, sent], capture_output=True, text=True)
     assert ran.stdout == "FleetLost no server is left\n", ran.stderr
 
@@ -146,7 +146,7 @@ def test_the_check_of_a_probe_judges_alike_in_the_other_process() -> None:
         exact=True,
         growth=5,
     )
-    sent = CODEC.decode(CODEC.encode(Verify(check=check))).check
+    sent = CODEC.decode(CODEC.encode(ProbeRequest(check=check))).check
     assert sent == check
     assert sent([-1.5, -0.3]) is None and sent([-1.5004, -0.3]) is None
     assert "differ from the policy's by up to 0.5 (mean" in sent([-1.0, -0.3])

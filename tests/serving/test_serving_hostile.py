@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 
-from agenttrain.chat.wire.http import MOST_HEAD, BoundedHead, body_limit
+from agenttrain.chat.wire.http import MAX_HEAD, BoundedHead, body_limit
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.serving.answers import ChatServer
 from agenttrain.serving.app import build_app, listen
@@ -175,7 +175,7 @@ def test_no_more_of_a_body_is_read_than_the_context_can_hold(app, runner, announ
     assert sum(taken) <= (0 if announced else limit + piece)
 
 
-LONG = b"x" * (4 * MOST_HEAD)
+LONG = b"x" * (4 * MAX_HEAD)
 BEGUN = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -203,7 +203,7 @@ def test_a_long_head_ends_the_connection(app, head: bytes) -> None:
                 assert b"HTTP/1.1 400 " in answer
             except ConnectionError:  # it was closed with bytes that nobody had read
                 pass
-        small = {**JSON, "a": "x" * (MOST_HEAD // 2)}
+        small = {**JSON, "a": "x" * (MAX_HEAD // 2)}
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/models"
         assert httpx.get(url, headers=small).status_code == 200
     finally:

@@ -85,7 +85,7 @@ class ParsedCall:
     """Term for the name in the text of a problem, which the model reads."""
     arguments_label: str = '"arguments"'
     lenient: bool = False
-    """Only a lenient spec accepts it."""
+    """Only a spec with `lenient` accepts the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class ResponseSpec(Protocol):
     def parse(
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
-        """Split any text, in linear time; never raises."""
+        """Split any completion into content, reasoning and calls, in linear time; never raise."""
         ...
 
 
@@ -147,14 +147,14 @@ def parse_response(
         -> content "Sum:", calls (ToolCall(id="call_3_0", name="add", arguments={"a": 3}),)
     """
     with search_budget():
-        parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
-    written = list(parts.calls[:MAX_CALLS])
-    if len(parts.calls) > MAX_CALLS:
-        written.append(ParsedCall(text=parts.calls[MAX_CALLS].text, problem=TOO_MANY))
-    ids = _ids(written, lambda index: spec.call_id.format(turn=turn, index=index))
+        parsed = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
+    parsed_calls = list(parsed.calls[:MAX_CALLS])
+    if len(parsed.calls) > MAX_CALLS:
+        parsed_calls.append(ParsedCall(text=parsed.calls[MAX_CALLS].text, problem=TOO_MANY))
+    ids = _unique_ids(parsed_calls, lambda index: spec.call_id.format(turn=turn, index=index))
     calls = []
-    for call, call_id in zip(written, ids, strict=True):
-        arguments, problem, loose = _arguments(call.arguments, call.arguments_label, spec.lenient)
+    for call, call_id in zip(parsed_calls, ids, strict=True):
+        arguments, problem, lenient = _arguments(call.arguments, call.arguments_label, spec.lenient)
         name = call.name if isinstance(call.name, str) else ""
         if call.problem is not None:
             problem = call.problem
@@ -170,26 +170,26 @@ def parse_response(
                 arguments=arguments if problem is None else {},
                 malformed=problem,
                 text=call.text,
-                lenient=problem is None and (loose or call.lenient),
+                lenient=problem is None and (lenient or call.lenient),
             )
         )
-    return AssistantTurn(content=parts.content, reasoning=parts.reasoning, calls=tuple(calls))
+    return AssistantTurn(content=parsed.content, reasoning=parsed.reasoning, calls=tuple(calls))
 
 
-def _ids(calls: Sequence[ParsedCall], numbered: Callable[[int], str]) -> list[str]:
+def _unique_ids(calls: Sequence[ParsedCall], numbered_id: Callable[[int], str]) -> list[str]:
     """Return a unique id for each call; with equal ids one reply would answer two calls.
 
-    An id that the model wrote once stays; one that it wrote twice identifies neither call. Example:
-    calls with the id ``call_0_1`` and without one get ``call_0_1`` and ``call_0_2``.
+    An id that the model wrote once stays. Other calls get a numbered id that no call has. Example:
+    a call with the id ``call_0_1`` and one without an id get ``call_0_1`` and ``call_0_2``.
     """
     written = Counter(call.id for call in calls if call.id and portable(call.id, call.text))
     unique_ids = {call_id for call_id, times in written.items() if times == 1}
     spare_numbers = count(len(calls))
     ids = []
     for index, call in enumerate(calls):
-        call_id = call.id if call.id in unique_ids else numbered(index)
+        call_id = call.id if call.id in unique_ids else numbered_id(index)
         while call.id not in unique_ids and call_id in unique_ids:
-            call_id = numbered(next(spare_numbers))
+            call_id = numbered_id(next(spare_numbers))
         ids.append(call_id)
     return ids
 
@@ -197,8 +197,12 @@ def _ids(calls: Sequence[ParsedCall], numbered: Callable[[int], str]) -> list[st
 def _arguments(
     value: Any, label: str, lenient: bool, *, again: bool = True
 ) -> tuple[dict[str, Any], str | None, bool]:
-    """Return (arguments, problem, True if only a lenient spec accepts them)."""
-    loose = False
+    """Return (arguments, problem, True if only a lenient spec accepts them).
+
+    `value` is a mapping, or the text of one, which is decoded. With `again`, a text that was
+    encoded twice is decoded twice.
+    """
+    is_loose = False
     if isinstance(value, str) and value.strip():
         text = value
         value, end, problem, _ = read_json(text)
@@ -206,13 +210,13 @@ def _arguments(
             value, _, problem, _ = read_loose(text) if lenient else Json(problem="strict")
             if problem is not None:
                 return {}, f"{label} is a string without a JSON object: {excerpt(text)}", False
-            loose = True
+            is_loose = True
         if isinstance(value, str) and again:
-            arguments, problem, loose = _arguments(value, label, lenient, again=False)
+            arguments, problem, is_loose = _arguments(value, label, lenient, again=False)
             if problem is None:
-                return arguments, None, loose
+                return arguments, None, is_loose
     if value is None or value == "":
-        return {}, None, loose
+        return {}, None, is_loose
     if not isinstance(value, dict):
         return {}, f"{label} must be a JSON object, not {kind(value)}", False
-    return value, None, loose
+    return value, None, is_loose

@@ -38,9 +38,9 @@ class Syntax:
     arguments_key: str = "arguments"
     """Key of a JSON call that holds the arguments."""
     header: str | None = None
-    """named_json: a regular expression, with the group `name` and perhaps `id`."""
+    """With syntax=named_json: expression for a call's head; groups `name` and perhaps `id`."""
     footer: str | None = None
-    """named_json: text after the arguments, e.g. a code fence; the model may leave it out."""
+    """With syntax=named_json: text after the arguments, e.g. a code fence; optional."""
     lenient: bool = False
     """JSON may have keys without quotes, Python's literals, trailing commas, and arguments without
     braces."""
@@ -48,10 +48,10 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The calls at the beginning of a body."""
+    """The calls read from the beginning of a body, which is the text behind an opening mark."""
 
     calls: Sequence[ParsedCall] = ()
-    """Their `text` is empty if the call is the whole body."""
+    """The `text` of a single call is empty: it is the whole body."""
     end: int = 0
     """Position in the body behind the calls."""
     cut: bool = False
@@ -64,43 +64,45 @@ Reader = Callable[[str, Syntax, Schemas], Read]
 
 
 def _problem(problem: str, *, name: Any = "", cut: bool = False) -> Read:
+    """Return one malformed call."""
     return Read(calls=[ParsedCall(text="", name=name, problem=problem)], cut=cut)
 
 
 def _value(body: str, at: int, syntax: Syntax) -> Json:
+    """Read the value at `at`: JSON, or near-JSON if the syntax is lenient."""
     return read_literal(body, at, LENIENT) if syntax.lenient else read_json(body, at)
 
 
 def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
-    """Return True if the value at `at`, which was read, is not strict JSON."""
+    """Return True if the value at `at`, which a lenient syntax has read, is not strict JSON."""
     return syntax.lenient and read_json(text, at).problem is not None
 
 
 def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``{"name": "f", "arguments": {"x": 1}}``"""
+    """Read ``{"name": "f", "arguments": {"x": 1}}``."""
     value, end, problem, cut = _value(body, 0, syntax)
     if problem is not None:
         return _problem(problem, name=written_name(body, syntax.name_key) or None, cut=cut)
-    call = _object(value, syntax, schemas, lenient=_is_loose(body, syntax))
+    call = _object_call(value, syntax, schemas, lenient=_is_loose(body, syntax))
     return Read(calls=[call], end=end)
 
 
-def _object(
+def _object_call(
     value: Any, syntax: Syntax, schemas: Schemas, text: str = "", *, lenient: bool
 ) -> ParsedCall:
-    """Make a call of the JSON object that describes it."""
+    """Make a call of a JSON value, which should be an object with its name and arguments."""
     if not isinstance(value, dict):
         return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
     name = value.get(syntax.name_key)
-    known = schemas.get(name, {}) if isinstance(name, str) else {}
-    key, problem = arguments_of(value, syntax.name_key, syntax.arguments_key, known)
-    written = value.get("id")
+    parameters = schemas.get(name, {}) if isinstance(name, str) else {}
+    key, problem = arguments_of(value, syntax.name_key, syntax.arguments_key, parameters)
+    call_id = value.get("id")
     return ParsedCall(
         text=text,
         name=name,
         arguments=value.get(key),
         problem=problem,
-        id=written if isinstance(written, str) else None,
+        id=call_id if isinstance(call_id, str) else None,
         name_label=f'"{syntax.name_key}"',
         arguments_label=f'"{key}"',
         lenient=lenient,
@@ -117,33 +119,33 @@ def arguments_of(
     arguments_key: str = "arguments",
     parameters: Container[str] = (),
 ) -> tuple[str, str | None]:
-    """Return (the key of a JSON call that holds its arguments, a problem of its keys).
+    """Return (the key of a JSON call that holds its arguments, a problem of its keys or None).
 
-    A key that is not known may hold arguments, so that the call would run without them. Example:
-    for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``. So may ``id`` and ``type``
-    in a call without arguments, if they are `parameters` of the tool.
+    An unexpected key is a problem: its value may be an argument, without which the call would run.
+    Example: for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``. ``id`` and
+    ``type`` are unexpected in a call without arguments if the tool has `parameters` of these names.
     """
     keys = dict.fromkeys((arguments_key, *ARGUMENT_KEYS))
     present = [key for key in keys if key in call]
     if len(present) > 1:
         return present[0], f'the arguments are given twice, as "{present[0]}" and "{present[1]}"'
-    beside = [key for key in BESIDE_ARGUMENTS if present or key not in parameters]
+    allowed = [key for key in BESIDE_ARGUMENTS if present or key not in parameters]
     for key in call:
-        if key not in keys and key not in (name_key, *beside):
+        if key not in keys and key not in (name_key, *allowed):
             form = f'{{"{name_key}": …, "{arguments_key}": {{…}}}}'
             return arguments_key, f"{excerpt(key)} is no key of a call: write {form}"
     return (present or [arguments_key])[0], None
 
 
 def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]``"""
+    """Read ``[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]``."""
     start = skip_blank(body)
     if not body.startswith("[", start):
         return _problem("the calls must be a JSON array")
-    read = partial(_value, syntax=syntax)
-    items, end = read_items(body, start + 1, syntax.name_key, read, limit=MAX_CALLS + 1)
+    read_value = partial(_value, syntax=syntax)
+    items, end = read_items(body, start + 1, syntax.name_key, read_value, limit=MAX_CALLS + 1)
     calls = [
-        _object(item.value, syntax, schemas, item.text, lenient=_is_loose(item.text, syntax))
+        _object_call(item.value, syntax, schemas, item.text, lenient=_is_loose(item.text, syntax))
         if item.problem is None
         else ParsedCall(text=item.text, name=item.name, problem=item.problem)
         for item in items
@@ -155,7 +157,7 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """A header with the name, then the arguments: ``f[ARGS]{"x": 1}``; or an array of calls."""
+    """Read a header with the name and then the arguments, ``f[ARGS]{"x": 1}``, or an array."""
     start = skip_blank(body)
     if body.startswith("[", start) and not body.startswith("[ARGS]", start):
         return read_list(body, syntax, schemas)
@@ -164,7 +166,7 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         return _problem(f"the call must begin with the name of a tool: {excerpt(body)}")
     groups = header.groupdict()
     name = groups["name"]
-    (value, end, problem, cut), footer, loose = _named_arguments(body, header, syntax)
+    (value, end, problem, cut), footer, is_loose = _named_arguments(body, header, syntax)
     if problem is not None:
         return _problem(problem, name=name, cut=cut)
     if footer:
@@ -177,17 +179,21 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         id=groups.get("id"),
         name_label="the text before the arguments",
         arguments_label="the value of the arguments",
-        lenient=loose,
+        lenient=is_loose,
     )
     return Read(calls=[call], end=end)
 
 
 def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[Json, str, bool]:
-    """Read the arguments behind a header: (value, the footer still expected, not strict JSON)."""
+    """Read the arguments behind a header; return (value, footer to expect, True if not JSON).
+
+    A header may end with the opening brace of the arguments, as in ``f({``. Their closing brace
+    may then be the first character of the footer or of the closing mark.
+    """
     at, footer = header.end(), syntax.footer or ""
     if header.group().rstrip().endswith("{"):
         brace = body.rindex("{", 0, at)
-        for text in (body, f"{body}}}"):
+        for text in (body, f"{body}}}"):  # with the closing brace, or where a mark has taken it
             value = _value(text, brace, syntax)
             if value.problem is None:
                 end = min(value.end, len(body))
@@ -195,9 +201,9 @@ def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[
                 return value._replace(end=end), footer, _is_loose(text, syntax, brace)
     # A key in place of a value begins an object whose braces are missing.
     if syntax.lenient and KEY_AHEAD.match(body, skip_blank(body, at)):
-        inside = body[at:].rstrip()
-        inside = inside.removesuffix(footer) if footer else inside
-        return read_loose(inside)._replace(end=at + len(inside)), footer, True
+        members = body[at:].rstrip()
+        members = members.removesuffix(footer) if footer else members
+        return read_loose(members)._replace(end=at + len(members)), footer, True
     return _value(body, at, syntax), footer, _is_loose(body, syntax, at)
 
 
@@ -205,7 +211,7 @@ _GEMMA_NAME = re.compile(r"\s*call:(?P<name>[\w.-]*)\s*")
 
 
 def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``call:f{city:<|"|>Oslo<|"|>,days:2}``"""
+    """Read ``call:f{city:<|"|>Oslo<|"|>,days:2}``."""
     header = _GEMMA_NAME.match(body)
     if header is None:
         return _problem(f"the call must begin with call:NAME: {excerpt(body)}")
@@ -222,14 +228,14 @@ _FUNCTION_END = re.compile(r"\s*</function>")
 _PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^>\n]*)>")
 # A closing tag ends a value only if a tag of the format follows; otherwise it is part of it.
 _PARAMETER_END = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))")
-# A value that contains the beginning of another call was never closed, nor was one that contains
-# the line of another parameter of the tool.
+# A value that contains the beginning of another call was never closed. The same holds for a value
+# that contains a line with the tag of another parameter of the tool.
 _NEXT_CALL = re.compile(r"</(?:tool_call|function)>\s*+<(?:tool_call>\s*+<)?function=")
 _NEXT_PARAMETER = re.compile(r"^[ \t]*<(?:parameter=|arg_key>)(?P<name>[^<>\n]*)[<>]", re.MULTILINE)
 
 
 def _runs_over(value: str, key: str, parameters: Container[str]) -> bool:
-    """Return True if a value contains the line of another parameter of its tool."""
+    """Return True if a value contains the line of another parameter: it was never closed."""
     if "<parameter=" not in value and "<arg_key>" not in value:
         return False
     names = (line["name"].strip() for line in _NEXT_PARAMETER.finditer(value))
@@ -237,7 +243,7 @@ def _runs_over(value: str, key: str, parameters: Container[str]) -> bool:
 
 
 def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``<function=f>\\n<parameter=x>\\n1\\n</parameter>\\n</function>``"""
+    """Read ``<function=f>\\n<parameter=x>\\n1\\n</parameter>\\n</function>``."""
     header = _FUNCTION.match(body)
     if header is None:
         return _problem(f"the call must begin with <function=NAME>: {excerpt(body)}")
@@ -245,7 +251,8 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     parameters: list[tuple[str, str]] = []
     while (parameter := _PARAMETER.match(body, at)) is not None:
         start = parameter.end() + body.startswith("\n", parameter.end())
-        # In an empty value both newlines are the same one: `<parameter=x>\n</parameter>`.
+        # One newline at either end of a value is the format's. In an empty value both are the same:
+        # `<parameter=x>\n</parameter>`.
         end = _PARAMETER_END.search(body, parameter.end())
         if end is None:
             what = f"the parameter {excerpt(parameter['name'])} is not closed"
@@ -268,7 +275,7 @@ _VALUE_END = re.compile(r"</arg_value>(?=\s*+(?:<arg_key>|$|</tool_call>))")
 
 
 def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``f\\n<arg_key>x</arg_key>\\n<arg_value>1</arg_value>``"""
+    """Read ``f\\n<arg_key>x</arg_key>\\n<arg_value>1</arg_value>``."""
     tag = body.find("<")
     at = tag if tag >= 0 else len(body)
     name = body[:at].strip()
@@ -278,12 +285,12 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         if end is None:
             what = f"the value of {excerpt(key['name'])} is not closed"
             return _problem(what, name=name, cut=True)
-        written, value = key["name"].strip(), body[key.end() : end.start()]
+        parameter, value = key["name"].strip(), body[key.end() : end.start()]
         if _SECOND_VALUE.search(value):
-            return _problem(f"the parameter {excerpt(written)} has two values", name=name)
-        if _runs_over(value, written, schemas.get(name, {})):
-            return _problem(f"the value of {excerpt(written)} is not closed", name=name)
-        parameters.append((written, value))
+            return _problem(f"the parameter {excerpt(parameter)} has two values", name=name)
+        if _runs_over(value, parameter, schemas.get(name, {})):
+            return _problem(f"the value of {excerpt(parameter)} is not closed", name=name)
+        parameters.append((parameter, value))
         at = end.end()
     if (key := _LONE_KEY.match(body, at)) is not None:
         fault = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
@@ -315,17 +322,17 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def typed(text: str, types: Sequence[str]) -> Any:
-    """Return the JSON value of a parameter's text if one of these types asks for it, else the text.
+    """Return a parameter's text as a JSON value of one of these types, or as it is.
 
     Example: "7" becomes 7 for an integer, and stays "7" for a string or without types.
     """
     if not any(name in types for name in _TYPES):
         return text
-    word = text.strip()
-    value, end, problem, _ = read_json(word)
-    if word in _WORDS:
-        value = _WORDS[word]
-    elif problem is not None or end != len(word):
+    stripped = text.strip()
+    value, end, problem, _ = read_json(stripped)
+    if stripped in _WORDS:
+        value = _WORDS[stripped]
+    elif problem is not None or end != len(stripped):
         return text
     return value if any(name in _TYPES and _TYPES[name](value) for name in types) else text
 
@@ -335,7 +342,7 @@ _ARGUMENT = re.compile(r"(?P<key>[^\W\d]\w*)\s*=")
 
 
 def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
-    """``[f(x=1, y='a'), g()]``; an array of JSON calls is read too."""
+    """Read ``[f(x=1, y='a'), g()]``, or an array of JSON calls."""
     start = skip_blank(body)
     if not body.startswith("[", start):
         call, end, cut = _python_call(body, start)
@@ -362,7 +369,10 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
-    """Return (call, its end, True if the body ends inside a string)."""
+    """Read the call at `at`; return (call, its end, True if the body ends inside a string).
+
+    A malformed call ends where the next one begins, or where the list ends.
+    """
     header = _CALL.match(body, at)
     if header is None:
         end = _next_call(body, at)

@@ -54,14 +54,15 @@ _HARMONY_CALL = (
 
 
 def response_template(chat: Chat) -> dict[str, Any] | None:
-    """Return a value for `tokenizer.response_template`; None if the format cannot be expressed.
+    """Return a chat's `tokenizer.response_template`; None if its format cannot be expressed.
 
     Example: ``{"defaults": {"role": "assistant"}, "start_anchor": ["<|im_start|>assistant\\n"],
     "fields": {"tool_calls": {"open_pattern": …, "content": "json", …}, …}}``
     """
     if isinstance(chat.response, TemplateSpec):
         return dict(chat.response.source)
-    # Beginnings of the assistant's turn, after a user's message and after a tool's.
+    # Anchors: the texts that begin the assistant's turn after a user's message and after a reply,
+    # from the last control token before the reasoning on.
     user: Message = {"role": "user", "content": BODY}
     reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": BODY}
     beginnings = []
@@ -74,15 +75,15 @@ def response_template(chat: Chat) -> dict[str, Any] | None:
             last = max((i for i, (control, _) in enumerate(pieces) if control), default=0)
             beginnings.append("".join(text for _, text in pieces[last:]))
     anchors = [text for text in dict.fromkeys(beginnings) if text.strip()]
-    # Control tokens of a turn that do not belong to the message: its ends, and the tokens before
-    # them (Cohere's <|END_RESPONSE|>).
+    # Control tokens of a turn that are no part of the message: those that end it, and others
+    # before them (Cohere's <|END_RESPONSE|>).
     marks = {chat.encoder.control[text] for text in chat.response.marks(chat.encoder.control)}
-    dropped = list(chat.stop_token_ids)
-    for turn in _turns(chat):
+    stop_ids = list(chat.stop_token_ids)
+    for turn in _probe_turns(chat):
         with suppress(ChatError):
             ids = completion_ids(chat, [{"role": "user", "content": USER_TEXT}], [FORECAST], turn)
-            dropped += [i for i in ids if i in chat.encoder.written and i not in marks]
-    stops = "|".join(re.escape(chat.decode([token])) for token in dict.fromkeys(dropped))
+            stop_ids += [i for i in ids if i in chat.encoder.written and i not in marks]
+    stops = "|".join(re.escape(chat.decode([token])) for token in dict.fromkeys(stop_ids))
     if not anchors or not stops:
         return None
     for fields in _fields(chat, stops):
@@ -93,7 +94,10 @@ def response_template(chat: Chat) -> dict[str, Any] | None:
 
 
 def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
-    """Yield candidates for the fields of a message, to be tried in this order."""
+    """Yield candidates for the template's fields, to be tried in this order.
+
+    `stops` is an expression for the control tokens that end a turn.
+    """
     spec = chat.response
     if isinstance(spec, HarmonySpec):
         start = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
@@ -133,20 +137,23 @@ def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
 def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
     """Yield candidates for the field of the calls; none for syntaxes that transformers lacks."""
     ignored = "|".join(map(re.escape, spec.ignored))
-    beside = rf"(?:(?:{ignored})\s*)*" if ignored else ""
+    ignored_marks = rf"(?:(?:{ignored})\s*)*" if ignored else ""
     mark = spec.call_open_pattern or re.escape(spec.call_open)
-    opening = rf"\s*{beside}(?:{mark})"
+    opening = rf"\s*{ignored_marks}(?:{mark})"
     if spec.call_close is not None:
-        closing = rf"\s*{re.escape(spec.call_close)}\s*{beside}"
+        closing = rf"\s*{re.escape(spec.call_close)}\s*{ignored_marks}"
     else:  # up to the next call's mark; the separator before it keeps the match from being empty
         closing = rf"\s*{re.escape(spec.separator)}\s*(?={mark})|\s*(?:{stops})\s*"
     if spec.syntax == "json":
-        named = {"name": f"{{content.{spec.name_key}}}"}
-        named["arguments"] = f"{{content.{spec.arguments_key}}}"
-        usual = (spec.name_key, spec.arguments_key) == ("name", "arguments")
+        function: str | dict[str, str] = "{content}"
+        if (spec.name_key, spec.arguments_key) != ("name", "arguments"):
+            function = {
+                "name": f"{{content.{spec.name_key}}}",
+                "arguments": f"{{content.{spec.arguments_key}}}",
+            }
         yield {
             **_between(opening, closing, "json"),
-            "transform": {"type": "function", "function": "{content}" if usual else named},
+            "transform": {"type": "function", "function": function},
         }
     elif spec.syntax == "named_json":
         footer = rf"\s*(?:{re.escape(spec.footer)})?" if spec.footer else ""
@@ -164,16 +171,16 @@ def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
             },
         }
     elif spec.syntax in ("xml", "pairs"):
-        xml = spec.syntax == "xml"
-        name = r"\s*<function=(?P<name>[^>\n]+)>" if xml else r"\s*(?P<name>[^\s<]+)"
-        tags = (
-            r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-            if xml
-            else r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-        )
+        if spec.syntax == "xml":
+            name = r"\s*<function=(?P<name>[^>\n]+)>"
+            tag = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+            closing = r"\s*</function>" + closing
+        else:
+            name = r"\s*(?P<name>[^\s<]+)"
+            tag = r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
         yield {
-            **_between(opening + name, (r"\s*</function>" if xml else "") + closing, "xml-inline"),
-            "content_args": {"tag_pattern": tags},
+            **_between(opening + name, closing, "xml-inline"),
+            "content_args": {"tag_pattern": tag},
             "transform": {"type": "function", "function": FUNCTION},
         }
     elif spec.syntax == "gemma":
@@ -189,11 +196,11 @@ def _between(opening: str, closing: str, content: str) -> Field:
 
 
 def _reads_back(chat: Chat, template: Mapping[str, Any]) -> bool:
-    """Return True if transformers reads completions as our parser does."""
+    """Return True if transformers reads the completions of all probe turns as our parser does."""
     user: Message = {"role": "user", "content": USER_TEXT}
     prompt = chat.rendered_ids([user], [FORECAST])
-    read = 0
-    for turn in _turns(chat):
+    turns_read = 0
+    for turn in _probe_turns(chat):
         try:
             ids = completion_ids(chat, [user], [FORECAST], turn)
         except ChatError:  # the chat template cannot render this turn
@@ -204,19 +211,19 @@ def _reads_back(chat: Chat, template: Mapping[str, Any]) -> bool:
         except (ValueError, KeyError, TypeError, AttributeError):
             return False
         functions = [call["function"] for call in message.get("tool_calls", ())]
-        theirs = [(function.get("name"), function.get("arguments")) for function in functions]
-        if theirs != [(call.name, call.arguments) for call in ours.calls]:
+        calls = [(function.get("name"), function.get("arguments")) for function in functions]
+        if calls != [(call.name, call.arguments) for call in ours.calls]:
             return False
         if (message.get("content") or "", message.get("reasoning_content")) != (
             ours.content,
             ours.reasoning or None,
         ):
             return False
-        read += 1
-    return read > 0
+        turns_read += 1
+    return turns_read > 0
 
 
-def _turns(chat: Chat) -> Iterator[AssistantTurn]:
+def _probe_turns(chat: Chat) -> Iterator[AssistantTurn]:
     """Yield turns of every kind that the chat template renders."""
     yield AssistantTurn(content="No rain.\n\nSun.", reasoning=None, calls=())
     yield AssistantTurn(content="No rain.", reasoning="Well.\nIt is dry.", calls=())

@@ -29,6 +29,8 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Message:
+    """A message of a completion: a header, and a body behind <|message|>."""
+
     header: str
     body: str | None
     """None if the completion ends inside the header."""
@@ -38,15 +40,15 @@ class _Message:
 
 @dataclass(frozen=True, kw_only=True)
 class HarmonySpec:
-    """The ResponseSpec of harmony, whose settings are the ids of calls and leniency."""
+    """The ResponseSpec of harmony; its settings are the ids of calls and `lenient`."""
 
     call_id: str = CALL_ID
     lenient: bool = False
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
-        own = [f"<|{name}|>" for name in CONTROLS]
-        return tuple(control for control in controls if control in own)
+        marks = [f"<|{name}|>" for name in CONTROLS]
+        return tuple(control for control in controls if control in marks)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See ResponseSpec."""
@@ -65,8 +67,9 @@ class HarmonySpec:
                 break
             if (recipient := _RECIPIENT.search(message.header)) is not None:
                 calls.append(_call(message, recipient[1], lenient=self.lenient))
-            elif message.body is None:
-                content += [] if channel or "<|" in message.header else [message.header.strip()]
+            elif message.body is None:  # text without marks, or a header that was cut
+                is_header = channel is not None or "<|" in message.header
+                content += [] if is_header else [message.header.strip()]
             elif channel is not None and channel[1] == "analysis":
                 reasoning.append(message.body.strip())
             else:
@@ -80,41 +83,41 @@ class HarmonySpec:
 
 def _messages(text: str) -> Iterator[_Message]:
     """Split a completion at the marks that begin and end messages, and at its end."""
-    start, body = 0, None
+    start, body_mark = 0, None
     for mark in chain(_MARK.finditer(text), (None,)):
         kind = mark[1] if mark else "end of text"
         if kind == "message":
-            body = mark if body is None else body
+            body_mark = mark if body_mark is None else body_mark
             continue
         closed = mark is not None and kind != "start"
         stop = mark.start() if mark else len(text)
         # A mark that ends a message belongs to it; <|start|> belongs to the next message.
         end = mark.end() if mark and closed else stop
-        header = text[start : body.start() if body else stop]
-        if body is not None or header.strip():
+        header = text[start : body_mark.start() if body_mark else stop]
+        if body_mark is not None or header.strip():
             yield _Message(
                 header=header,
-                body=text[body.end() : stop] if body else None,
-                closed=closed and body is not None,
+                body=text[body_mark.end() : stop] if body_mark else None,
+                closed=closed and body_mark is not None,
                 text=text[start:end],
             )
-        start, body = end, None
+        start, body_mark = end, None
 
 
 def _call(message: _Message, recipient: str, *, lenient: bool) -> ParsedCall:
-    """Read the call that a message to a recipient holds."""
+    """Make a call of a message to the `recipient`, the name of a function."""
     name = recipient.removeprefix("functions.")
     problem = None if message.closed else "the call is not closed: <|call|> is missing"
     arguments: Any = {}
     body = message.body or ""
-    loose = False
+    is_loose = False
     if problem is None and body.strip():
         arguments, end, problem, _ = read_json(body)
         if problem is None and body[end:].strip():
             problem = f"text after the arguments: {excerpt(body[end:])}"
         if problem is not None and lenient:
             arguments, _, problem, _ = read_loose(body)
-            loose = problem is None
+            is_loose = problem is None
     return ParsedCall(
         text=message.text,
         name=name,
@@ -122,5 +125,5 @@ def _call(message: _Message, recipient: str, *, lenient: bool) -> ParsedCall:
         problem=problem,
         name_label="the text after to=functions.",
         arguments_label="the value of the arguments",
-        lenient=loose,
+        lenient=is_loose,
     )

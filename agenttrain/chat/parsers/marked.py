@@ -36,15 +36,16 @@ class MarkedSpec(Syntax):
     call_open_pattern: str | None = None
     """A regular expression instead, for calls without an opening mark."""
     call_open_also: str | None = None
-    """A regular expression for other openings, which models write and templates do not. Without an
-    opening mark, an object that names no tool is content; in a format with one, so is a call of a
-    tool that does not exist. Checkpoints' `response_template` lacks these openings."""
+    """A regular expression for further openings, which models write and templates do not. In a
+    format without an opening mark, an object behind such an opening that names no tool is content.
+    In a format with one, so is a call of a tool that does not exist. The `response_template` of
+    checkpoints lacks these openings."""
     call_close: str | None = None
-    """None: a call ends where its arguments end."""
+    """The mark that ends a call; None: a call ends where its arguments end."""
     syntax: str = "json"
     """Syntax of the text between the marks; one of `calls.READERS`."""
     separator: str = ""
-    """A character that may stand between calls; it belongs neither to them nor to the content."""
+    """A character that may stand between calls; it is part of neither the calls nor the content."""
     ignored: tuple[str, ...] = ()
     """Marks around all calls of a completion, left out of the content."""
     controls: tuple[str, ...] = ()
@@ -53,7 +54,7 @@ class MarkedSpec(Syntax):
 
     @property
     def _opening(self) -> str:
-        """The expression that begins a call; in a format with an opening mark, that mark."""
+        """The expression for the beginning of a call: the opening mark, if the format has one."""
         if self.call_open or self.call_open_also is None:
             return self.call_open_pattern or re.escape(self.call_open)
         return f"{self.call_open_also}|{self.call_open_pattern}"
@@ -72,16 +73,17 @@ class MarkedSpec(Syntax):
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
+        """Matches openings of calls, as the group `_open`, and closing marks."""
         opening = self._opening
         closing = "" if self.call_close is None else "|" + re.escape(self.call_close)
         return re.compile(f"(?P<_open>{opening}){closing}", re.DOTALL)
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
-        own = (self.reasoning_open, self.reasoning_close, self.call_open, self.call_close or "")
-        texts = (*own, *self.ignored, *self.controls, self.call_open_pattern or "")
-        read = "\n".join(texts).replace("\\", "")
-        return tuple(control for control in controls if control in read)
+        marks = (self.reasoning_open, self.reasoning_close, self.call_open, self.call_close or "")
+        texts = (*marks, *self.ignored, *self.controls, self.call_open_pattern or "")
+        all_texts = "\n".join(texts).replace("\\", "")  # the pattern's escapes
+        return tuple(control for control in controls if control in all_texts)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See ResponseSpec."""
@@ -99,23 +101,29 @@ class MarkedSpec(Syntax):
         return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
 
     def _split_reasoning(self, text: str, inside: bool) -> tuple[str | None, str]:
-        """Return (reasoning, other text); reasoning that is not closed reaches to the end."""
+        """Return (reasoning or None, the text without it).
+
+        `inside`: the text begins inside the reasoning. Reasoning that is not closed reaches to the
+        end. A closing mark without an opening mark ends reasoning that began with the text.
+        """
         if not self.reasoning_close:
             return None, text
-        before, opened, after = text.partition(self.reasoning_open)
-        if inside or not opened or self._opens_call(before):
-            before, opened, after = "", "", text
+        before, opening, after = text.partition(self.reasoning_open)
+        # No reasoning begins inside a call.
+        if inside or not opening or self._opens_call(before):
+            before, opening, after = "", "", text
         if inside:  # some models repeat the opening mark that ends the prompt
             after = after.lstrip().removeprefix(self.reasoning_open.rstrip())
-        thought, closed, behind = after.partition(self.reasoning_close)
-        if not closed and not opened and not inside:
+        reasoning, closing, behind = after.partition(self.reasoning_close)
+        if not closing and not opening and not inside:
             return None, text
-        if not opened and not inside and self._opens_call(thought):
+        if not opening and not inside and self._opens_call(reasoning):
             # A stray closing mark after a call must not turn that call into reasoning.
             return None, text
-        return thought.strip(), before + behind
+        return reasoning.strip(), before + behind
 
     def _opens_call(self, text: str) -> bool:
+        """Return True if a call begins in the text."""
         return any(mark["_open"] is not None for mark in self._marks.finditer(text))
 
     def _split_calls(self, text: str, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
@@ -133,7 +141,7 @@ class MarkedSpec(Syntax):
             index += 1
             if mark["_open"] is None:
                 continue
-            content.append(self._beside(text[position : mark.start()], calls, schemas))
+            content.append(self._read_beside(text[position : mark.start()], calls, schemas))
             if len(calls) >= MAX_CALLS:
                 beyond = ParsedCall(text=text[mark.start() :], problem=TOO_MANY)
                 return "".join(content), [*calls, beyond]
@@ -141,17 +149,20 @@ class MarkedSpec(Syntax):
             end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:
                 index += 1
-            if mark.end() == mark.start() and [call.name for call in read.calls] == [None]:
+            has_no_mark = mark.end() == mark.start()
+            if has_no_mark and [call.name for call in read.calls] == [None]:
+                # A JSON object that names no tool is content, unless it looks like the arguments
+                # that the call before it lacks.
                 between = text[position : mark.start()].strip(self.separator + " \t\r\n")
                 if calls and not between and _lost_arguments(calls[-1], text[mark.start() :]):
-                    what = f"text after the call: {excerpt(text[mark.start() :])}"
-                    calls[-1] = replace(calls[-1], problem=what)
-                position = mark.start()  # JSON that no mark opens and that names no tool
+                    problem = f"text after the call: {excerpt(text[mark.start() :])}"
+                    calls[-1] = replace(calls[-1], problem=problem)
+                position = mark.start()
                 continue
-            following = marks[index] if index < len(marks) else None
-            region, position = self._region(text, mark.start(), end, read, following)
-            calls += region
-        behind = self._beside(text[position:], calls, schemas)
+            next_mark = marks[index] if index < len(marks) else None
+            region_calls, position = self._region(text, mark.start(), end, read, next_mark)
+            calls += region_calls
+        behind = self._read_beside(text[position:], calls, schemas)
         if calls and self.call_open_pattern is not None and self.call_close is None:
             # Without an opening mark, a completion may be cut before a call is recognisable.
             head = behind.strip(self.separator + " \t\r\n")
@@ -164,48 +175,60 @@ class MarkedSpec(Syntax):
         return "".join([*content, behind]), calls
 
     def _region(
-        self, text: str, start: int, end: int, read: Read, following: re.Match[str] | None
+        self, text: str, start: int, end: int, read: Read, next_mark: re.Match[str] | None
     ) -> tuple[list[ParsedCall], int]:
-        """Return (the calls of one region with their texts, the position behind the region)."""
-        bad = any(call.problem is not None for call in read.calls)
-        limit = following.start() if following is not None else len(text)
+        """Return (the calls of one region with the text of each, the position behind the region).
+
+        A region reaches from an opening mark, which begins at `start`, to the closing mark or what
+        stands in its place. `end` is where reading ended, `next_mark` the mark after that.
+        """
+        is_malformed = any(call.problem is not None for call in read.calls)
+        limit = next_mark.start() if next_mark is not None else len(text)
         problem = None
         if self.call_close is None:
             lost = bool(read.calls) and _lost_arguments(read.calls[-1], text[end:limit])
-            position = limit if bad or lost else end
+            position = limit if is_malformed or lost else end
             if lost:
                 problem = f"text after the call: {excerpt(text[end:limit])}"
-        elif following is None or following["_open"] is not None:
+        elif next_mark is None or next_mark["_open"] is not None:
             position, problem = limit, f"the call is not closed: {self.call_close} is missing"
         else:
-            position = following.end()
-            if not bad and text[end:limit].strip():
+            position = next_mark.end()
+            if not is_malformed and text[end:limit].strip():
                 problem = f"text after the call: {excerpt(text[end:limit])}"
         region = text[start:position]
-        if bad and self.separator:  # the separator behind a malformed call is not part of it
+        if is_malformed and self.separator:
+            # The separator behind a malformed call is not part of the call.
             region = region.rstrip(self.separator + " \t\r\n")
         if len(read.calls) == 1 and not read.calls[0].text:
             (call,) = read.calls
             return [replace(call, text=region, problem=problem or call.problem)], position
+        # From here on the region is a list of calls.
         calls = [call if call.text else replace(call, text=region) for call in read.calls]
         if calls and _lost_arguments(calls[-1], text[end:limit]):
-            what = problem or f"text after the call: {excerpt(text[end:limit])}"
-            calls[-1] = replace(calls[-1], problem=what)
+            last_problem = problem or f"text after the call: {excerpt(text[end:limit])}"
+            calls[-1] = replace(calls[-1], problem=last_problem)
             return calls, position
-        for index, (call, item) in enumerate(pairwise(calls)):
-            # A broken call that writes a name holds no arguments of another one.
-            if item.problem is None or item.name or f'"{self.name_key}"' in item.text:
+        for index, (call, next_call) in enumerate(pairwise(calls)):
+            # A malformed call with a name does not hold the arguments of the call before it.
+            has_name = next_call.name or f'"{self.name_key}"' in next_call.text
+            if next_call.problem is None or has_name:
                 continue
-            if _lost_arguments(call, item.text):
-                calls[index] = replace(call, problem=f"text after the call: {excerpt(item.text)}")
+            if _lost_arguments(call, next_call.text):
+                lost_text = f"text after the call: {excerpt(next_call.text)}"
+                calls[index] = replace(call, problem=lost_text)
         if problem is not None and calls[-1].problem is None:
             # The complete calls of a list that was cut stay good.
             behind = region[region.rfind(calls[-1].text) + len(calls[-1].text) :]
             calls.append(ParsedCall(text=behind, problem=problem))
         return calls, position
 
-    def _beside(self, text: str, calls: list[ParsedCall], schemas: Schemas) -> str:
-        """Return the content beside calls; append to them those that lack their opening mark."""
+    def _read_beside(self, text: str, calls: list[ParsedCall], schemas: Schemas) -> str:
+        """Return the content of a text outside the regions; append calls without a mark to `calls`.
+
+        The separator alone is no content. A call without its opening mark ends before the next
+        one, so that a value that is not closed cannot run over it.
+        """
         if self._unmarked is None:
             return "" if calls and self.separator and text.strip() == self.separator else text
         openings = [opening.start() for opening in self._unmarked.finditer(text)]
@@ -215,7 +238,7 @@ class MarkedSpec(Syntax):
             if len(calls) > MAX_CALLS:
                 break
             read = READERS[self.syntax](text[start:limit], self, schemas)
-            if [call.name in schemas for call in read.calls] != [True]:
+            if [call.name in schemas for call in read.calls] != [True]:  # not a call of a tool
                 continue
             (call,) = read.calls
             end = limit if call.problem is not None else start + read.end
@@ -229,7 +252,7 @@ class MarkedSpec(Syntax):
     def _read(
         self, text: str, start: int, marks: list[re.Match[str]], index: int, schemas: Schemas
     ) -> Read:
-        """Read the calls at `start`; `index` is the number of the first mark after it.
+        """Read the calls at `start`; `marks[index]` is the first mark after it.
 
         A mark inside a string argument is part of the string, so a string that runs into a mark is
         read again with more text. The number of tries is bounded, so parsing stays linear.
@@ -242,9 +265,9 @@ class MarkedSpec(Syntax):
             if first is None:
                 first = read
             elif not read.cut:
-                # More text is right only if it completes the call that ran into the mark.
-                at = min(len(first.calls), len(read.calls)) - 1
-                return read if read.calls[at].problem is None else first
+                # The longer text is right only if it completes the call that ran into the mark.
+                cut_call = min(len(first.calls), len(read.calls)) - 1
+                return read if read.calls[cut_call].problem is None else first
             if not read.cut:
                 return read
             if last >= len(marks):
@@ -255,7 +278,7 @@ class MarkedSpec(Syntax):
 def _lost_arguments(call: ParsedCall, behind: str) -> bool:
     """Return True if a call without arguments is followed by a value that may be its arguments.
 
-    It must not run without them. Example: ``{"name": "find"} {"q": "tea"}``.
+    Such a call must not run without them. Example: ``{"name": "find"} {"q": "tea"}``.
     """
     if call.problem is not None or call.arguments not in (None, {}):
         return False

@@ -12,25 +12,29 @@ from agenttrain.utils.json_schema import SchemaResolver, without_nullable
 
 
 class _MatchingTypes(dict[str, list[str]]):
-    """Types of further parameters by name, computed when a name is asked for."""
+    """Types of parameters that `properties` does not list, computed for each name asked for."""
 
     def __init__(
-        self, by_pattern: Sequence[tuple[Pattern, list[str]]], others: list[str] | None
+        self, by_pattern: Sequence[tuple[Pattern, list[str]]], additional: list[str] | None
     ) -> None:
+        """Types of `patternProperties`, and of `additionalProperties`, None without a schema."""
         super().__init__()
-        self._by_pattern, self._others = by_pattern, others
+        self._by_pattern, self._additional = by_pattern, additional
 
     def __missing__(self, name: str) -> list[str]:
         for pattern, types in self._by_pattern:
             if pattern.search(name) is not None:
                 return types
-        if self._others is None:
+        if self._additional is None:
             raise KeyError(name)
-        return self._others
+        return self._additional
 
 
 class ParameterTypes(Mapping[str, list[str]]):
-    """Parameter name -> JSON types that its schema allows, read when a call asks."""
+    """Parameter name -> JSON types that its schema allows, references and unions included.
+
+    The schema is read when a call needs it: most formats write JSON, which has types.
+    """
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._parameters = parameters

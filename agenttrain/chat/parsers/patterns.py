@@ -1,4 +1,4 @@
-"""Regular expressions of users and models, each with a time limit: they may backtrack for ever."""
+"""Regular expressions of users and models, which may backtrack for ever, with time limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LIMIT_S = 0.3
 """CPU time that one expression may take over one completion. Only an expression that backtracks
 without end comes near it; it then matches nothing."""
 SLOW_S = 0.02
-"""CPU time from which a search's result is cached, so that the same text is always read the same
-way: whether it runs out of time depends on the machine's load."""
+"""Searches that take more CPU time are cached, so that the same text is always read the same way:
+whether a search runs out of time depends on the machine's load."""
 MAX_SLOW = 64
 # A literal, with or without blanks behind it, cannot backtrack: it needs no limit.
 _LITERAL = regex.compile(r"(?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$\s])+(?:\\s\*)?")
@@ -50,17 +50,18 @@ class Pattern:
     """A compiled expression; ``.`` matches newlines too. Raises ValueError for a wrong one."""
 
     def __init__(self, source: Any, key: str, *, text: str | None = None) -> None:
-        """`text` is the only text that the expression matches, if so: it is searched as a text."""
+        """`text`: the only text that the expression matches, if that is known; searched faster."""
         if not isinstance(source, str):
             raise ValueError(f"{key}: must be a regular expression, not {source!r}")
         self.source, self._text = source, text
-        ahead = _AHEAD.fullmatch(source)
+        # A mere lookahead is searched by the expression inside it.
+        lookahead = _AHEAD.fullmatch(source)
         try:
-            self._compiled = regex.compile(ahead[1] if ahead else source, regex.DOTALL)
+            self._compiled = regex.compile(lookahead[1] if lookahead else source, regex.DOTALL)
         except regex.error as error:
             raise ValueError(f"{key}: {source!r} is no regular expression: {error}") from error
-        self._ahead = ahead is not None
-        self._literal = _LITERAL.fullmatch(source) is not None
+        self._is_lookahead = lookahead is not None
+        self._needs_no_limit = _LITERAL.fullmatch(source) is not None
         self.names = tuple(self._compiled.groupindex)
 
     def search(self, text: str, start: int = 0) -> Hit | None:
@@ -68,13 +69,13 @@ class Pattern:
         if self._text is not None:
             at = text.find(self._text, start)
             return None if at < 0 else Hit(at, at + len(self._text), {})
-        if self._literal:
+        if self._needs_no_limit:
             match = self._compiled.search(text, start)
             return None if match is None else Hit(match.start(), match.end(), {})
         match = self.match(text, start)
         if match is None:
             return None
-        if self._ahead:
+        if self._is_lookahead:  # it matches at `start`, whatever stands before its text
             return Hit(start, start, {})
         return Hit(match.start(), match.end(), match.groupdict())
 
@@ -102,13 +103,13 @@ class Pattern:
         """Return all matches, or the first ones if the search takes too long."""
         matches: list[Any] = []
 
-        def work(seconds: float) -> list[Any]:
-            # Collected at once: with a lazy iterator the limit would include the caller's own time.
+        def collect(seconds: float) -> list[Any]:
+            # At once: a lazy iterator would count the caller's own time too.
             with suppress(TimeoutError):
                 matches.extend(self._compiled.finditer(text, timeout=seconds))
             return matches
 
-        return cast(list[Any], self._limited(work, "all", text, 0) or [])
+        return cast(list[Any], self._limited(collect, "all", text, 0) or [])
 
     def substitute(self, replacement: str, text: str) -> str:
         """Replace every match in a text; return it unchanged if that takes too long."""
@@ -120,25 +121,28 @@ class Pattern:
         )
         return text if replaced is None else cast(str, replaced)
 
-    def _limited(self, work: Callable[[float], Any], *about: Any) -> Any:
-        """Run `work` within the expression's remaining time; return None if that runs out."""
+    def _limited(self, work: Callable[[float], Any], *cache_key: Any) -> Any:
+        """Run `work` within the expression's remaining seconds; return None if they run out.
+
+        A slow result is cached under the expression and `cache_key`.
+        """
         budget = _BUDGET.get()
-        left = LIMIT_S if budget is None else budget.get(self.source, LIMIT_S)
-        if left <= 0:
+        remaining = LIMIT_S if budget is None else budget.get(self.source, LIMIT_S)
+        if remaining <= 0:
             return None
-        key = (self.source, *about)
+        key = (self.source, *cache_key)
         result, spent = _SLOW.get(key, (None, 0.0)) if _SLOW else (None, 0.0)
         if not spent:
             started = time.thread_time()
             try:
-                result = work(left)
+                result = work(remaining)
                 spent = time.thread_time() - started
             except TimeoutError:
-                result, spent = None, left
+                result, spent = None, remaining
             if spent > SLOW_S:
                 if len(_SLOW) >= MAX_SLOW:
                     _SLOW.pop(next(iter(_SLOW)))
                 _SLOW[key] = (result, spent)
         if budget is not None:
-            budget[self.source] = left - spent
+            budget[self.source] = remaining - spent
         return result

@@ -63,13 +63,13 @@ class SchemaSpec:
 
     root: Node
     loose: Node
-    """The same schema, which also accepts text that is almost JSON."""
+    """The same schema, compiled to accept text that is almost JSON too."""
     inside: bool
-    """An expression captures the inside of an object without its braces."""
+    """An expression captures the members of an object without its braces."""
     patterns: str
     """The regular expressions of the schema, without their escapes."""
     reasoning: tuple[str, str]
-    """The marks of reasoning that occur in the expressions; empty without any."""
+    """Opening and closing mark of the reasoning, found in the expressions; empty without any."""
     iterator: Pattern | None
     """The expression that finds single calls."""
     call_id: str = CALL_ID
@@ -104,13 +104,14 @@ class SchemaSpec:
             fields = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
             calls, beside = self._each(text[start:], parameters(schemas))
         content = (self._text(fields, CONTENT_FIELD) or "") + beside
-        thoughts = (self._text(fields, name) for name in REASONING)
-        reasoning = next((text for text in thoughts if text is not None), None)
+        reasonings = (self._text(fields, name) for name in REASONING)
+        reasoning = next((text for text in reasonings if text is not None), None)
         return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
 
     @cached_property
     def _opener(self) -> str:
         """The text with which every call begins; empty if there is none."""
+        # The expression that finds calls may begin with literal text.
         source = self.iterator.source if self.iterator is not None else ""
         literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", source)
         if literal is None:
@@ -121,6 +122,7 @@ class SchemaSpec:
         return text.replace("\\", "") if len(text) > 2 else ""
 
     def _text(self, fields: Mapping[str, Any], name: str) -> str | None:
+        """Return the text of a field, read by its node; None if it has none."""
         node = self.root.properties.get(name)
         try:
             value = node.value(fields.get(name)) if node is not None else None
@@ -129,6 +131,7 @@ class SchemaSpec:
         return value.strip() if isinstance(value, str) else None
 
     def _calls(self, value: Any, completion: str, schemas: Schemas) -> list[ParsedCall]:
+        """Read the calls in `value`, the text that the root's expression gives to their field."""
         node = self.root.properties.get(CALLS)
         if node is None or not isinstance(value, str):
             return []
@@ -138,30 +141,31 @@ class SchemaSpec:
             # After substitutions a call's text may not occur in the completion.
             return [c if c.text in completion else replace(c, text=completion) for c in calls]
         # The calls are one value: a whole list, or its items one by one if it cannot be read.
-        loose = False
+        is_loose = False
         try:
-            read = node.value(value)
+            calls_value = node.value(value)
         except ContentError as error:
             try:
                 if not self.lenient:
                     raise
-                read, loose = self.loose.properties[CALLS].value(value), True
+                calls_value, is_loose = self.loose.properties[CALLS].value(value), True
             except ContentError:
                 return self._repaired(node, value, schemas) or [
                     ParsedCall(text=value, problem=str(error))
                 ]
         inner = node.inner(value)
         text = inner if isinstance(inner, str) else value
-        values = read if isinstance(read, list) else [] if read is None else [read]
-        values = values[: MAX_CALLS + 1]  # `parse_response` reports those beyond
-        calls = [call_from_item(item, text, schemas, inside=self.inside) for item in values]
+        items = [] if calls_value is None else [calls_value]
+        if isinstance(calls_value, list):
+            items = calls_value[: MAX_CALLS + 1]  # `parse_response` reports the last as too many
+        calls = [call_from_item(item, text, schemas, inside=self.inside) for item in items]
         return [
-            replace(with_all_arguments(call, written, schemas), lenient=loose)
+            replace(with_all_arguments(call, written, schemas), lenient=is_loose)
             for call, written in paired(calls, read_json(text).value)
         ]
 
     def _each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:
-        """Search the calls one by one; return (calls, text outside of them)."""
+        """Search the calls with `iterator`, one by one; return (calls, text outside of them)."""
         calls: list[ParsedCall] = []
         outside: list[str] = []
         at = 0
@@ -169,15 +173,16 @@ class SchemaSpec:
             calls += self._unclosed_calls(text[at : match.start()], outside)
             if len(calls) > MAX_CALLS:
                 return calls, "".join(outside)
-            at, span = match.end(), match.group()
-            call = self._call(match, span, schemas)
-            inside = span.rfind(self._opener, 1) if self._opener else -1
-            if call.problem is not None and inside > 0 and self.iterator is not None:
-                # The match of a call that is not closed may run over the next one, which is good.
-                again = self.iterator.match(span[inside:])
-                second = again and self._call(again, span[inside:], schemas)
+            at, text_of_call = match.end(), match.group()
+            call = self._call(match, text_of_call, schemas)
+            last_opener = text_of_call.rfind(self._opener, 1) if self._opener else -1
+            if call.problem is not None and last_opener > 0 and self.iterator is not None:
+                # The match of a call that is not closed may run over a good call behind it.
+                tail = text_of_call[last_opener:]
+                tail_match = self.iterator.match(tail)
+                second = tail_match and self._call(tail_match, tail, schemas)
                 if second and second.problem is None:
-                    head, problem = span[:inside], "the call is not closed"
+                    head, problem = text_of_call[:last_opener], "the call is not closed"
                     calls += [
                         ParsedCall(text=head, name=written_name(head), problem=problem),
                         second,
@@ -188,60 +193,68 @@ class SchemaSpec:
         return calls, "".join(outside)
 
     def _unclosed_calls(self, text: str, outside: list[str]) -> Iterator[ParsedCall]:
-        """Yield a malformed call for each opening in text without a match; collect other text."""
+        """Yield a malformed call for each opening in a text that `iterator` does not match.
+
+        The text before the first opening is appended to `outside`.
+        """
         if not self._opener:
             outside.append(text)
             return
-        before, *opened = text.split(self._opener, MAX_CALLS + 1)
+        before, *bodies = text.split(self._opener, MAX_CALLS + 1)
         outside.append(before)
-        for inside in opened:
-            text = self._opener + inside
-            yield ParsedCall(text=text, name=written_name(inside), problem="the call is not closed")
+        for body in bodies:
+            text = self._opener + body
+            yield ParsedCall(text=text, name=written_name(body), problem="the call is not closed")
 
     def _call(self, match: Any, text: str, schemas: Schemas) -> ParsedCall:
-        given = groups(match)
-        loose = False
+        """Read the call that `iterator` has matched; `text` is that of the match."""
+        captured = groups(match)
+        is_loose = False
         try:
-            value = self._item_value(given, schemas, self.root)
+            value = self._item_value(captured, schemas, self.root)
         except ContentError as error:
             try:
                 if not self.lenient:
                     raise
-                value, loose = self._item_value(given, schemas, self.loose), True
+                value, is_loose = self._item_value(captured, schemas, self.loose), True
             except ContentError:
                 return ParsedCall(text=text, name=written_name(text), problem=str(error))
-        call = replace(call_from_item(value, text, {}, inside=self.inside), lenient=loose)
-        if not isinstance(given, str):
+        call = replace(call_from_item(value, text, {}, inside=self.inside), lenient=is_loose)
+        if not isinstance(captured, str):
             return call
-        return with_all_arguments(call, read_json(given).value, schemas)
+        return with_all_arguments(call, read_json(captured).value, schemas)
 
-    def _item_value(self, given: Any, schemas: Schemas, root: Node) -> Any:
-        """Read a call; parameters get the types that the tool's schema gives them."""
+    def _item_value(self, captured: Any, schemas: Schemas, root: Node) -> Any:
+        """Return the value of a call, with parameters of the types in the tool's schema.
+
+        The node guesses types from the texts of parameters. Where the tool's schema has a type, it
+        is applied to the parameter's text instead.
+        """
         items = root.properties[CALLS].items
         if items is None:
-            return given
-        value = items.value(given)
+            return captured
+        value = items.value(captured)
         name = call_from_item(value, "", {}).name
         if not isinstance(name, str) or not schemas.get(name):
             return value
-        raw = items.value(given, raw=True)
+        raw = items.value(captured, raw=True)
         if not isinstance(value, dict) or not isinstance(raw, dict):
             return value
-        inner, texts = value.get("function", value), raw.get("function", raw)
-        if not isinstance(inner, dict) or not isinstance(texts, dict):
+        function, raw_function = value.get("function", value), raw.get("function", raw)
+        if not isinstance(function, dict) or not isinstance(raw_function, dict):
             return value
-        arguments, written = inner.get("arguments"), texts.get("arguments")
-        if not isinstance(arguments, dict) or not isinstance(written, dict):
+        arguments, texts = function.get("arguments"), raw_function.get("arguments")
+        if not isinstance(arguments, dict) or not isinstance(texts, dict):
             return value
         typed_arguments = {
             key: typed(text, schemas[name][key])
-            for key, text in written.items()
+            for key, text in texts.items()
             if isinstance(text, str) and key in schemas[name]
         }
-        return {**inner, "arguments": arguments | typed_arguments}
+        return {**function, "arguments": arguments | typed_arguments}
 
     def _repaired(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
-        """Read the calls of a broken list one by one; empty if it is no list."""
+        """Read the calls of a malformed list one by one; return none if it is no list."""
         try:
             inner = node.inner(value)
         except ContentError:
@@ -255,10 +268,10 @@ class SchemaSpec:
                 calls.append(ParsedCall(text=item.text, name=item.name, problem=item.problem))
                 continue
             try:
-                read = node.parsed(f"[{item.text}]")
+                parsed = node.parsed(f"[{item.text}]")
                 calls += [
-                    with_all_arguments(call_from_item(one, item.text, {}), item.value, schemas)
-                    for one in read or ()
+                    with_all_arguments(call_from_item(call, item.text, {}), item.value, schemas)
+                    for call in parsed or ()
                 ]
             except ContentError as error:
                 calls.append(ParsedCall(text=item.text, problem=str(error)))
@@ -296,11 +309,12 @@ _SCALARS: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
 }
 NOTHING = object()
+"""Stands for a key that a node does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A compiled node."""
+    """A compiled node of the schema; its fields are the keys `x-regex`, `x-regex-iterator`, …"""
 
     type: str | None = None
     const: Any = NOTHING
@@ -333,7 +347,7 @@ class Node:
                 yield from node.sources()
 
     def split(self, text: str) -> dict[str, Any] | None:
-        """Return the text for each property; None if the root's expression does not match."""
+        """Return the text for each property; None if this node's expression does not match."""
         try:
             inner = self.inner(text)
         except ContentError:
@@ -355,9 +369,9 @@ class Node:
         return None if match is None else groups(match)
 
     def value(self, value: Any, *, raw: bool = False) -> Any:
-        """Read a value. Raises ContentError.
+        """Convert a value as this node says: a text, or a value that its parent has split off.
 
-        `raw`: text that may or may not be JSON stays text.
+        `raw`: text that may or may not be JSON stays text. Raises ContentError.
         """
         if self.const is not NOTHING:
             return self.const
@@ -369,7 +383,7 @@ class Node:
         return self.parsed(value, raw=raw)
 
     def parsed(self, value: Any, *, raw: bool = False) -> Any:
-        """Read the result of `inner`. Raises ContentError."""
+        """Convert the result of `inner`: split it, parse it, transform it. Raises ContentError."""
         pattern = self.iterator or self.key_value
         if pattern is not None:
             if not isinstance(value, str):
@@ -411,17 +425,18 @@ class Node:
         return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
 
     def _object(self, value: Any, *, raw: bool) -> dict[str, Any]:
+        """Convert the properties of a mapping; each property of a text gets the whole text."""
         if isinstance(value, str):
             value = dict.fromkeys(self.properties, value)
         elif not isinstance(value, dict):
             raise ContentError(f"expected a JSON object, found {kind(value)}")
         fields: dict[str, Any] = {}
         for key, node in self.properties.items():
-            read = node.value(value.get(key), raw=raw)
-            if read is None and node.default is not NOTHING:
-                read = node.default
-            if read is not None:
-                fields[key] = read
+            converted = node.value(value.get(key), raw=raw)
+            if converted is None and node.default is not NOTHING:
+                converted = node.default
+            if converted is not None:
+                fields[key] = converted
         if self.additional is not None:
             extra = {k: v for k, v in value.items() if k not in self.properties}
             fields |= {k: self.additional.value(v, raw=raw) for k, v in extra.items()}
@@ -458,7 +473,11 @@ def _scalar(name: str | None, value: Any) -> Any:
 def compile_node(
     schema: Any, scope: str = "response_schema", json_args: Mapping[str, Any] | None = None
 ) -> Node:
-    """Compile a node and those below it. Raises ValueError that names a wrong key."""
+    """Compile a node and those below it.
+
+    `scope` is the node's path, for errors. `json_args` are further arguments of `x-parser: json`.
+    Raises ValueError that names a wrong key.
+    """
     if schema is True or schema is None:
         return Node()
     if not isinstance(schema, Mapping):
@@ -468,18 +487,19 @@ def compile_node(
     if (parser := schema.get("x-parser")) not in (None, *_PARSERS):
         raise ValueError(f"{scope}.x-parser: {parser!r} is not one of {', '.join(_PARSERS)}")
 
-    def given(key: str, kind: type, word: str) -> Any:
+    def checked(key: str, kind: type, kind_words: str) -> Any:
+        """Return a key's value, or None; raise ValueError for one of another kind."""
         value = schema.get(key)
         if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{scope}.{key}: must be {word}, not {value!r}")
+            raise ValueError(f"{scope}.{key}: must be {kind_words}, not {value!r}")
         return value
 
-    below = partial(compile_node, json_args=json_args)
-    args = given("x-parser-args", Mapping, "a mapping") or {}
-    properties = given("properties", Mapping, "a mapping") or {}
+    compile_child = partial(compile_node, json_args=json_args)
+    args = checked("x-parser-args", Mapping, "a mapping") or {}
+    properties = checked("properties", Mapping, "a mapping") or {}
     additional = schema.get("additionalProperties", {})
     substitutions = []
-    for pair in given("x-regex-substitutions", list, "a list") or ():
+    for pair in checked("x-regex-substitutions", list, "a list") or ():
         key = f"{scope}.x-regex-substitutions"
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"{key}: {pair!r} is no pair of [pattern, replacement]")
@@ -503,19 +523,20 @@ def compile_node(
         parser=parser,
         allow_non_json=bool(args.get("allow_non_json")),
         transform=_transform(args.get("transform"), scope),
-        properties={str(key): below(value, f"{scope}.{key}") for key, value in properties.items()},
-        additional=None if additional is False else below(additional or None, scope),
-        items=below(schema["items"], f"{scope}.items") if "items" in schema else None,
+        properties={str(key): compile_child(v, f"{scope}.{key}") for key, v in properties.items()},
+        additional=None if additional is False else compile_child(additional or None, scope),
+        items=compile_child(schema["items"], f"{scope}.items") if "items" in schema else None,
         prefix_items=tuple(
-            below(value, f"{scope}.prefixItems")
-            for value in given("prefixItems", list, "a list") or ()
+            compile_child(value, f"{scope}.prefixItems")
+            for value in checked("prefixItems", list, "a list") or ()
         ),
-        required=tuple(given("required", list, "a list") or ()),
+        required=tuple(checked("required", list, "a list") or ()),
         json_args=json_args or {},
     )
 
 
 def _transform(expression: Any, scope: str) -> Callable[[Any], Any] | None:
+    """Compile a JMESPath expression. Raises ValueError."""
     if expression is None:
         return None
     if not isinstance(expression, str):

@@ -56,13 +56,15 @@ _FIELD_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Field:
+    """A field of the template, with compiled marks."""
+
     name: str
     open: Pattern | None
     close: Pattern | None
     content: str
     content_args: Mapping[str, Any]
     transform: Any
-    each: bool
+    transform_each: bool
     join: str
 
 
@@ -86,7 +88,7 @@ class _Region:
     """The JSON value that was read, before the field's transform; None for other content."""
     problem: str | None = None
     loose: bool = False
-    """Only a lenient spec accepts it."""
+    """Only a spec with `lenient` accepts the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ class TemplateSpec:
     source: Mapping[str, Any]
     """The `response_template` from which it was made."""
     inside: bool = False
-    """A mark of the calls captures the inside of an object without its braces."""
+    """A mark of the calls captures the members of an object without its braces."""
     call_id: str = CALL_ID
     lenient: bool = False
 
@@ -107,17 +109,16 @@ class TemplateSpec:
         patterns = [p for field in self.fields for p in (field.open, field.close) if p is not None]
         texts = [pattern.source for pattern in patterns]
         texts += [repr(field.content_args) for field in self.fields]
-        read = "\n".join(texts).replace("\\", "")
-        return tuple(control for control in controls if control in read)
+        all_texts = "\n".join(texts).replace("\\", "")  # the patterns' escapes
+        return tuple(control for control in controls if control in all_texts)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See ResponseSpec."""
-        start = None
-        for anchor in self.anchor.matches(prompt):
-            start = anchor.end()
-        if start is None:
+        anchors = self.anchor.matches(prompt)
+        if not anchors:
             return False
-        last = self._regions(prompt[start:], inside=None)[-1:]
+        turn = prompt[anchors[-1].end() :]
+        last = self._regions(turn, inside=None)[-1:]
         return bool(last) and last[0].field.name in REASONING and not last[0].closed
 
     def parse(
@@ -141,20 +142,20 @@ class TemplateSpec:
                 continue
             values = region.value if isinstance(region.value, list) else [region.value]
             types = types_by_name if field.content in ("xml-inline", "kv-lines") else {}
-            # `parse_response` reports those beyond the limit.
+            # `parse_response` reports a call beyond the limit.
             for value, written in paired(values[: MAX_CALLS + 1], region.json):
                 call = call_from_item(value, span, types, inside=self.inside)
                 call = with_all_arguments(call, written, types_by_name)
                 calls.append(replace(call, lenient=True) if region.loose else call)
-        thoughts = [region for region in regions if region.field.name in REASONING]
+        reasoning = [region for region in regions if region.field.name in REASONING]
         return ParsedCompletion(
             content=_text(text, [r for r in regions if r.field.name == CONTENT_FIELD]),
-            reasoning=_text(text, thoughts) if thoughts else None,
+            reasoning=_text(text, reasoning) if reasoning else None,
             calls=calls,
         )
 
     def _regions(self, text: str, *, inside: _Field | None) -> list[_Region]:
-        """Return all regions in order; the text begins inside a region of the field `inside`."""
+        """Split a text into regions; with `inside`, it begins inside a region of that field."""
         regions: list[_Region] = []
         outside = next((field for field in self.fields if field.open is None), None)
         searches: list[tuple[_Field | None, Pattern]] = []
@@ -191,16 +192,15 @@ class _Marks:
 
     text: str
     searches: Sequence[tuple[_Field | None, Pattern]]
-    """Fields with their opening marks; None with the closing mark of the field outside."""
+    """(field, its opening mark), and (None, the closing mark of the field without an opening)."""
     lenient: bool
     _hits: dict[Pattern, Hit | None] = dataclass_field(default_factory=dict, init=False)
     _openings: list[int] | None = dataclass_field(default=None, init=False)
 
     def next(self, at: int) -> tuple[_Field | None, Hit]:
-        """Return (the field that opens next, its mark) from `at` on.
+        """Return (field, hit) of the next mark from `at` on; the field is None for a closing mark.
 
-        The field is None for the closing mark of the field outside. The earliest mark wins, among
-        these the longest, among these an opening one.
+        The earliest mark wins, among these the longest, among these an opening mark.
         """
         end = len(self.text)
         best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
@@ -234,9 +234,11 @@ def _close(region: _Region, marks: _Marks) -> _Region:
     region.captures = {**region.captures, **(hit.groups if hit else {})}
     if field.name != CALLS:
         return region
-    opening = marks.opening(field, region.body, count=MARKS_IN_STRINGS[-1] + 1)
-    limit = opening[-1] if len(opening) > MARKS_IN_STRINGS[-1] else len(marks.text)
+    # The region may run over so many openings of calls inside strings, and no more.
+    openings = marks.opening(field, region.body, count=MARKS_IN_STRINGS[-1] + 1)
+    limit = openings[-1] if len(openings) > MARKS_IN_STRINGS[-1] else len(marks.text)
     cut = _read(region, marks) if region.stop <= limit else True
+    # While the region ends inside a string, try the next closing mark.
     longer = region
     for _ in range(MARKS_IN_STRINGS[-1]):
         hit = field.close.search(marks.text, longer.end) if field.close else None
@@ -246,27 +248,29 @@ def _close(region: _Region, marks: _Marks) -> _Region:
         cut = _read(longer, marks)
     if longer.problem is None and not cut:
         return longer
-    if opening and opening[0] < region.stop:
+    if openings and openings[0] < region.stop:
         problem = "the call is not closed"
-        return replace(region, stop=opening[0], end=opening[0], closed=False, problem=problem)
+        return replace(region, stop=openings[0], end=openings[0], closed=False, problem=problem)
     return region
 
 
 def _read(region: _Region, marks: _Marks) -> bool:
     """Set the value or the problem of a call's region; return True if it ends inside a value."""
     field, text = region.field, marks.text[region.body : region.stop]
-    tries = [field.content_args]
+    tried_args = [field.content_args]
     if marks.lenient and field.content == "json":
-        tries.append({**field.content_args, LOOSE: True})
+        tried_args.append({**field.content_args, LOOSE: True})
     problem: str | None = None
     cut = False
-    for args in tries:
+    for args in tried_args:
         try:
-            read = CONTENT[field.content](text, args)
-            region.value = reshaped(field.transform, read, region.captures, each=field.each)
-            region.json = read if field.content == "json" else None
+            content = CONTENT[field.content](text, args)
+            region.value = reshaped(
+                field.transform, content, region.captures, each=field.transform_each
+            )
+            region.json = content if field.content == "json" else None
         except ContentError as error:
-            if problem is None:  # the strict reader's, if both have one
+            if problem is None:  # report the strict reader's problem
                 problem, cut = str(error), error.cut
         else:
             region.loose = problem is not None
@@ -276,6 +280,7 @@ def _read(region: _Region, marks: _Marks) -> bool:
 
 
 def _text(text: str, regions: Sequence[_Region]) -> str:
+    """Return the joined texts of the regions of one field."""
     if not regions:
         return ""
     bodies = [text[region.body : region.stop] for region in regions]
@@ -283,12 +288,16 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
 
 
 def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> ParsedCall:
-    """Make a call of ``{"function": {"name": …, "arguments": …}}`` or of the inner mapping."""
-    inner = value.get("function", value) if isinstance(value, dict) else value
-    if not isinstance(inner, dict):
-        return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")
-    key, problem = arguments_of(inner)
-    name, arguments = inner.get("name"), inner.get(key)
+    """Make a call of ``{"function": {"name": …, "arguments": …}}``, or of the mapping inside it.
+
+    `inside`: arguments that are text are the members of an object without its braces.
+    """
+    function = value.get("function", value) if isinstance(value, dict) else value
+    if not isinstance(function, dict):
+        problem = f"the call must be a JSON object, not {kind(function)}"
+        return ParsedCall(text=text, problem=problem)
+    key, keys_problem = arguments_of(function)
+    name, arguments = function.get("name"), function.get(key)
     if inside and isinstance(arguments, str) and arguments.strip():
         arguments = arguments if arguments.lstrip().startswith("{") else f"{{{arguments}}}"
     types: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
@@ -297,49 +306,55 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
             key: typed(value, types.get(key, ())) if isinstance(value, str) else value
             for key, value in arguments.items()
         }
-    written = value.get("id") if isinstance(value, dict) else None
-    written = written if isinstance(written, str) else None
-    return ParsedCall(text=text, name=name, arguments=arguments, problem=problem, id=written)
+    call_id = value.get("id") if isinstance(value, dict) else None
+    return ParsedCall(
+        text=text,
+        name=name,
+        arguments=arguments,
+        problem=keys_problem,
+        id=call_id if isinstance(call_id, str) else None,
+    )
 
 
 def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> ParsedCall:
-    """Return a call for which the schema read no other keys of the JSON object `written`.
+    """Return a call, made by a transform from the object `written`, with no argument lost.
 
-    Arguments under another key than the schema's are taken from there. A key that neither the
-    schema nor `arguments_of` knows makes the call malformed, if its value may be arguments: the
-    call has none, or the object is written as {"name": …, "arguments": …}. So may `id` and `type`,
-    if they are parameters of the tool in `schemas`.
+    The transform may read other keys than the model wrote. If the call has no arguments, they are
+    taken from any of ARGUMENT_KEYS. An unexpected key makes the call malformed if its value may be
+    an argument: the call has none, or the object has the usual form {"name": …, "arguments": …}.
+    `id` and `type` are unexpected if they are parameters of the tool in `schemas`.
     """
-    inner = written.get("function", written) if isinstance(written, dict) else None
-    if call.problem is not None or not isinstance(inner, dict) or call.arguments is written:
+    function = written.get("function", written) if isinstance(written, dict) else None
+    if call.problem is not None or not isinstance(function, dict) or call.arguments is written:
         return call
-    present = [key for key in ARGUMENT_KEYS if key in inner]
-    named = {key: v for key, v in inner.items() if v != call.name or key in ARGUMENT_KEYS}
-    filled = {k: v for k, v in named.items() if v not in EMPTY or k in present}
+    present = [key for key in ARGUMENT_KEYS if key in function]
+    # The keys whose values may be arguments: not the name's, and not those without a value.
+    without_name = {k: v for k, v in function.items() if v != call.name or k in ARGUMENT_KEYS}
+    filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
     key, problem = arguments_of(filled, parameters=types)
-    if len(present) > 1 or (problem and ("name" in inner or not (present or call.arguments))):
+    if len(present) > 1 or (problem and ("name" in function or not (present or call.arguments))):
         return replace(call, problem=problem)
-    return replace(call, arguments=inner[key]) if present and not call.arguments else call
+    return replace(call, arguments=function[key]) if present and not call.arguments else call
 
 
 def paired(values: Sequence[Any], written: Any) -> list[tuple[Any, Any]]:
-    """Pair calls with the JSON objects that they were made of; with None if these are not known."""
+    """Pair each call with the JSON object that it was made of, or None if that is not clear."""
     objects = written[: len(values)] if isinstance(written, list) else [written]
-    return list(
-        zip(values, objects if len(objects) == len(values) else [None] * len(values), strict=True)
-    )
+    if len(objects) != len(values):
+        objects = [None] * len(values)
+    return list(zip(values, objects, strict=True))
 
 
 def make_template_spec(template: Mapping[str, Any]) -> TemplateSpec:
     """Make a spec of a `response_template`. Raises ValueError that names a wrong key."""
-    _only(template, _TEMPLATE_KEYS, "response_template")
+    _check_keys(template, _TEMPLATE_KEYS, "response_template")
     if template.get("version", 1) != 1:
         raise ValueError(f"version: {template['version']!r} is not known: it is 1")
-    described = template["fields"]
-    if not isinstance(described, Mapping) or not described:
+    settings_by_field = template["fields"]
+    if not isinstance(settings_by_field, Mapping) or not settings_by_field:
         raise ValueError("fields: must hold at least one field")
-    fields = tuple(_field(str(name), value) for name, value in described.items())
+    fields = tuple(_field(str(name), value) for name, value in settings_by_field.items())
     if sum(field.open is None for field in fields) > 1:
         raise ValueError("fields: only one of them may have neither open nor open_pattern")
     anchor = _anchor(template, "start_anchor", "response_template")
@@ -350,30 +365,33 @@ def make_template_spec(template: Mapping[str, Any]) -> TemplateSpec:
     return TemplateSpec(fields=fields, anchor=anchor, source=template, inside=inside)
 
 
-def _only(settings: Mapping[str, Any], known: Sequence[str], scope: str) -> None:
+def _check_keys(settings: Mapping[str, Any], allowed: Sequence[str], scope: str) -> None:
     for key in settings:
-        if key not in known:
-            raise ValueError(f"{scope}.{key} is not known: the keys are {', '.join(known)}")
+        if key not in allowed:
+            raise ValueError(f"{scope}.{key} is not known: the keys are {', '.join(allowed)}")
 
 
 def _field(name: str, settings: Any) -> _Field:
+    """Compile a field. Raises ValueError that names a wrong key."""
     scope = f"fields.{name}"
     if not isinstance(settings, Mapping):
         raise ValueError(f"{scope}: must be a mapping, not {settings!r}")
-    _only(settings, _FIELD_KEYS, scope)
+    _check_keys(settings, _FIELD_KEYS, scope)
     content, arguments = settings.get("content", "text"), settings.get("content_args") or {}
     check_content(content, arguments, settings.get("transform"), scope)
     opening, closing = _anchor(settings, "open", scope), _anchor(settings, "close", scope)
     # The opening mark may include the opening brace of the JSON object behind it.
-    taken = opening is not None and _OPEN_BRACE.search(opening.source) is not None
+    takes_brace = opening is not None and _OPEN_BRACE.search(opening.source) is not None
+    if takes_brace and content == "json":
+        arguments = {**arguments, INSIDE: True}
     return _Field(
         name=name,
         open=opening,
         close=closing,
         content=content,
-        content_args={**arguments, INSIDE: True} if taken and content == "json" else arguments,
+        content_args=arguments,
         transform=settings.get("transform"),
-        each=bool(settings.get("transform_each")),
+        transform_each=bool(settings.get("transform_each")),
         join=str(settings.get("join") or ""),
     )
 
@@ -398,7 +416,7 @@ def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None
 
 
 INSIDE, LOOSE = " inside", " loose"
-"""Further arguments for `json`: the text is the inside of an object without its braces, and it may
+"""Further arguments for `json`: the text may be the members of an object without its braces; it may
 be almost JSON. Keys of users do not begin with a blank."""
 CAPTURED_INSIDE = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
 """Matches expressions that capture the text behind an opening brace without the brace. Example:
@@ -435,9 +453,9 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
     if problem is None and text[end:].strip():
         problem = f"text after the JSON value: {excerpt(text[end:])}"
     if problem is not None and args.get(INSIDE):
-        inner, end, wrong, _ = read_json(f"{{{text}}}")
-        if wrong is None and end == len(text) + 2:
-            return inner
+        braced, end, braced_problem, _ = read_json(f"{{{text}}}")
+        if braced_problem is None and end == len(text) + 2:
+            return braced
     if problem is not None and args.get(LOOSE) and not args.get("allow_non_json"):
         loose = read_loose(text)
         if loose.problem is None:
@@ -456,12 +474,13 @@ def parse_xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """Read parameters that `tag_pattern` finds: ``<a>1</a><b>2</b>`` is {"a": "1", "b": "2"}."""
     parameters: dict[str, Any] = {}
     for tag in _tag_pattern(args["tag_pattern"]).matches(text):
-        value = _inner(tag["value"] or "", args.get("value_parser"))
+        value = _parsed_value(tag["value"] or "", args.get("value_parser"))
         _put(parameters, tag["key"], value, merge=bool(args.get("merge_duplicates")))
     return parameters
 
 
 def _put(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> None:
+    """Add a parameter; with `merge`, a key given twice has a list of values."""
     if key not in parameters:
         parameters[key] = value
         return
@@ -472,17 +491,18 @@ def _put(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> No
 
 
 def parse_kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Read parameters of a line each: ``a: 1`` and ``b: 2`` are {"a": "1", "b": "2"}."""
+    """Read parameters, one on each line: ``a: 1`` and ``b: 2`` are {"a": "1", "b": "2"}."""
     parameters: dict[str, Any] = {}
     for line in text.split(args.get("line_sep", "\n")):
         key, separator, value = parse_text(line, args).partition(args.get("kv_sep", ":"))
         if separator:
-            value = _inner(parse_text(value, args), args.get("value_parser"))
+            value = _parsed_value(parse_text(value, args), args.get("value_parser"))
             _put(parameters, parse_text(key, args), value, merge=False)
     return parameters
 
 
-def _inner(text: str, parser: Mapping[str, Any] | None) -> Any:
+def _parsed_value(text: str, parser: Mapping[str, Any] | None) -> Any:
+    """Return a parameter's text, read by its `value_parser` if it has one."""
     if parser is None:
         return text
     return CONTENT[parser.get("name", "text")](text, parser.get("args") or {})
@@ -542,19 +562,23 @@ def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: b
     """Bring a value into the transform's shape: fill in ``{name}`` and ``{content.args}``."""
     if transform is None:
         return value
-    given = {key: text for key, text in captures.items() if text is not None}
+    captured = {key: text for key, text in captures.items() if text is not None}
     if not each:
-        return _filled(transform, {**given, "content": value})
+        return _filled(transform, {**captured, "content": value})
     if not isinstance(value, list):
         raise ContentError(f"the calls must be a JSON array, not {kind(value)}")
     # An item that is no mapping becomes a malformed call; the others are not affected.
     return [
-        _filled(transform, {**given, **item}, partly=True) if isinstance(item, dict) else item
+        _filled(transform, {**captured, **item}, partly=True) if isinstance(item, dict) else item
         for item in value
     ]
 
 
 def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -> Any:
+    """Fill the placeholders of a transform with values of `scope`.
+
+    A placeholder without a value is None with `partly`, and else a ContentError.
+    """
     if isinstance(transform, Mapping):
         return {key: _filled(part, scope, partly=partly) for key, part in transform.items()}
     if isinstance(transform, list):
@@ -565,7 +589,8 @@ def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -
     value: Any = scope
     for key in placeholder[1].split("."):
         if key in ARGUMENT_KEYS and isinstance(value, Mapping) and key not in value:
-            key = next((other for other in ARGUMENT_KEYS if other in value), key)
+            # The model may have written the arguments under another key.
+            key = next((alias for alias in ARGUMENT_KEYS if alias in value), key)
         if not isinstance(value, Mapping) or key not in value:
             if partly:
                 return None

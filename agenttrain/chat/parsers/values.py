@@ -1,4 +1,4 @@
-"""Read JSON values as models write them, of bounded depth; a wrong one comes with the reason.
+"""Read JSON values as models write them, of bounded depth; a problem is returned, not raised.
 
 `read_json` is strict. `read_literal` reads the near-JSON of some families, described by a
 `Dialect`: Gemma's strings, Python's literals.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from agenttrain.utils.json_lines import finite_float, refuse_constant
 
 MAX_DEPTH = 64
-"""Nesting of a call's arguments."""
+"""Levels of nesting that a call's arguments may have."""
 UNTERMINATED = "Unterminated string"
 _BLANK = re.compile(r"[ \t\r\n]*")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -33,7 +33,7 @@ def skip_blank(text: str, start: int = 0) -> int:
 
 
 class Json(NamedTuple):
-    """A value read from a text, or the reason why there is none."""
+    """A value read from a text, or the problem because of which there is none."""
 
     value: Any = None
     end: int = 0
@@ -54,13 +54,14 @@ def read_json(text: str, start: int = 0) -> Json:
     except json.JSONDecodeError as error:
         # Python's message repeats the position of the string's start.
         problem = error.msg.replace(" starting at", "")
-        for python, write in _PYTHON.items():
-            if text.startswith(python, error.pos):
-                problem += f" (write {write}, not {python})"
+        for python_word, json_word in _PYTHON.items():
+            if text.startswith(python_word, error.pos):
+                problem += f" (write {json_word}, not {python_word})"
         line = text.count("\n", start, error.pos) + 1
         column = error.pos - max(text.rfind("\n", start, error.pos), start - 1)
-        began = skip_blank(text, start) < error.pos
-        cut = UNTERMINATED in error.msg or (began and skip_blank(text, error.pos) == len(text))
+        has_begun = skip_blank(text, start) < error.pos
+        at_end = skip_blank(text, error.pos) == len(text)
+        cut = UNTERMINATED in error.msg or (has_begun and at_end)
         return Json(problem=f"invalid JSON at line {line} column {column}: {problem}", cut=cut)
     except RecursionError:
         return Json(problem="invalid JSON: nested too deeply")
@@ -87,20 +88,20 @@ def read_items(
 ) -> tuple[list[Item], int]:
     """Read an array of objects from `start`, behind its bracket; return (items, end).
 
-    An item that cannot be read has a problem and ends before the next comma and object whose first
-    key is `key`. An array that is not closed ends with the text. The text after `limit` items is
-    one more item.
+    An item that cannot be read has a problem. It ends before the next comma that is followed by an
+    object whose first key is `key`. An array that is not closed ends with the text. The text behind
+    `limit` items is one more item.
     """
     items: list[Item] = []
     at = skip_blank(text, start)
-    following = re.compile(rf",\s*+(?=\{{\s*+{re.escape(json.dumps(key))}\s*+:)")
+    next_item = re.compile(rf",\s*+(?=\{{\s*+{re.escape(json.dumps(key))}\s*+:)")
     while not text.startswith("]", at):
         if limit is not None and len(items) >= limit:
             return [*items, Item(text[at:], problem="there are too many items")], len(text)
         value, end, problem, cut = read(text, at)
         if problem is not None:
-            resume = None if cut else following.search(text, at)
-            end = resume.start() if resume else len(text)
+            next_match = None if cut else next_item.search(text, at)
+            end = next_match.start() if next_match else len(text)
             items.append(Item(text[at:end], problem=problem, name=written_name(text[at:end], key)))
         else:
             items.append(Item(text[at:end], value))
@@ -114,12 +115,12 @@ def read_items(
     return items, at + 1
 
 
-_OTHER = r"""["']?+\w++["']?+\s*+:\s*+(?:"[^"\\]*+"|'[^'\\]*+')\s*+,\s*+"""
+_OTHER_KEYS = r"""["']?+\w++["']?+\s*+:\s*+(?:"[^"\\]*+"|'[^'\\]*+')\s*+,\s*+"""
 MAX_NAME = 128
 
 
 def written_name(text: str, key: str = "name") -> str:
-    """Return the tool's name at the beginning of a call that is not JSON; empty without one.
+    """Return the tool's name at the beginning of a call that cannot be read; empty without one.
 
     Example: ``written_name('{"name": "f", "arguments": {"x": oops')`` is ``"f"``.
     """
@@ -127,7 +128,7 @@ def written_name(text: str, key: str = "name") -> str:
     if start < 0:
         return ""
     name = rf"""(?P<quote>["'])(?P<name>[^"'\\\r\n]{{1,{MAX_NAME}}})(?P=quote)"""
-    head = re.compile(rf"""\{{\s*+(?:{_OTHER})*?["']?{re.escape(key)}["']?\s*+:\s*+{name}""")
+    head = re.compile(rf"""\{{\s*+(?:{_OTHER_KEYS})*?["']?{re.escape(key)}["']?\s*+:\s*+{name}""")
     match = head.match(text, start)
     return match["name"] if match else ""
 
@@ -136,11 +137,11 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a mapping of the pairs. Raises ValueError for a key given twice, which is ambiguous."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        seen: set[str] = set()
+        earlier_keys: set[str] = set()
         for key, _ in pairs:
-            if key in seen:
+            if key in earlier_keys:
                 raise ValueError(f"the key {excerpt(key)} is given twice")
-            seen.add(key)
+            earlier_keys.add(key)
     return mapping
 
 
@@ -150,7 +151,11 @@ _DECODER = json.JSONDecoder(
 
 
 def portable(value: Any, text: str) -> bool:
-    """Return True if other code can write the value: no lone surrogate, no extreme nesting."""
+    """Return True if other code can write the value: no lone surrogates, no extreme nesting.
+
+    Both occur in valid JSON (``"\\ud800"``, a thousand brackets). They would raise only later, in
+    a template or while rollouts are written.
+    """
     if text.count("[") + text.count("{") > MAX_DEPTH and not _shallow(value, MAX_DEPTH):
         return False
     if "\\" in text:
@@ -162,6 +167,7 @@ def portable(value: Any, text: str) -> bool:
 
 
 def _shallow(value: Any, depth: int) -> bool:
+    """Return True if a value has at most `depth` levels."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return depth > 0 and all(_shallow(item, depth - 1) for item in items)
 
@@ -192,7 +198,7 @@ _PYTHON_ESCAPED = _ESCAPED | {"a": "\a", "v": "\v", "\n": ""}
 
 @dataclass(eq=False)
 class LiteralError(ValueError):
-    """A problem of a value; never leaves this folder."""
+    """A value that cannot be read. Callers in this folder catch it."""
 
     problem: str
     cut: bool = field(default=False, kw_only=True)
@@ -201,7 +207,7 @@ class LiteralError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The departures from JSON in how values are written."""
+    """The ways in which a format departs from JSON."""
 
     raw_quotes: Sequence[tuple[str, str]] = ()
     """Opening and closing marks of strings without escapes, beside double quotes."""
@@ -215,6 +221,7 @@ class Dialect:
     """All literals of Python that JSON has a value for: tuples, sets, hexadecimal numbers, strings
     in three quotes or with a prefix, strings behind each other, keys that are no strings."""
     words: Mapping[str, Any]
+    """Words such as `true` or `None` -> their values."""
 
 
 GEMMA = Dialect(
@@ -234,7 +241,7 @@ def take_literal(text: str, start: int, dialect: Dialect) -> tuple[Any, int]:
     """Read the value at `start` in linear time; return (value, end). Raises LiteralError."""
     start = skip_blank(text, start)
     if text[start : start + 1] in ("[", "{"):
-        # JSON means the same in every dialect, and the JSON reader is much faster.
+        # Strict JSON means the same in every dialect, and its reader is much faster.
         value, end, problem, _ = read_json(text, start)
         if (
             problem is None
@@ -259,23 +266,24 @@ def read_loose(text: str) -> Json:
     Example: ``read_loose("a: 3, 'b': 4").value == {"a": 3, "b": 4}``
     """
     text = text.strip()
-    tries = [f"{{{text}}}", f"{{{text}"] if KEY_AHEAD.match(text) else [text]
-    for tried in tries:
-        value, end, problem, cut = read_literal(tried, 0, LENIENT)
-        if problem is None and tried[end:].strip():
-            problem = f"text after the arguments: {excerpt(tried[end:])}"
+    candidates = [f"{{{text}}}", f"{{{text}"] if KEY_AHEAD.match(text) else [text]
+    for candidate in candidates:
+        value, end, problem, cut = read_literal(candidate, 0, LENIENT)
+        if problem is None and candidate[end:].strip():
+            problem = f"text after the arguments: {excerpt(candidate[end:])}"
         if problem is None:
             return Json(value, len(text))
     return Json(problem=problem, cut=cut)
 
 
 def _unescaped(text: str, *, python: bool = False) -> str:
-    """Return the text of a string whose escapes are those of JSON and `\\x41`, or Python's."""
+    """Return a string's text with its escapes replaced: JSON's and `\\x41`, or all of Python's."""
     if "\\" not in text:
         return text
     pattern, escaped = (_PYTHON_ESCAPE, _PYTHON_ESCAPED) if python else (_ESCAPE, _ESCAPED)
 
     def character(escape: re.Match[str]) -> str:
+        """Return the character of one escape; an unknown escape stays as it is."""
         code = escape[1]
         if code in escaped:
             return escaped[code]
@@ -312,10 +320,13 @@ def _python_number(number: re.Match[str]) -> int | float:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
+    """Reads a dialect. Methods return (value, position behind it), or raise LiteralError."""
+
     text: str
     dialect: Dialect
 
     def value(self, at: int, depth: int) -> tuple[Any, int]:
+        """Read the value at `at`, which may have `depth` levels."""
         if depth == 0:
             raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
         first = self.text[at : at + 1]
@@ -364,7 +375,7 @@ class _Reader:
                     raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
                 value, end = self._mapping(at, depth - 1)
                 pairs.append((key, value))
-                # The inner mapping may share its closing brace with the outer one, or have its own.
+                # One closing brace may end both mappings, or each has its own.
                 at = skip_blank(self.text, end)
                 at = at if self.text[at : at + 1] == "}" else end - 1
                 break
@@ -377,6 +388,7 @@ class _Reader:
             raise LiteralError(str(error)) from None
 
     def _key(self, at: int) -> tuple[str, int]:
+        """Read the key of a mapping: a string, in Python any scalar, or a bare word."""
         if (string := self._strings(at)) is not None:
             return string
         if self.dialect.python and _PYTHON_SCALAR.match(self.text, at):
@@ -413,6 +425,7 @@ class _Reader:
         return ("".join(texts), end) if texts else None
 
     def _python_string(self, at: int) -> tuple[str, int] | None:
+        """Read one Python string with its prefix; None if there is none."""
         opening = _PYTHON_STRING.match(self.text, at)
         if opening is None:
             return None
@@ -430,6 +443,7 @@ class _Reader:
         return (text if "r" in prefix else _unescaped(text, python=True)), string.end()
 
     def _string(self, at: int) -> tuple[str, int] | None:
+        """Read a string between the dialect's marks or quotes; None if there is none."""
         for opening, closing in self.dialect.raw_quotes:
             if self.text.startswith(opening, at):
                 start = at + len(opening)
@@ -446,6 +460,7 @@ class _Reader:
         return _unescaped(string.group()[1:-1]), string.end()
 
     def _scalar(self, at: int) -> tuple[Any, int]:
+        """Read a number, or a word such as `true`."""
         if self.dialect.python and (number := _PYTHON_NUMBER.match(self.text, at)) is not None:
             return _python_number(number), number.end()
         if (number := _NUMBER.match(self.text, at)) is not None:
@@ -465,6 +480,7 @@ class _Reader:
         return self.dialect.words[word.group()], word.end()
 
     def _expected(self, what: str, at: int) -> NoReturn:
+        """Raise LiteralError that says what stands in place of `what`."""
         cut = at >= len(self.text)
         actual = "the end" if cut else excerpt(self.text[at : at + 60])
         raise LiteralError(f"expected {what}, found {actual}", cut=cut)

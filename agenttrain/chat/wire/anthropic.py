@@ -31,7 +31,7 @@ ERROR_TYPES = {
 
 
 class MessagesRequest(BaseModel):
-    """The supported fields of a request, but those of sampling."""
+    """The supported fields of a request, except those of sampling."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     model: str | None = None
@@ -47,7 +47,10 @@ class MessagesRequest(BaseModel):
 
 
 def read_question(data: Mapping[str, Any]) -> Question:
-    """Return a request in the form of all APIs. Raises RequestError."""
+    """Return a request's body as a Question; raises RequestError.
+
+    Sampling parameters and fields that are not read here are in its `sampling`.
+    """
     request = validated(MessagesRequest, data)
     sampling = unfollowed(data, {*MessagesRequest.model_fields, *SAMPLING}, ANTHROPIC)
     for name in SHAPE:
@@ -56,7 +59,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
                 field_problem(name, sampling[name], {name}), param=name, code="unsupported_value"
             )
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
-    sampling |= _edits(request.context_management)
+    sampling |= _context_edits(request.context_management)
     if request.stop_sequences:
         sampling["stop_sequences"] = request.stop_sequences
     form, one_call = _form(request)
@@ -65,16 +68,16 @@ def read_question(data: Mapping[str, Any]) -> Question:
     messages: list[Message] = []
     if request.system:
         messages.append({"role": "system", "content": _text(request.system, "system")})
-    names: dict[str, str] = {}
+    tool_names: dict[str, str] = {}  # by the id of the call
     for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
         if message.get("role") not in ("user", "assistant"):
             raise RequestError(f"{where}: needs the role user or assistant", param=where)
         blocks = _blocks(message.get("content"), where)
         if message["role"] == "assistant":
-            messages.append(_assistant(blocks, where, names))
+            messages.append(_assistant(blocks, where, tool_names))
         else:
-            messages += _user(blocks, where, names)
+            messages += _user(blocks, where, tool_names)
     if messages[-1]["role"] == "assistant":
         raise RequestError(
             "messages: the last one is the assistant's, and answers are not continued; end with a "
@@ -97,7 +100,10 @@ def read_question(data: Mapping[str, Any]) -> Question:
 
 
 def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
-    """Return the demanded form, and True if a second call is forbidden. Raises RequestError."""
+    """Return (the form that a request demands, True if it forbids parallel calls).
+
+    Raises RequestError.
+    """
     choice = request.tool_choice
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     tool = choice.get("name") if isinstance(choice, Mapping) and kind == "tool" else None
@@ -108,15 +114,16 @@ def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
             code="unsupported_value",
         )
     one_call = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") is True
-    demanded = (request.output_config or {}).get("format")
-    schema = demanded.get("schema") if isinstance(demanded, Mapping) else None
-    if demanded is not None and not (
-        isinstance(demanded, Mapping)
-        and demanded.get("type") == "json_schema"
+    output_format = (request.output_config or {}).get("format")
+    schema = output_format.get("schema") if isinstance(output_format, Mapping) else None
+    if output_format is not None and not (
+        isinstance(output_format, Mapping)
+        and output_format.get("type") == "json_schema"
         and isinstance(schema, Mapping)
     ):
         raise RequestError(
-            f"output_config.format={quote(demanded)}: expected the type json_schema with a schema",
+            f"output_config.format={quote(output_format)}: expected the type json_schema with a "
+            "schema",
             param="output_config.format",
             code="unsupported_value",
         )
@@ -128,8 +135,8 @@ def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
     return form, one_call
 
 
-def _edits(management: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what `context_management` would change of the prompt; nothing if it keeps all."""
+def _context_edits(management: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return `context_management` as a field if it changes the prompt; empty if it does not."""
     edits = (management or {}).get("edits") or []
     keeps_all = isinstance(edits, list) and all(
         isinstance(edit, Mapping)
@@ -160,6 +167,7 @@ def _schemas(tools: list[Any]) -> list[dict[str, Any]]:
 
 
 def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
+    """Return the blocks of a message's content; a text is one block. Raises RequestError."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
@@ -168,6 +176,7 @@ def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def _text(content: Any, where: str) -> str:
+    """Return the joined text of a content. Raises RequestError for a block of another type."""
     texts = []
     for block in _blocks(content, where):
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
@@ -180,7 +189,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _assistant(blocks: list[Mapping[str, Any]], where: str, names: dict[str, str]) -> Message:
-    """Return an assistant message, and add its calls to `names`, id -> name."""
+    """Return an assistant message; add its calls to `names`: id of the call -> tool."""
     texts = [block for block in blocks if block.get("type") == "text"]
     message: Message = {"role": "assistant", "content": _text(texts, where)}
     for block in blocks:
@@ -202,7 +211,7 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str, names: dict[str, str
 
 
 def _user(blocks: list[Mapping[str, Any]], where: str, names: Mapping[str, str]) -> list[Message]:
-    """Return the replies to calls, then the user's text, if there is any."""
+    """Return the messages of tools, one for each tool_result, then the user's text, if any."""
     messages: list[Message] = []
     texts = []
     for block in blocks:
@@ -226,7 +235,7 @@ def _user(blocks: list[Mapping[str, Any]], where: str, names: Mapping[str, str])
 
 
 def message_body(answer: Answer) -> dict[str, Any]:
-    """Return an answer as a `message`."""
+    """Return an answer as the body of a `message`."""
     return {
         **_head(answer),
         "content": list(_content(answer)),
@@ -268,8 +277,8 @@ def message_events(answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
 def error_body(error: RequestError) -> dict[str, Any]:
     """Return an error in Anthropic's shape."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    named = {"type": ERROR_TYPES.get(error.status, kind), "message": str(error)}
-    return {"type": "error", "error": named}
+    details = {"type": ERROR_TYPES.get(error.status, kind), "message": str(error)}
+    return {"type": "error", "error": details}
 
 
 def _head(answer: Answer) -> dict[str, Any]:
@@ -283,10 +292,11 @@ def _head(answer: Answer) -> dict[str, Any]:
 
 
 def _content(answer: Answer) -> Iterator[dict[str, Any]]:
+    """Yield the blocks of an answer: reasoning, text, calls."""
     message = answer.message
     if "reasoning_content" in message:
-        thought = message["reasoning_content"]
-        yield {"type": "thinking", "thinking": thought, "signature": message[HANDLE]}
+        reasoning = message["reasoning_content"]
+        yield {"type": "thinking", "thinking": reasoning, "signature": message[HANDLE]}
     if message["content"]:
         yield {"type": "text", "text": message["content"]}
     for call in message.get("tool_calls", ()):

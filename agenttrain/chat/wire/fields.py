@@ -1,8 +1,8 @@
-"""Fields of chat requests beside those that are read: which change nothing, and which would.
+"""Fields of chat requests that the endpoints do not read: accepted if they change nothing.
 
-A field that nobody here follows is accepted if it changes neither the prompt nor the sampling, or
-if its value is the one that stands for leaving it out. Every other field is at fault, those that
-are not known included: the client would take an answer for what it did not ask for.
+Such a field is accepted if it changes neither the prompt nor the sampling, or if its value means
+the same as leaving it out. Every other field is refused, also one that is not known: the client
+would get an answer to another request than it sent.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from agenttrain.utils.names import did_you_mean
 
-MOST_SHOWN = 80
-"""Characters of a value that a message repeats."""
+MAX_QUOTED = 80
+"""Maximum characters of a value that a message quotes."""
 Neutral = Mapping[str, tuple[object, ...]]
-"""Fields, mapped to the values that change nothing; null is always one."""
+"""Fields, mapped to the values that change nothing. Null changes nothing in any field."""
 
 ACCEPTED = frozenset(
     {
@@ -80,11 +80,11 @@ OPENAI: Neutral = {
 ANTHROPIC: Neutral = {"container": (), "mcp_servers": ([],)}
 """Fields of messages that would change an answer."""
 SHAPE = ("n", "logprobs", "top_logprobs", "functions", "function_call", "modalities", "audio")
-"""Fields that ask for another answer than one message, so that none can stand in its place."""
+"""Fields that ask for another kind of answer than one message."""
 
 
 def unfollowed(data: Mapping[str, Any], read: Collection[str], neutral: Neutral) -> dict[str, Any]:
-    """Return the fields of a request that would change its answer, and that nobody reads.
+    """Return the fields of a request that would change its answer and are not in `read`.
 
     Example: ``unfollowed({"n": 1, "min_tokens": 9, "user": "x"}, (), OPENAI)`` is
     ``{"min_tokens": 9}``.
@@ -100,14 +100,14 @@ def unfollowed(data: Mapping[str, Any], read: Collection[str], neutral: Neutral)
 
 
 def quote(value: object) -> str:
-    """Return a field's value as a message repeats it."""
+    """Return a field's value as a message quotes it."""
     text = json.dumps(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}…"
 
 
 def field_problem(name: str, value: object, names: Collection[str]) -> str:
-    """Return the message for a field that is not followed; `names` are those of all fields."""
+    """Return the message for a field that is refused; `names` are those of all known fields."""
     if name in names:
         return f"{name}={quote(value)}: is not supported here; leave it out"
     near = did_you_mean(name, names)
-    return f"{name[:MOST_SHOWN]}={quote(value)}: is no field that is known here{near}; leave it out"
+    return f"{name[:MAX_QUOTED]}={quote(value)}: is no field that is known here{near}; leave it out"

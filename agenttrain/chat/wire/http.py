@@ -1,7 +1,4 @@
-"""What the HTTP fronts of `serve` and of the agents' endpoint have in common.
-
-They keep a bounded part of a request: of its body by the context, and of its head.
-"""
+"""HTTP that `serve` and the agents' endpoint share: bounded requests, and errors as answers."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ from agenttrain.chat.wire.openai import RequestError
 T = TypeVar("T")
 BYTES_PER_TOKEN = 8
 """Bytes of a request for each token of the context: twice those of English text and its JSON."""
-MOST_BESIDE = 2**18
+MAX_OVERHEAD = 2**18
 """Bytes of a request that the context does not bound: what JSON writes around its texts, and texts
 whose tokens are long, such as blanks."""
-MOST_HEAD = 2**16
-"""Bytes of a request's address and headers."""
+MAX_HEAD = 2**16
+"""Maximum bytes of a request's address and headers."""
 LARGE = 2**15
-"""Bytes of a request that is read in a thread, so that others go on."""
+"""Bytes from which a request is read in a thread, so that the event loop goes on."""
 KEPT_ALIVE_S = 10.0
-"""Seconds of silence after which a stream carries a comment, so that nobody takes it for dead."""
+"""Seconds of silence after which a stream sends a comment, so that no proxy closes it."""
 KEEP_ALIVE = ": keep-alive\n\n"
 """That comment."""
 ANSWERED_ERRORS = (RequestError, HTTPException, RecursionError, Exception)
@@ -37,7 +34,7 @@ Exception, so that uvicorn logs it."""
 
 
 def request_error(error: Exception) -> RequestError:
-    """Return the error with which a request is answered that raised `error`."""
+    """Return the error that answers a request whose handling raised `error`."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, HTTPException):
@@ -77,14 +74,14 @@ async def wait_until_disconnected(receive: Receive) -> None:
 
 
 def body_limit(max_context: int) -> int:
-    """Return the most bytes of a request that can fit a context; images are no part of one."""
-    return MOST_BESIDE + BYTES_PER_TOKEN * max_context
+    """Return the maximum bytes of a request that can fit a context; requests hold no images."""
+    return MAX_OVERHEAD + BYTES_PER_TOKEN * max_context
 
 
 async def read_body(request: Request, max_context: int) -> bytes:
-    """Return a request's body; raises RequestError for one that no context of this size holds.
+    """Return a request's body. Raises RequestError if it is too long for a context of this size.
 
-    No more than that is kept, whatever the client sends.
+    At most `body_limit` bytes are kept in memory, whatever the client sends.
     """
     limit = body_limit(max_context)
     length = request.headers.get("content-length", "").lstrip("0")
@@ -120,16 +117,21 @@ async def read(size: int, function: Callable[..., T], *arguments: Any) -> T:
 
 
 class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's HTTP, which refuses a head of more than `MOST_HEAD` bytes.
+    """uvicorn's HTTP, which refuses a head of more than `MAX_HEAD` bytes.
 
-    h11 has such a bound, and httptools keeps whatever comes: this counts its callbacks' bytes, and
-    those that arrive between two callbacks, which are one unfinished header.
+    h11 has such a bound; httptools keeps whatever arrives. This counts the bytes of httptools'
+    callbacks, and the bytes that arrive between two callbacks, which are one unfinished header.
     """
 
-    _callbacks = _head = _unfinished = 0
+    _callbacks = 0
+    """Number of httptools' callbacks: data that causes none belongs to an unfinished header."""
+    _head = 0
+    """Bytes of the address and the headers of this request."""
+    _unfinished = 0
+    """Bytes since the last callback."""
 
     def on_message_begin(self) -> None:
-        """Begin to count."""
+        """Begin to count for a new request."""
         self._callbacks, self._head = self._callbacks + 1, 0
         super().on_message_begin()
 
@@ -144,12 +146,12 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Note progress."""
+        """Count the callback."""
         self._callbacks += 1
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Note progress."""
+        """Count the callback."""
         self._callbacks += 1
         super().on_body(body)
 
@@ -158,11 +160,11 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         before = self._callbacks
         super().data_received(data)
         self._unfinished = self._unfinished + len(data) if before == self._callbacks else 0
-        if self._unfinished > MOST_HEAD and self._callbacks and not self.transport.is_closing():
+        if self._unfinished > MAX_HEAD and self._callbacks and not self.transport.is_closing():
             self.send_400_response("The headers are too long.")
 
     def _count(self, size: int) -> None:
         self._callbacks += 1
         self._head += size
-        if self._head > MOST_HEAD:
-            raise ValueError(f"more than {MOST_HEAD} bytes of headers")
+        if self._head > MAX_HEAD:
+            raise ValueError(f"more than {MAX_HEAD} bytes of headers")

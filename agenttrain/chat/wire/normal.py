@@ -12,12 +12,12 @@ from agenttrain.chat.grammar import ANY_FORM, AnswerForm
 from agenttrain.types import AssistantTurn, Finish, Message
 
 HANDLE = "handle"
-"""Key of an assistant message: the name of its turn that the client was given, if it was."""
+"""Key of an assistant message: the name under which the client was given its turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A request for an answer.
+    """A request for an answer, whichever API it came through.
 
     Messages are those of chat templates, with two differences: a call whose arguments are no JSON
     object has their text under `text`, and a message may have a `handle`.
@@ -28,15 +28,15 @@ class Question:
     model: str | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters that change the distribution sampled from, texts that end the answer, and fields
-    that nobody follows, as the request names them."""
+    """Sampling parameters, texts that end the answer, and fields that `unfollowed` returns, under
+    their names in the request."""
     form: AnswerForm = ANY_FORM
-    """Calls or JSON that the request demands."""
+    """The form that the request demands of the answer: calls or JSON."""
     stream: bool = False
     include_usage: bool = False
-    """A stream ends with the numbers of tokens."""
+    """The stream must end with the numbers of tokens."""
     size: int = 0
-    """Bytes of its body."""
+    """Bytes of the request's body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(AnswerHead):
-    """A sampled turn, as it is shown to the client."""
+    """A sampled turn in the form in which the client gets it."""
 
     message: Message
     """`content`, `reasoning_content` and `tool_calls` under the ids that the client gets."""
@@ -94,7 +94,7 @@ def issue(turn: AssistantTurn, *, text_arguments: bool) -> tuple[Message, tuple[
 def call_message(
     call_id: str, name: str, arguments: Mapping[str, Any], text: str | None = None
 ) -> dict[str, Any]:
-    """Return a call of an assistant message; `text` is that of arguments which are no object."""
+    """Return a call of an assistant message; `text` holds arguments that are no JSON object."""
     function: dict[str, Any] = {"name": name, "arguments": arguments}
     if text is not None:
         function |= {"malformed": "its arguments are not a JSON object", "text": text}

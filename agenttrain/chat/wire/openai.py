@@ -52,6 +52,7 @@ class RequestError(Exception):
 
 
 def _not_too_cold(value: float) -> float:
+    """Return a temperature; refuse one so small that logits divided by it overflow."""
     if 0 < value < LEAST_TEMPERATURE:
         raise PydanticCustomError(
             "too_cold",
@@ -109,9 +110,9 @@ class ChatRequest(BaseModel):
                     f"tools[{index}].function: needs a name, and a JSON schema as parameters",
                     param=f"tools[{index}].function",
                 )
-            # `strict` is the API's, and no part of what the model was trained with.
-            kept = {k: v for k, v in function.items() if k != "strict" and v is not None}
-            schemas.append({"type": "function", "function": {**kept, "parameters": parameters}})
+            # `strict` is the API's: chat templates do not know it.
+            fields = {k: v for k, v in function.items() if k != "strict" and v is not None}
+            schemas.append({"type": "function", "function": {**fields, "parameters": parameters}})
         return schemas
 
 
@@ -144,14 +145,18 @@ def parse_request(body: bytes) -> ChatRequest:
 def read_question(
     data: Mapping[str, Any], roles: Mapping[str, str] = MappingProxyType({})
 ) -> Question:
-    """Return a request in the form of all APIs. Raises RequestError."""
+    """Return a request's body as a Question; raises RequestError as `parse_request` does.
+
+    `roles` are those of `chat_template.roles`. Sampling parameters and fields that are not read
+    here are in its `sampling`.
+    """
     form = _form(data)
-    taken = {*SAMPLING, "tool_choice", "response_format"}
-    fields = {name: value for name, value in data.items() if name not in taken}
-    changing = unfollowed(fields, ChatRequest.model_fields, OPENAI)
+    read_here = {*SAMPLING, "tool_choice", "response_format"}
+    fields = {name: value for name, value in data.items() if name not in read_here}
+    not_read = unfollowed(fields, ChatRequest.model_fields, OPENAI)
     for name in SHAPE:
-        if name in changing:
-            raise _refused(name, changing[name])
+        if name in not_read:
+            raise _refused(name, not_read[name])
     if data.get("tool_choice") == "none":
         fields["tool_choice"] = "none"
     request = validated(ChatRequest, fields)
@@ -166,19 +171,20 @@ def read_question(
         form=form,
         model=request.model,
         max_tokens=request.max_completion_tokens or request.max_tokens,
-        sampling=sampling | changing,
+        sampling=sampling | not_read,
         stream=request.stream,
         include_usage=bool((request.stream_options or {}).get("include_usage")),
     )
 
 
 def _refused(name: str, value: object) -> RequestError:
+    """Return the error for a field that would change the answer and is not supported."""
     names = {*OPENAI, *ChatRequest.model_fields}
     return RequestError(field_problem(name, value, names), param=name, code="unsupported_value")
 
 
 def _form(data: Mapping[str, Any]) -> AnswerForm:
-    """Return the calls or JSON that a request demands; raises RequestError."""
+    """Return the form that a request demands of the answer; raises RequestError."""
     choice = data.get("tool_choice")
     tool = None
     if isinstance(choice, Mapping):
@@ -193,17 +199,19 @@ def _form(data: Mapping[str, Any]) -> AnswerForm:
             param="tool_choice",
             code="unsupported_value",
         )
-    wanted = data.get("response_format")
+    response_format = data.get("response_format")
     schema: Any = None
-    kind = wanted.get("type") if isinstance(wanted, Mapping) else wanted
-    if isinstance(wanted, Mapping) and kind == "json_object":
-        schema = {"type": "object"}
-    elif isinstance(wanted, Mapping) and kind == "json_schema":
-        named = wanted.get("json_schema")
-        schema = named.get("schema") if isinstance(named, Mapping) else None
+    kind = response_format
+    if isinstance(response_format, Mapping):
+        kind = response_format.get("type")
+        if kind == "json_object":
+            schema = {"type": "object"}
+        elif kind == "json_schema":
+            named_schema = response_format.get("json_schema")
+            schema = named_schema.get("schema") if isinstance(named_schema, Mapping) else None
     if kind not in (None, "text") and not isinstance(schema, Mapping):
         raise RequestError(
-            f"response_format={quote(wanted)}: expected the type text, json_object, or "
+            f"response_format={quote(response_format)}: expected the type text, json_object, or "
             'json_schema with {"json_schema": {"schema": …}}',
             param="response_format",
             code="unsupported_value",
@@ -230,7 +238,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def validated(kind: type[M], data: Mapping[str, Any]) -> M:
-    """Return a request of this kind; raises RequestError that names the first field at fault."""
+    """Return `data` as a request of this kind; raises RequestError for the first bad field."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -242,13 +250,15 @@ def validated(kind: type[M], data: Mapping[str, Any]) -> M:
 def read_messages(
     request: ChatRequest, roles: Mapping[str, str], *, text_arguments: bool = False
 ) -> list[Message]:
-    """Return the messages as chat templates take them. Raises RequestError.
+    """Return a request's messages as chat templates take them; raises RequestError.
 
-    Names of roles are those of `roles`, the usual ones and their aliases. Arguments that are no
-    JSON object are an error, unless `text_arguments` keeps their text.
+    `roles` are those of `chat_template.roles`. Other names of roles become the usual ones.
+    `developer` becomes `system` with any template, because clients send either. Text parts are
+    joined, arguments are decoded, and a tool's message gets the name of its call. Arguments that
+    are no JSON object are an error, unless `text_arguments` keeps their text.
     """
     messages: list[Message] = []
-    names: dict[str, str] = {}
+    tool_names: dict[str, str] = {}  # by the id of the call
     for index, item in enumerate(request.messages):
         where = f"messages[{index}]"
         role = _role(str(item.get("role")), roles)
@@ -270,8 +280,8 @@ def read_messages(
         if role == "assistant":
             if not message["content"] and isinstance(item.get("refusal"), str):
                 message["content"] = item["refusal"]
-            thoughts = [item[key] for key in REASONING_KEYS if isinstance(item.get(key), str)]
-            if reasoning := next(filter(None, thoughts), ""):
+            reasonings = [item[key] for key in REASONING_KEYS if isinstance(item.get(key), str)]
+            if reasoning := next(filter(None, reasonings), ""):
                 message[REASONING_KEYS[0]] = reasoning
             if item.get("tool_calls"):
                 if not isinstance(item["tool_calls"], list):
@@ -281,15 +291,15 @@ def read_messages(
                 message["tool_calls"] = [
                     _call(call, where, text_arguments) for call in item["tool_calls"]
                 ]
-                names |= {c["id"]: c["function"]["name"] for c in message["tool_calls"]}
+                tool_names |= {c["id"]: c["function"]["name"] for c in message["tool_calls"]}
         elif role == "tool":
             call_id = item.get("tool_call_id")
-            if not isinstance(call_id, str) or call_id not in names:
+            if not isinstance(call_id, str) or call_id not in tool_names:
                 raise RequestError(
                     f"{where}.tool_call_id={call_id}: no assistant message before it has that call",
                     param=f"{where}.tool_call_id",
                 )
-            message |= {"tool_call_id": call_id, "name": names[call_id]}
+            message |= {"tool_call_id": call_id, "name": tool_names[call_id]}
         messages.append(message)
     if messages[-1]["role"] == "assistant":
         raise RequestError(
@@ -301,7 +311,10 @@ def read_messages(
 
 
 def _role(name: str, roles: Mapping[str, str]) -> str | None:
-    """Return the role of a message as it is rendered. None for an unknown name."""
+    """Return the usual role that a name stands for; None if it is unknown.
+
+    A name that `roles` maps to an unusual role stays as it is: rendering maps it.
+    """
     if roles.get(name) in ROLES:
         return roles[name]
     return name if name in ROLES or name in roles else role_of(name)
@@ -352,7 +365,7 @@ def finish_reason(finish: Finish, message: Mapping[str, Any]) -> str:
 
 def completion_body(answer: Answer) -> dict[str, Any]:
     """Return an answer as a `chat.completion`."""
-    message = _shown(answer.message)
+    message = _openai_message(answer.message)
     reason = finish_reason(answer.finish, message)
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
     body = {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
@@ -368,7 +381,7 @@ def completion_chunks(
     """
     if sent is None:
         yield chunk(answer, OPENING)
-    message = _shown(answer.message)
+    message = _openai_message(answer.message)
     for key in ("reasoning_content", "content"):
         text, earlier = message.get(key) or "", (sent or {}).get(key, "")
         if text.startswith(earlier):
@@ -399,7 +412,7 @@ def _with_ids(body: dict[str, Any], answer: Answer) -> dict[str, Any]:
     return body
 
 
-def _shown(issued: Message) -> dict[str, Any]:
+def _openai_message(issued: Message) -> dict[str, Any]:
     """Return an issued message as OpenAI's assistant message."""
     message: dict[str, Any] = {"role": "assistant", "content": issued["content"]}
     if "reasoning_content" in issued:

@@ -20,10 +20,10 @@ from agenttrain.types import Message, Rollout, ToolFailure, ToolUnavailable, Tur
 from agenttrain.utils.data_fields import Data, DataWhere, names_no_module
 from agenttrain.utils.text_templates import TextTemplate
 
-LARGEST_ACTION = 64
-"""Numbers that a model may have to write for one action."""
-LARGEST_OBSERVATION = 1024
-"""Numbers of an observation that are shown."""
+MAX_ACTION_NUMBERS = 64
+"""Maximum count of numbers that a model has to write for one action."""
+MAX_OBSERVATION_NUMBERS = 1024
+"""Maximum count of numbers in an observation that is shown as text."""
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 ACTION_BY, REWARDS = ("tool", "text"), ("episode", "turns")
@@ -40,10 +40,11 @@ class Gymnasium:
     `id` is a registered name, with the module that registers it if that is none of Gymnasium's
     (`my_package:Maze-v0`), and `kwargs` are arguments for it. `actions` names the actions of a
     Discrete space. `action_by` is `tool` (a call of `step`) or `text` (the answer is the action).
-    With `render` the observation is what the environment draws as text. The default is to draw if
-    the environment can. `rewards` is `episode` (their sum is the environment's reward) or `turns`
-    (each is its turn's, for the reward function `turn_rewards`). `prompt` is a text with columns of
-    the row and `id`, `how` (what an action is) and `observation`.
+    With `render` the observation is the environment's drawing as text; by default it is, if the
+    environment can draw. `rewards` is `episode` (the sum of the steps' rewards is the environment's
+    reward) or `turns` (each reward goes to its turn, for the reward function `turn_rewards`).
+    `prompt` is a text with columns of the row and `id`, `how` (what an action is) and
+    `observation`.
 
     A row's column `seed` is the episode's seed. Without one the rollouts of a task share a seed.
     """
@@ -88,8 +89,8 @@ class Gymnasium:
         environment, env_id = cls(**arguments), arguments["id"]
         try:
             action = parameters_of(environment._space, environment._names)
-            size = _numbers(environment._env.observation_space)
-            if environment._env.render_mode is None and size > LARGEST_OBSERVATION:
+            size = _size(environment._env.observation_space)
+            if environment._env.render_mode is None and size > MAX_OBSERVATION_NUMBERS:
                 raise ValueError(
                     f"its observation {environment._env.observation_space} has {size} numbers, "
                     "which no model reads; wrap it into texts and register that"
@@ -124,11 +125,11 @@ class Gymnasium:
         return self._prompt.fill({**row, **fields})
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str | TurnReward:
-        """Take the step of a call of `step`."""
+        """Take the step that a call of `step` asks for."""
         return self._step(arguments["action"])
 
     def user(self, message: Message) -> str | TurnReward | None:
-        """Take the step that an answer is, or say that it is none."""
+        """Take the action that an answer names, or reply that it names none."""
         if not self._by_text:
             return None
         try:
@@ -141,7 +142,7 @@ class Gymnasium:
         return self._observation
 
     def reward(self, rollout: Rollout) -> float | None:
-        """Return the sum of the episode's rewards. None: turns have them."""
+        """Return the sum of the episode's rewards, or None if the turns have them."""
         return None if self._by_turn else self._return
 
     def close(self) -> None:
@@ -149,7 +150,7 @@ class Gymnasium:
         self._env.close()
 
     def _step(self, value: Any) -> str | TurnReward:
-        """Take the step of a JSON value, and return the observation, with its reward if asked."""
+        """Take an action, a JSON value; return the observation, for rewards=turns with a reward."""
         action = action_from(self._space, value, self._names)
         if not self._space.contains(action):
             raise ToolFailure(f"{value!r:.80} is not an action of {self._space}")
@@ -176,7 +177,10 @@ class Gymnasium:
 
 
 def _make(env_id: str, kwargs: Mapping[str, Any] | None, render: bool | None) -> Any:
-    """Make an environment, which draws texts if `render` asks or it can. Raises ValueError."""
+    """Make an environment. It draws text if `render` is true, or None and it can draw.
+
+    Raises ValueError that begins with the argument that does not fit.
+    """
     try:
         import gymnasium
         from gymnasium.envs.registration import load_env_creator
@@ -193,16 +197,16 @@ def _make(env_id: str, kwargs: Mapping[str, Any] | None, render: bool | None) ->
             __import__(module)
         creator = gymnasium.spec(name).entry_point
         creator = load_env_creator(creator) if isinstance(creator, str) else creator
-        draws = "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ())
-        if render and not draws:
+        can_draw = "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ())
+        if render and not can_draw:
             raise ValueError("render=true: it cannot draw itself as text; leave render out")
-        mode = {"render_mode": "ansi"} if draws and render is not False else {}
+        mode = {"render_mode": "ansi"} if can_draw and render is not False else {}
         return gymnasium.make(name, disable_env_checker=True, **mode, **(kwargs or {}))
     except ValueError:
         raise
     except TypeError as error:
         raise ValueError(f"kwargs={dict(kwargs or {})}: {env_id}: {error}") from error
-    except Exception as error:  # of the environment's own code, and of packages it needs
+    except Exception as error:  # raised by the environment's code, or by packages that it needs
         raise ValueError(f"id={env_id}: {type(error).__name__}: {error}") from error
 
 
@@ -221,19 +225,19 @@ def parameters_of(space: Any, names: Sequence[str] | None = None) -> dict[str, A
             )
         return {"type": "string", "enum": [str(name) for name in names]}
     if kind == "Discrete":
-        least = int(space.start)
-        return {"type": "integer", "minimum": least, "maximum": least + int(space.n) - 1}
+        minimum = int(space.start)
+        return {"type": "integer", "minimum": minimum, "maximum": minimum + int(space.n) - 1}
     if kind == "Text":
         return {"type": "string", "minLength": space.min_length, "maxLength": space.max_length}
-    if _numbers(space) > LARGEST_ACTION:
+    if _size(space) > MAX_ACTION_NUMBERS:
         raise ValueError(
-            f"its action {space} has {_numbers(space)} numbers, which no model writes (at most "
-            f"{LARGEST_ACTION}); wrap it into a smaller space and register that"
+            f"its action {space} has {_size(space)} numbers, which no model writes (at most "
+            f"{MAX_ACTION_NUMBERS}); wrap it into a smaller space and register that"
         )
     if kind == "Box":
         is_integer = np.issubdtype(space.dtype, np.integer)
         number: dict[str, Any] = {"type": "integer" if is_integer else "number"}
-        # One schema for all numbers: it can only have bounds that are equal for all of them.
+        # One schema for all numbers of the array: it has bounds only if all numbers share them.
         low, high = np.unique(space.low), np.unique(space.high)
         if len(low) == len(high) == 1 and np.isfinite([low[0], high[0]]).all():
             number |= {"minimum": low[0].item(), "maximum": high[0].item()}
@@ -256,22 +260,22 @@ def parameters_of(space: Any, names: Sequence[str] | None = None) -> dict[str, A
 
 
 def _nest(item: dict[str, Any], shape: Sequence[int]) -> dict[str, Any]:
-    """Return the schema of arrays of arrays with this shape, the last of which hold `item`."""
+    """Return the schema of a nested array of this shape, whose elements have the schema `item`."""
     for length in reversed(shape):
         item = {"type": "array", "items": item, "minItems": length, "maxItems": length}
     return item
 
 
-def _numbers(space: Any) -> int:
-    """Return how many numbers one value of a space has, as far as it says so."""
+def _size(space: Any) -> int:
+    """Return the count of numbers in a value of a space; a part of unknown size counts as one."""
     parts = getattr(space, "spaces", ())
     if parts:
-        return sum(map(_numbers, parts.values() if isinstance(parts, Mapping) else parts))
+        return sum(map(_size, parts.values() if isinstance(parts, Mapping) else parts))
     return int(np.prod(space.shape)) if getattr(space, "shape", None) else 1
 
 
 def action_from(space: Any, value: Any, names: Sequence[str] | None = None) -> Any:
-    """Return the action that a JSON value stands for. It may be outside of the space's bounds.
+    """Return the action that a JSON value stands for; it may be out of the space's bounds.
 
     Example: ``action_from(Discrete(4), "down", ["left", "down", "right", "up"])`` is 1. Raises
     ToolFailure for a value of another shape.
@@ -296,7 +300,7 @@ def action_from(space: Any, value: Any, names: Sequence[str] | None = None) -> A
 
 
 def action_in(text: str, space: Any, names: Sequence[str] | None = None) -> Any:
-    """Return the JSON value of the action that an answer names: the last of several.
+    """Return the JSON value of the action that an answer names; of several, the last.
 
     Example: ``"Down is a hole. I go right."`` -> ``"right"`` with the names left, down, right, up.
     The whole answer is the action of a Text space. Raises ToolFailure if there is none.
@@ -306,7 +310,7 @@ def action_in(text: str, space: Any, names: Sequence[str] | None = None) -> Any:
         return text.strip()
     options = list(names or ())
     if kind == "Discrete":
-        # The longest first: of "up" and "up left" in a text, the latter counts.
+        # The longest first: "up left" is not read as "up".
         words = "|".join(map(re.escape, sorted(options, key=len, reverse=True))) or r"-?\d+"
         matches = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text, re.IGNORECASE)
         if matches and not options:
@@ -323,14 +327,15 @@ def action_in(text: str, space: Any, names: Sequence[str] | None = None) -> Any:
 
 
 def brackets_for_colours(drawing: Any) -> str:
-    """Return a drawing for terminals as text, with brackets in place of colours.
+    """Return a terminal drawing as text: coloured characters stand in brackets.
 
     With several colours a legend follows. Example: ``"\\x1b[41mS\\x1b[0mFF"`` -> ``"[S]FF"``.
     """
     legend: dict[str, str] = {}
-    """Entry of the legend -> its colours, in one word."""
+    """Entry of the legend -> its colours, joined to one word."""
 
     def mark(match: re.Match[str]) -> str:
+        """Return coloured characters in brackets, and add them to the legend."""
         # 30 to 37 are colours of the text, 40 to 47 of its background.
         colours = [COLOURS[int(n) % 10] for n in match[1].split(";") if n[0] in "34" and n[1:]]
         text = f"[{match[2]}]"

@@ -11,11 +11,11 @@ import numpy as np
 from agenttrain.tools.reply import plain_form
 
 DIGITS = 4
-"""Digits of a number of an observation."""
+"""Significant digits of the numbers in an observation."""
 
 
 def readable(observation: Any) -> str:
-    """Return an observation as text: each part of a Dict in a line, numbers with four digits.
+    """Return an observation as text: each part of a Dict in a line, numbers with DIGITS digits.
 
     Example: ``{"position": array([0.12345]), "door": 1}`` -> ``"position: [0.1235]\\ndoor: 1"``.
     """
@@ -31,7 +31,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of JSON's types, without numpy's, and with rounded numbers."""
+    """Return a value in JSON's types, with rounded numbers."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, np.ndarray):

@@ -34,10 +34,11 @@ LARGEST_MESSAGE = 64 * 2**20
 class OpenEnv:
     """A session of an OpenEnv server. The model's tool `step` takes the fields of an action.
 
-    `reset` are arguments of each reset, beside the columns of the row that `columns` names and a
-    `seed`: the row's, or one that the rollouts of a task share. `prompt` is a text with columns of
-    the row and `observation`. `rewards` is `episode` (their sum is the environment's reward) or
-    `turns` (each is its turn's, for the reward function `turn_rewards`).
+    `reset` holds arguments of each reset. Further arguments are the columns of the row that
+    `columns` names, and a `seed`: the row's, or one that the rollouts of a task share. `prompt` is
+    a text with columns of the row and `observation`. `rewards` is `episode` (the sum of the steps'
+    rewards is the environment's reward) or `turns` (each reward goes to its turn, for the reward
+    function `turn_rewards`).
 
     `session_timeout_s` limits the wait for a free session, `reply_timeout_s` that for each reply.
     """
@@ -136,7 +137,7 @@ class OpenEnv:
         return self._prompt.fill({**row, "observation": readable(self._observation)})
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str | TurnReward:
-        """Take the step of a call of `step`."""
+        """Take the step that a call of `step` asks for."""
         reward = self._read(self._ask({"type": "step", "data": dict(arguments)}))
         self._return += reward
         text = readable(self._observation)
@@ -149,15 +150,19 @@ class OpenEnv:
         return readable(self._observation)
 
     def reward(self, rollout: Rollout) -> float | None:
-        """Return the sum of the episode's rewards. None: turns have them."""
+        """Return the sum of the episode's rewards, or None if the turns have them."""
         return None if self._by_turn else self._return
 
     def close(self) -> None:
-        """End the session: the server frees it when the connection closes, however that comes."""
+        """End the session: the server frees it when the connection closes."""
         self._connected.close()
 
     def _open(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Open a free session; a busy server accepts the connection, and refuses the message."""
+        """Wait for a free session, open it, and return the reply to its first message.
+
+        A server without a free session accepts the connection and refuses the message. To wait
+        therefore means to connect and send again.
+        """
         from websockets.exceptions import InvalidHandshake, InvalidURI
         from websockets.sync.client import connect
 
@@ -199,7 +204,7 @@ class OpenEnv:
         from websockets.exceptions import ConnectionClosed
 
         try:
-            # The server may have said why before it closed the connection.
+            # A server that closes the connection may have sent the reason before: read on.
             with suppress(ConnectionClosed):
                 self._socket.send(json.dumps(message))
             reply = json.loads(self._socket.recv(timeout=self._reply_timeout_s))
@@ -223,7 +228,7 @@ class OpenEnv:
         raise ToolUnavailable(f"{self._public_url}: {message['type']} failed: {code}: {text}")
 
     def _read(self, data: Mapping[str, Any]) -> float:
-        """Take over an observation, and return the reward that came with it."""
+        """Store the observation and `done` of a reply; return its reward."""
         fields = data.get("observation") or {}
         self._observation = {k: part for k, part in fields.items() if k not in HIDDEN_FIELDS}
         self.done = bool(data.get("done"))

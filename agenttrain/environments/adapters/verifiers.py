@@ -3,9 +3,10 @@
     environment=verifiers environment.verifiers.id=my_taskset
     environment.verifiers.python=/path/to/its/bin/python data=verifiers
 
-The package's pins are not ours, so `verifiers_bridge.py` runs under its Python, once for all
-rollouts of a run. There verifiers plays the episode: tasks, tools, the user's turns, stop
-conditions and scores are its own. Only the model is ours, and is sampled by the rollout loop.
+The package needs other versions of packages than agenttrain. So `verifiers_bridge.py` runs under
+the package's own Python, in one process for all rollouts of a run. There verifiers plays the
+episode: tasks, tools, the user's turns, stop conditions and scores are its own. Only the model's
+turns come from here: the rollout loop samples them.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ BRIDGE = Path(__file__).with_name("verifiers_bridge.py")
 INSTALL = "python3 -m venv verifiers && verifiers/bin/pip install 'verifiers>=0.4,<0.5'"
 COLUMN = "verifiers_task"
 """Column with the number of a row's task."""
-MOST_TASKS = 10_000
-"""Default of `limit`: tasks that are loaded, as a taskset may have no end."""
+MAX_TASKS = 10_000
+"""Default of `limit`, the number of tasks that are loaded: a taskset may have no end."""
 FOREVER_S = 1e8
-LAST_S = 5.0
-"""Longest wait for a child that was asked to end."""
+END_S = 5.0
+"""Seconds that a child has to end before it is killed."""
 Replies = dict[int, "queue.SimpleQueue[Mapping[str, Any]]"]
 
 
@@ -59,7 +60,7 @@ class Verifiers:
         id: str,
         python: str,
         args: Mapping[str, Any] | None = None,
-        limit: Data[int] = MOST_TASKS,
+        limit: Data[int] = MAX_TASKS,
         start_timeout_s: Data[float] = 300.0,
     ) -> None:
         self._process = environment_process(id, python, args, limit, start_timeout_s)
@@ -75,7 +76,7 @@ class Verifiers:
         id: str,
         python: str,
         args: Mapping[str, Any] | None = None,
-        limit: int = MOST_TASKS,
+        limit: int = MAX_TASKS,
         start_timeout_s: float = 300.0,
     ) -> None:
         """Raise ValueError for arguments that cannot work, without starting a process."""
@@ -118,7 +119,7 @@ class Verifiers:
         return str(reply["content"])
 
     def user(self, message: Message) -> str | None:
-        """Return the environment's reply to an answer. None: the conversation is over."""
+        """Return the environment's reply to an answer, or None if the conversation is over."""
         reply = self._ask("answer", content=message.get("content") or "")
         messages = reply.get("messages")
         if messages is None:
@@ -128,8 +129,8 @@ class Verifiers:
         return "\n\n".join(message["content"] for message in messages)
 
     def reward(self, rollout: Rollout) -> float | None:
-        """Return the sum of the weighted rewards. None: the environment has none."""
-        trajectory, *later = (each for each in rollout.trajectories if each.role == MAIN)
+        """Return the sum of the weighted rewards, or None if the environment has none."""
+        trajectory, *later = (t for t in rollout.trajectories if t.role == MAIN)
         if later:
             raise ToolUnavailable(
                 f"{self._where}: scores one conversation, and rollout.compaction has cut it into "
@@ -153,7 +154,7 @@ class Verifiers:
 
 
 class VerifiersRows:
-    """The tasks of a verifiers environment as rows, each of which has only the task's number.
+    """The tasks of a verifiers environment as rows that hold only the task's number.
 
     Example: ``{"task_id": "verifiers/my_taskset/3", "verifiers_task": 3}``. The arguments are those
     of `Verifiers`, and the process is shared with it.
@@ -176,11 +177,11 @@ class VerifiersRows:
 
 
 class EnvironmentFailed(Exception):
-    """The environment's code raised, or its process is gone."""
+    """The environment's code raised an error, or its process has ended."""
 
 
 class UnsupportedEnvironment(Exception):
-    """The environment cannot be trained here. The text begins with the argument."""
+    """The environment cannot be trained here; the text begins with the argument at fault."""
 
 
 class EnvironmentProcess:
@@ -218,11 +219,15 @@ class EnvironmentProcess:
 
     @property
     def alive(self) -> bool:
-        """True while it runs."""
+        """True while the process runs."""
         return self._child.alive
 
     def ask(self, do: str, *, limit_s: float | None = None, **arguments: Any) -> Mapping[str, Any]:
-        """Return the value of the reply. Raises EnvironmentFailed, UnsupportedEnvironment."""
+        """Send a request and return the value of the reply.
+
+        Raises EnvironmentFailed if the request fails or no reply comes, UnsupportedEnvironment if
+        the environment cannot be trained.
+        """
         number, reply = self._send(do, arguments)
         try:
             answer = reply.get(timeout=limit_s)
@@ -237,7 +242,7 @@ class EnvironmentProcess:
         return answer["value"] or {}
 
     def notify(self, do: str, **arguments: Any) -> None:
-        """Send a request whose reply nobody waits for."""
+        """Send a request without waiting for its reply."""
         try:
             number, _ = self._send(do, arguments)
         except EnvironmentFailed:
@@ -247,7 +252,7 @@ class EnvironmentProcess:
     def _send(
         self, do: str, arguments: Mapping[str, Any]
     ) -> tuple[int, queue.SimpleQueue[Mapping[str, Any]]]:
-        """Send a request. Return its number, and the queue that gets its reply."""
+        """Send a request; return (its number, the queue that gets its reply)."""
         reply: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         with self._sending:  # rollouts send from threads, and a line must not be torn
             self._number += 1
@@ -258,7 +263,7 @@ class EnvironmentProcess:
             except ChildGone as error:
                 self._replies.pop(number, None)
                 raise EnvironmentFailed(f"its process {error}") from error
-        if not self._child.alive:  # it may have ended after the last replies were given out
+        if not self._child.alive:  # if it ended after `_deliver`, no reply would ever come
             reply.put({"error": f"its process {self._child.gone()}"})
         return number, reply
 
@@ -272,15 +277,15 @@ def _deliver(child: ChildProcess, replies: Replies) -> None:
             for reply in list(replies.values()):
                 reply.put({"error": f"its process {error}"})
             return
-        if (waiting := replies.get(answer["n"])) is not None:
-            waiting.put(answer)
+        if (reply_queue := replies.get(answer["n"])) is not None:
+            reply_queue.put(answer)
 
 
 def _end(child: ChildProcess) -> None:
-    """End a child, which has some time to end what it started."""
+    """Ask a child to end; kill it after END_S."""
     with suppress(ChildGone):
         child.send(json.dumps({"do": "end"}))
-        child.ended(LAST_S)
+        child.ended(END_S)
     child.kill()
 
 
@@ -292,10 +297,10 @@ def environment_process(
     id: str,
     python: str,
     args: Mapping[str, Any] | None = None,
-    limit: int = MOST_TASKS,
+    limit: int = MAX_TASKS,
     start_timeout_s: float = 300.0,
 ) -> EnvironmentProcess:
-    """Return the process of an environment: the one in use, or a new one. Raises ValueError."""
+    """Return the environment's process in use, or a new one. Raises ValueError."""
     key = json.dumps([id, python, args, limit], sort_keys=True)
     with _STARTING:
         process = _PROCESSES.get(key)

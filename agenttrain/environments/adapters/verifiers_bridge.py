@@ -1,11 +1,11 @@
-"""The child process of `Verifiers`: runs the package's environment, and asks for no model.
+"""The child process of `Verifiers`: runs the package's environment, without a model.
 
 It runs under a Python that has verifiers and not agenttrain. Requests and replies are JSON lines::
 
     {"n": 3, "do": "begin", "episode": "e", "task": 7}   ->   {"n": 3, "value": {"messages": […]}}
 
-or ``{"n": 3, "error": "TaskError: …"}``. verifiers plays the episode itself. The agent's seat is
-taken by a harness that hands every turn to the parent, which samples, and waits for the answer.
+or ``{"n": 3, "error": "TaskError: …"}``. verifiers plays the episode itself. Its agent runs in a
+harness of ours, which sends every turn to the parent and waits until the parent has sampled it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ __all__ = ["PolicyHarness"]
 HARNESS = "agenttrain_policy"
 """Id under which verifiers loads `PolicyHarness`."""
 CHECKED = 100
-"""Tasks whose texts are checked before a run."""
+"""Number of tasks that are checked before a run."""
 EPISODE: ContextVar[PolicyEpisode] = ContextVar("episode")
 
 
 class Unsupported(Exception):
-    """A setting or an environment that cannot be trained so. The text begins with the argument."""
+    """The environment cannot be trained so; the text begins with the argument at fault."""
 
 
 class PolicyHarness(vf.Harness[vf.HarnessConfig]):
-    """A seat whose turns are sampled by the parent process."""
+    """A harness of verifiers whose turns the parent process samples."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -47,26 +47,26 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def session(self, *arguments: Any, **_: Any) -> PolicySession:
-        """Return the session of the episode that runs in this context."""
+        """Return a session for the episode that runs in this context."""
         session = PolicySession(self, *arguments)
-        await EPISODE.get().seat(session)
+        await EPISODE.get().attach(session)
         return session
 
     async def launch(self, *_: Any) -> Any:
-        """Do not run: a session has no program."""
+        """Raise NotImplementedError: `session` is used instead, and there is no program."""
         raise NotImplementedError
 
 
 class PolicySession(vf.HarnessSession):
-    """The one session of an episode."""
+    """The only session of an episode: passes verifiers' turns on to it."""
 
     async def turn(self, messages: Any = None) -> None:
-        """Hand one segment to the parent and return when it is answered."""
-        await EPISODE.get().segment(messages)
+        """Let the parent answer the messages, and return once it has."""
+        await EPISODE.get().ask_parent(messages)
 
     async def close(self) -> None:
-        """Wait until the parent has the whole conversation, which is scored next."""
-        await EPISODE.get().settle()
+        """Wait until the parent has sent the whole conversation; verifiers scores it next."""
+        await EPISODE.get().end_conversation()
 
 
 class PolicyEpisode:
@@ -81,17 +81,17 @@ class PolicyEpisode:
         self._dispatch: dict[str, tuple[str, str]] = {}
         self._servers: dict[str, Any] = {}
         self._conversation: list[Any] = []
-        self._prompted = 0
+        self._prompt_length = 0
         self._turn = -1
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._answered: asyncio.Future[None] | None = None
-        self._settled = asyncio.Event()
+        self._complete = asyncio.Event()
         self._work: Any = None
 
     # Methods that verifiers calls.
 
-    async def seat(self, session: PolicySession) -> None:
-        """Take the session of the episode's only run, and connect to its tools."""
+    async def attach(self, session: PolicySession) -> None:
+        """Use this session for the episode, and connect to its tools."""
         if self._session is not None:
             raise vf.EnvError("it runs its agent more than once in an episode")
         if session.trace.task.type != type(self._task).__name__:
@@ -103,25 +103,25 @@ class PolicyEpisode:
         )
         self._tools = [vf.Tool(**schema["function"]) for schema in schemas]
 
-    async def segment(self, messages: Any) -> None:
-        """Let the parent answer the prompt, or the user's next messages."""
+    async def ask_parent(self, messages: Any) -> None:
+        """Send the prompt, or the user's next messages, to the parent; wait for the answer."""
         new = list(messages or ())
         if not self._conversation:
             new = [*opening(self._session.data), *new]
         plain_messages = [plain(message) for message in new]
         self._conversation += new
-        self._prompted = self._prompted or len(new)
+        self._prompt_length = self._prompt_length or len(new)
         if await self._stop_condition():
             return
         self._answered = asyncio.get_running_loop().create_future()
         self._events.put_nowait({"messages": plain_messages})
         await self._answered
 
-    async def settle(self) -> None:
-        """Say that the conversation is over, and wait for the whole of it."""
-        if not self._settled.is_set():
+    async def end_conversation(self) -> None:
+        """Tell the parent that the conversation is over, and wait until it has sent all of it."""
+        if not self._complete.is_set():
             self._events.put_nowait({"over": True})
-            await self._settled.wait()
+            await self._complete.wait()
         await self._stack.aclose()
 
     # Methods that the parent calls.
@@ -137,7 +137,7 @@ class PolicyEpisode:
         return event
 
     async def call(self, name: str, arguments: Any, turn: int, call_id: str) -> dict[str, Any]:
-        """Run a call of a tool. `done` in the reply is the stop condition that is met now."""
+        """Run a call of a tool. `done` in the reply is the stop condition that is met, or None."""
         server, tool = self._dispatch[name]
         result = await self._servers[server].run(lambda client: client.call_tool(tool, arguments))
         content = mcp_content_to_chat_content(result.content) if result.content else ""
@@ -155,20 +155,20 @@ class PolicyEpisode:
         return {"content": content, "failed": bool(result.is_error), "done": done}
 
     async def answer(self, content: str) -> dict[str, Any]:
-        """Take an answer without a call. Return the user's next messages, or ``{"over": True}``."""
+        """Add an answer without a call; return the user's next messages or ``{"over": True}``."""
         self._conversation.append(vf.AssistantMessage(content=content))
         self._record()
         self._release()
         return await self._next()
 
     async def finish(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Score the conversation, all of whose messages are given. Return its reward."""
+        """Score the whole conversation, `messages`, and return its reward."""
         self._conversation = [to_verifiers(message) for message in messages]
         trace = self._session.trace
         self._record()
         if self._answered is not None and not self._answered.done():
             trace.stop("max_turns")
-        self._settled.set()
+        self._complete.set()
         self._release()
         episode = await self._work
         raise_for(episode)
@@ -179,7 +179,7 @@ class PolicyEpisode:
 
     async def abandon(self) -> None:
         """End the episode without a score."""
-        self._settled.set()
+        self._complete.set()
         if self._work is not None:
             self._work.cancel()
             with suppress(asyncio.CancelledError, Exception):
@@ -196,12 +196,12 @@ class PolicyEpisode:
         return {"over": True}
 
     def _release(self) -> None:
-        """Let the harness go on, whose turn is answered."""
+        """Let the harness go on: its turn is answered."""
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
 
     async def _stop_condition(self) -> str | None:
-        """Return the stop condition that is met, as verifiers checks it before each model call."""
+        """Return the name of the stop condition that is met, or None. verifiers checks the same."""
         trace = self._session.trace
         if trace.stop_condition is None and (limit := self._limits.reached(trace)):
             trace.stop(limit)
@@ -212,11 +212,11 @@ class PolicyEpisode:
         return trace.stop_condition
 
     def _record(self) -> None:
-        """Write the conversation into verifiers' trace, in place of what it held."""
+        """Replace the content of verifiers' trace by the conversation."""
         trace, messages = self._session.trace, self._conversation
         trace.nodes.clear()
         trace._head_index.clear()
-        for index in range(self._prompted, len(messages)):
+        for index in range(self._prompt_length, len(messages)):
             message = messages[index]
             if message.role == "assistant":
                 prepare_turn(trace, messages[:index], self._tools).commit(
@@ -247,7 +247,7 @@ def plain(message: Any) -> dict[str, Any]:
 
 
 def to_verifiers(message: dict[str, Any]) -> Any:
-    """Return a message of the parent's as verifiers has it."""
+    """Return a message of the parent in verifiers' form."""
     role, content = message["role"], message.get("content") or ""
     if role == "tool":
         call_id = str(message.get("tool_call_id") or "")
@@ -271,7 +271,7 @@ def to_verifiers(message: dict[str, Any]) -> Any:
 
 
 def raise_for(episode: vf.Episode) -> None:
-    """Raise the failure of an episode, which verifiers keeps as data."""
+    """Raise the errors of an episode, which verifiers returns as data, if it has any."""
     if episode.ok:
         return
     errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
@@ -375,7 +375,7 @@ class BridgeServer:
             task = self._tasks[request.pop("task")]
             self._episodes[episode] = PolicyEpisode(self._environment, self._seat, task)
         work = asyncio.ensure_future(getattr(self._episodes[episode], do)(**request))
-        # Kept, so that `abandon` can cancel a request that waits for the environment.
+        # So that `abandon` can cancel a request that waits for the environment.
         self._requests.setdefault(episode, set()).add(work)
         value = await work
         if do == "finish":
@@ -391,13 +391,13 @@ class BridgeServer:
             await policy_episode.abandon()
 
     async def aclose(self) -> None:
-        """End all episodes, and what the environment serves."""
+        """End all episodes, and the servers of the environment."""
         await asyncio.gather(*(self._abandon(episode) for episode in list(self._episodes)))
         await self._serving.aclose()
 
 
 async def describe(environment: vf.Env) -> list[dict[str, Any]]:
-    """Return the schemas of the tools, with the names that the model calls."""
+    """Return the schemas of the tools under the names that the model calls."""
     from mcp.server.mcpserver import MCPServer
 
     taskset = environment.taskset
@@ -449,10 +449,10 @@ async def serve(replies: Any) -> None:
 
 def main() -> None:
     """Serve, with standard output kept for replies."""
-    # What the environment prints goes to stderr: on stdout it would break a reply.
+    # Prints of the environment go to stderr: on stdout they would break a reply.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # As `python -m` has it, also for the tool servers that verifiers starts elsewhere.
+    # Imports from the current folder, as with `python -m`, also in servers that verifiers starts.
     cwd = os.getcwd()
     sys.path.insert(0, cwd)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (cwd, os.environ.get("PYTHONPATH"))))

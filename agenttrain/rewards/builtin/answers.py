@@ -31,7 +31,7 @@ class AnswerReward:
         """Columns that every row must have."""
 
     def answer(self, rollout: Rollout) -> Any:
-        """Return the rollout's answer. None: it has none."""
+        """Return the rollout's answer, or None if it has none."""
         if self._tool is None:
             return final_text(rollout)
         return tool_answer(rollout, self._tool, self._argument)
@@ -84,7 +84,7 @@ class NumericClose(AnswerReward):
 
 
 def last_number(value: Any) -> float | None:
-    """Return the last number in a value. None: it has none.
+    """Return the last number in a value, or None if it has none.
 
     Example: ``last_number("3 boxes of 12, so 36.") == 36.0``
     """
@@ -137,8 +137,8 @@ class ExactMatch(AnswerReward):
 class Contains(AnswerReward):
     """1 if the answer contains the column's text as whole words, else 0.
 
-    A column that holds a list has several good answers, of which one is enough. Runs of white space
-    count as one blank. Example: "It is Oslo." contains ``Oslo``, and "17" does not contain ``7``.
+    If the column holds a list, one of its texts is enough. Runs of white space count as one blank.
+    Example: "It is Oslo." contains ``Oslo``, and "17" does not contain ``7``.
     """
 
     def __init__(
@@ -168,14 +168,18 @@ class Contains(AnswerReward):
         return 0.0
 
 
-ANSWERING = (None, ToolError.timeout, ToolError.unavailable)
-"""Errors of calls that still hand an answer in: none, or an error that is not the model's fault."""
+VALID_ERRORS = (None, ToolError.timeout, ToolError.unavailable)
+"""Errors of calls that are valid answers: none, or an error that is not the model's fault."""
 
 
 def tool_answer(rollout: Rollout, tool: str, argument: str | None) -> Any:
-    """Return an argument of a tool's last valid call, or all for `argument=None`."""
+    """Return an argument of the last valid call of `tool`, or None if there is no valid call.
+
+    With `argument=None`, return all arguments. A call that was not run, or that the tool refused
+    with an exception, is not valid.
+    """
     for result in reversed(rollout.tool_results):
-        if result.call.name == tool and result.error in ANSWERING:
+        if result.call.name == tool and result.error in VALID_ERRORS:
             arguments = result.call.arguments
             return arguments if argument is None else arguments.get(argument)
     return None
@@ -193,11 +197,14 @@ def assistant_messages(rollout: Rollout) -> list[dict[str, Any]]:
 
 
 def final_text(rollout: Rollout) -> str:
-    """Return the last assistant message's text, without reasoning, or ""."""
+    """Return the text of the last assistant message that attempts the task, without reasoning.
+
+    The text is empty if there is no such message.
+    """
     messages = [m for m in last_main(rollout).added_messages if m["role"] == "assistant"]
     return (messages[-1].get("content") or "") if messages else ""
 
 
 def as_text(value: Any) -> str:
-    """Return a value as a model would write it: text as it is, anything else as JSON."""
+    """Return a text as it is, and any other value as JSON, the way a model would write it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

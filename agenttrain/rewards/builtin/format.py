@@ -73,7 +73,7 @@ class JsonSchema:
 
 
 def _validator(schema: Any) -> Any:
-    """Return the validator of a JSON schema. Raises ValueError if it is none."""
+    """Return the validator of a JSON schema. Raises ValueError for an invalid schema."""
     if problem := schema_problem(schema):
         raise ValueError(f"schema={schema}: is no JSON schema: {problem}")
     return make_validator(schema)

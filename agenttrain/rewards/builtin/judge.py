@@ -21,7 +21,7 @@ from agenttrain.utils.expressions import compiled
 from agenttrain.utils.role_names import is_role
 from agenttrain.utils.text_templates import TextTemplate
 
-OF_THE_ROLLOUT = ("question", "final", "conversation", "tool_calls", "stop_reason")
+ROLLOUT_FIELDS = ("question", "final", "conversation", "tool_calls", "stop_reason")
 """Fields of a prompt besides the row's columns."""
 
 
@@ -75,15 +75,15 @@ class Judge:
             raise ValueError(f"low={low}: must be below high={high}")
         self._prompt, self._system = TextTemplate(prompt, "prompt"), system
         self._score = _ScoreReader(pattern, json_path, low, high)
-        self.columns = tuple(name for name in self._prompt.fields if name not in OF_THE_ROLLOUT)
+        self.columns = tuple(name for name in self._prompt.fields if name not in ROLLOUT_FIELDS)
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
         view = rollout_view(rollout)
         # All messages as plain text, with calls and replies in their places.
         lines: list[str] = []
         first, *later = rollout.trajectories
-        # The prompts of later trajectories repeat earlier messages.
-        for message in chain(first.messages, *(each.added_messages for each in later)):
+        # The prompts of later trajectories repeat earlier messages: only added ones count.
+        for message in chain(first.messages, *(t.added_messages for t in later)):
             if message.get("content"):
                 lines.append(f"[{message['role']}] {text_of(parts(message['content']))}")
             for call in message.get("tool_calls") or ():
@@ -115,35 +115,36 @@ class _ScoreReader:
     json_path: str | None
     low: float
     high: float
-    _find: Any = None
+    _compiled: Any = None
 
     def __post_init__(self) -> None:
+        """Compile the pattern or the path; raises ValueError, which begins with the argument."""
         if (self.pattern is None) == (self.json_path is None):
             raise ValueError(
                 f"json_path={self.json_path}: give either it or a pattern (pattern=null), to find "
                 "the score in the reply"
             )
         if self.json_path is not None:
-            self._find = compiled(self.json_path, "json_path")
+            self._compiled = compiled(self.json_path, "json_path")
             return
         try:
-            self._find = regex.compile(str(self.pattern))
+            self._compiled = regex.compile(str(self.pattern))
         except regex.error as error:
             raise ValueError(
                 f"pattern={self.pattern}: {error.msg} (position {error.pos})"
             ) from error
-        if self._find.groups != 1:
+        if self._compiled.groups != 1:
             raise ValueError(f"pattern={self.pattern}: needs one group, which is the score")
 
     def read(self, text: str) -> float:
         """Return the scaled score. Raises Transient if there is none in range."""
         if self.pattern is not None:
-            matches = self._find.findall(text)
+            matches = self._compiled.findall(text)
             score: Any = matches[-1] if matches else None
         else:
             start, end = text.find("{"), text.rfind("}")
             try:
-                score = self._find.search(json.loads(text[start : end + 1]))
+                score = self._compiled.search(json.loads(text[start : end + 1]))
             except ValueError:
                 score = None
         try:

@@ -20,11 +20,11 @@ WORKER = Path(__file__).with_name("math_worker.py")
 START_S = 120.0
 """Seconds that the worker may take to import sympy."""
 GRACE = 2.0
-"""The library's own limit comes first. The process is killed at this multiple of it."""
+"""The process is killed at this multiple of the library's own time limit."""
 
 
 class MathVerify(AnswerReward):
-    """1 if the answer equals the column mathematically, else 0. None: the column is no mathematics.
+    """1 if the answer equals the column mathematically, else 0; None if the column is no formula.
 
     Example: an answer ``so it is \\boxed{\\frac{1}{2}}`` equals ``0.5``. An answer that takes
     longer than `answer_s` to read or to compare is wrong.

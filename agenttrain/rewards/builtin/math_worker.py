@@ -28,11 +28,11 @@ ANSWER = [
 
 
 def equal(expected: str, answer: str, seconds: int) -> bool | None:
-    """Return True if the answer equals the expected one. None: the latter is no mathematics.
+    """Return True if the answer equals the expected one, None if the expected one is no formula.
 
     Example: ``equal("0.5", "so \\\\boxed{\\\\frac{1}{2}}", 5) is True``.
     """
-    # A bare `\\frac{1}{2}` is LaTeX only between dollars.
+    # The parser reads a bare `\\frac{1}{2}` only between dollars.
     gold = parse(expected, parsing_timeout=seconds) or parse(
         f"${expected}$", parsing_timeout=seconds
     )

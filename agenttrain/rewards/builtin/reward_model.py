@@ -14,7 +14,7 @@ from agenttrain.utils.model_path import model_folder, weights_folder
 
 
 class RewardModel:
-    """The model's logit for each conversation, or, with several labels, the probability of `label`.
+    """The model's logit for each conversation; with several labels, the probability of `label`.
 
     The conversation (prompt, completions, tool calls and replies) is rendered by the model's own
     chat template. The model is loaded when it is first needed. A conversation that is too long is
@@ -33,10 +33,8 @@ class RewardModel:
     ) -> None:
         """Take a model's folder, or an id of the hub and its `revision`.
 
-        `label` is the index of the good one of several labels. `device` null: this process's GPU,
-        if there is one.
-
-        Raises ValueError when `path` is no model's folder.
+        `label` is the index of the good label, if the model has several. `device` null means this
+        process's GPU, if there is one. Raises ValueError if `path` is no model's folder.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1")
@@ -60,18 +58,18 @@ class RewardModel:
             tokenizer.apply_chat_template(messages, tokenize=False) for messages in conversations
         ]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        limit = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+        max_tokens = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
         scores: list[float | RewardUnavailable] = [
             RewardUnavailable(
-                f"the conversation has {len(tokens)} tokens, and {self._path} takes {limit}"
+                f"the conversation has {len(tokens)} tokens, and {self._path} takes {max_tokens}"
             )
             for tokens in ids
         ]
         # Conversations of similar length share a batch, so that there is little padding.
-        fitting = [index for index, tokens in enumerate(ids) if len(tokens) <= limit]
+        fitting = [index for index, tokens in enumerate(ids) if len(tokens) <= max_tokens]
         order = sorted(fitting, key=lambda index: len(ids[index]))
         pad = model.config.pad_token_id
-        size = 1 if pad is None else self._batch_size
+        size = 1 if pad is None else self._batch_size  # B conversations of T tokens
         with torch.inference_mode():
             for start in range(0, len(order), size):
                 batch = order[start : start + size]
@@ -102,8 +100,8 @@ class RewardModel:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if tokenizer.chat_template is None:
             raise ValueError(f"path={self._path}: its tokenizer has no chat template; add one")
-        # A missing head is drawn at random, and is an error below. Its drawing must not move the
-        # run's own random state.
+        # transformers initialises a missing head at random, which is an error below. That must not
+        # change the run's random state.
         with torch.random.fork_rng(devices=[]):
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 folder, dtype=getattr(torch, self._dtype), output_loading_info=True
@@ -119,8 +117,8 @@ class RewardModel:
                 f"label={self._label}: the model has {labels} labels {model.config.id2label}; give "
                 "the number of the good one"
             )
-        # The head needs the pad id to find the last token of each conversation. It cannot do that
-        # where the pad token also ends turns: then nothing is padded.
+        # The head finds the last token of a conversation by the pad id. That fails if the pad token
+        # also ends turns: then nothing is padded.
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         model.config.pad_token_id = None if pad == end else pad
         # "cuda" alone is the calling thread's GPU, which may differ at the next call.

@@ -9,9 +9,9 @@ from agenttrain.utils.data_fields import Data
 
 
 def tool_success(rollout: Rollout, *, only: Data[Sequence[str] | None] = None) -> float | None:
-    """Return the share of calls without an error. None (not applicable): there are no calls.
+    """Return the share of calls without an error, or None (not applicable) if there are no calls.
 
-    Malformed and unknown calls count as errors. With `only`, calls of these tools alone count.
+    Malformed and unknown calls count as errors. With `only`, only calls of these tools count.
     Example: three calls, one of which timed out, give 2/3.
     """
     results = _select(rollout.tool_results, only)
@@ -23,8 +23,8 @@ def tool_success(rollout: Rollout, *, only: Data[Sequence[str] | None] = None) -
 class ToolPenalty:
     """Minus `per_error` for each call with an error and `per_call` for each call over `free_calls`.
 
-    At least ``-at_most``. Example: ``ToolPenalty(per_call=0.1, free_calls=2)`` gives -0.1 to three
-    calls without errors.
+    The penalty is at most `at_most`. Example: ``ToolPenalty(per_call=0.1, free_calls=2)`` gives
+    -0.1 to three calls without errors.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ def stop_tool_called(rollout: Rollout) -> float:
 
 
 def environment(rollout: Rollout) -> float | None:
-    """Return the value of the environment's `reward(rollout)`. None: the class has no such hook."""
+    """Return the value of the environment's `reward(rollout)`, or None if it has no such hook."""
     return rollout.environment_reward
 
 
 def agent(rollout: Rollout) -> float | None:
-    """Return the reward that an outside agent gave. None: it gave none."""
+    """Return the reward that an outside agent gave, or None if it gave none."""
     return rollout.environment_reward
 
 

@@ -88,6 +88,7 @@ def calculator(expression: str) -> float:
 
 
 def _evaluate(node: ast.expr) -> float:
+    """Return the value of a node; raise SyntaxError for one that is no arithmetic."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value
     if isinstance(node, ast.UnaryOp) and type(node.op) in UNARY:

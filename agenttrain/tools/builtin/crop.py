@@ -10,6 +10,7 @@ from agenttrain.utils.locate import locate
 
 Part = Literal["top left", "top right", "bottom left", "bottom right"]
 Look = Callable[[Mapping[str, Any], str], Any]
+"""(columns of the row, part) -> image of that part."""
 
 
 class Crop:

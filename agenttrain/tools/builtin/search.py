@@ -52,14 +52,14 @@ class Search:
         folder = check_corpus(path, k, max_chars, text_column, title_column)
         self._k = k
         self._passages: list[Document] = []
-        """The documents; longer ones are split into passages ``oss.md#1``, ``oss.md#2``, …"""
+        """Documents, long ones split into passages ``oss.md#1``, ``oss.md#2``, …"""
         for document in documents(folder, text_column, title_column):
             texts = list(split(document.text, max_chars))
             for number, text in enumerate(texts, start=1):
                 name = document.id if len(texts) == 1 else f"{document.id}#{number}"
                 self._passages.append(replace(document, id=name, text=text))
         vocabulary: dict[str, int] = {}
-        ids = [
+        word_ids = [  # [passages, words]
             [
                 vocabulary.setdefault(word, len(vocabulary))
                 for word in words(f"{passage.title}\n{passage.text}")
@@ -69,7 +69,7 @@ class Search:
         if not vocabulary:
             raise ValueError(f"path={path}: there are no words in it")
         self._index = bm25s.BM25(method="lucene")
-        self._index.index((ids, vocabulary), show_progress=False)
+        self._index.index((word_ids, vocabulary), show_progress=False)
 
     def __call__(self, query: str) -> str:
         """Search the documents. Returns the best passages, each under [id] and title.
@@ -87,14 +87,14 @@ class Search:
         return "\n\n".join(blocks) or f"{NOTHING} {query!r}"
 
     def find(self, terms: list[str]) -> list[Document]:
-        """Return at most k passages with one of the words, best first, ties in corpus order."""
+        """Return at most k passages with any of the words, best first, ties in corpus order."""
         import numpy as np
 
         if not self._index.get_tokens_ids(terms):
             return []
-        scores_P = self._index.get_scores(terms)
+        scores_P = self._index.get_scores(terms)  # P passages
         k = min(self._k, len(scores_P))
-        # Take all passages that tie with the k-th: a partition puts them in no defined order.
+        # All passages that tie with the k-th best, whose order a partition leaves undefined.
         threshold = max(np.partition(scores_P, -k)[-k], np.finfo(scores_P.dtype).tiny)
         candidates = np.flatnonzero(scores_P >= threshold)
         order = np.argsort(-scores_P[candidates], kind="stable")[:k]
@@ -137,14 +137,15 @@ def documents(path: Path, text_column: str, title_column: str) -> list[Document]
     for number, row in enumerate(_rows(path)):
         text, title = row.get(text_column), row.get(title_column)
         if not isinstance(text, str):
-            known = ", ".join(map(str, row))
+            columns = ", ".join(map(str, row))
             problem = "is no text" if text_column in row else "is no column"
             raise ValueError(
                 f"text_column={text_column}: {problem} of row {number} of {path}"
-                f"{did_you_mean(text_column, map(str, row))}; the row has: {known}"
+                f"{did_you_mean(text_column, map(str, row))}; the row has: {columns}"
             )
-        name, title = str(row.get(ID_COLUMN, number)), "" if title is None else str(title)
-        result.append(Document(id=name, title=title, text=text))
+        document_id = str(row.get(ID_COLUMN, number))
+        title = "" if title is None else str(title)
+        result.append(Document(id=document_id, title=title, text=text))
     return result
 
 

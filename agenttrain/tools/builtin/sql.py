@@ -17,13 +17,13 @@ from agenttrain.utils.locate import locate
 
 Connect = Callable[[Mapping[str, Any]], sqlite3.Connection]
 
-READING = frozenset(
+ALLOWED_ACTIONS = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 )
 """Actions that a statement may take; SQLite asks the authorizer while it prepares one."""
 FORBIDDEN_FUNCTIONS = frozenset({"load_extension", "printf", "format"})
 """The last two can fill a huge width, for seconds, before they check the size limit."""
-SIZES = {
+SIZE_LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 100,
@@ -120,12 +120,13 @@ class Sql:
 
     @contextmanager
     def _connection(self, context: ToolContext) -> Iterator[sqlite3.Connection]:
-        """Lend the rollout's connection to one call; concurrent calls get one each."""
+        """Lend the rollout's connection to one call; concurrent calls get separate ones."""
         with self._lock:
             task, connection = self._idle.pop(context.rollout_id, (None, None))
+        # A rollout id may come again with another task, whose database is another one.
         if connection is None or task is not context.task:
             connection = self._connect(context.task.columns)
-            for limit, value in SIZES.items():
+            for limit, value in SIZE_LIMITS.items():
                 connection.setlimit(limit, value)
             connection.isolation_level = None  # no implicit BEGIN
             connection.text_factory = lambda data: data.decode("utf-8", "replace")
@@ -135,6 +136,7 @@ class Sql:
             yield connection
         finally:
             with self._lock:
+                # A concurrent call of the rollout may have returned another connection: keep one.
                 _, extra = self._idle.pop(context.rollout_id, (None, None))
                 if extra is not None:
                     extra.close()
@@ -145,7 +147,7 @@ class Sql:
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
     """Allow SELECT and harmless functions; SQLite passes a function's name as `second`."""
-    allowed = action in READING and not (
+    allowed = action in ALLOWED_ACTIONS and not (
         action == sqlite3.SQLITE_FUNCTION and second in FORBIDDEN_FUNCTIONS
     )
     return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY

@@ -22,11 +22,11 @@ OpenClient = Callable[[], AbstractAsyncContextManager[Any]]
 """Makes a new `mcp.Client`; entering it connects."""
 
 ATTEMPTS = 3
-"""Times that one call is sent if the connection breaks each time."""
+"""Number of times that a call is sent if the connection breaks each time."""
 PAUSES_S = (0.05, 1.0)
-"""Shortest (first) and longest pause between two attempts to connect."""
+"""First and longest pause between two attempts to connect; each is twice the one before."""
 CLOSE_S = 10.0
-"""More than the SDK takes to end a server that ignores its signals."""
+"""Seconds to wait for the end; the SDK takes less to end a server that ignores signals."""
 HTTP_REFUSED = "Server returned an error response"
 """The SDK's message for an HTTP status without a message of its own, such as 502 or 429."""
 
@@ -41,7 +41,7 @@ class _Link:
     def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None
         self.over = asyncio.Event()
-        """When it is set, the session's task ends."""
+        """Set to end the session's task."""
         self.ready = asyncio.Event()
         """Set when the session is established, or has failed with `error`."""
         self.error: BaseException | None = None
@@ -49,6 +49,7 @@ class _Link:
 
     @property
     def alive(self) -> bool:
+        """True while the session can take calls."""
         return self.client is not None and not self.over.is_set() and not self.task.done()
 
     async def end(self) -> None:
@@ -57,6 +58,7 @@ class _Link:
         await asyncio.wait({self.task})
 
     async def _run_session(self, open_client: OpenClient) -> None:
+        """Hold the session open until `over` is set."""
         try:
             async with open_client() as client:
                 self.client = client
@@ -69,7 +71,7 @@ class _Link:
 
 
 class Connection:
-    """Sends calls to one server from any event loop; closed by `close`, at the latest at exit."""
+    """Sends calls to one server from any event loop. It is closed by `close`, or at exit."""
 
     def __init__(
         self, open_client: OpenClient, *, start_timeout_s: float, reconnect_s: float
@@ -113,6 +115,7 @@ class Connection:
                 self._loop.close()
 
     async def _start(self) -> list[Any]:
+        """Do the work of `start` in the connection's own event loop."""
         try:
             link = self._link = await self._connect(self._start_s)
             tools: list[Any] = []
@@ -149,6 +152,7 @@ class Connection:
         return link
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Do the work of `call` in the connection's own event loop."""
         reason = ""
         for attempt in range(ATTEMPTS):
             link = self._link
@@ -163,23 +167,24 @@ class Connection:
                 return await link.client.call_tool(name, arguments)
             except Exception as error:
                 if _session_failed(error) or not link.alive:
-                    link.over.set()  # its task ends it, and no call waits for that
-                elif str(error) == HTTP_REFUSED:
+                    link.over.set()  # the task ends the session; no call waits for that
+                elif str(error) == HTTP_REFUSED:  # the session is good: send the call again
                     await asyncio.sleep(PAUSES_S[0] * 2**attempt)
-                else:
+                else:  # an answer of the server: the call failed
                     raise
                 reason = _describe_error(error)
         raise ToolUnavailable(f"the MCP server broke {name} off {ATTEMPTS} times: {reason}")
 
     async def _reconnect(self) -> _Link:
+        """Return a new session, after as many attempts as `reconnect_s` allows."""
         loop = asyncio.get_running_loop()
         deadline, pause = loop.time() + self._reconnect_s, PAUSES_S[0]
         if self._link is not None:
             await self._link.end()  # never two server processes at a time
         while True:
             try:
-                left = max(deadline - loop.time(), PAUSES_S[0])
-                self._link = await self._connect(min(left, self._start_s))
+                remaining_s = max(deadline - loop.time(), PAUSES_S[0])
+                self._link = await self._connect(min(remaining_s, self._start_s))
                 return self._link
             except CannotConnect as error:
                 if loop.time() + pause >= deadline:
@@ -206,8 +211,8 @@ def _session_failed(error: Exception) -> bool:
 
     if isinstance(error, MCPError):
         # A restarted server does not know the session.
-        gone = error.code == INVALID_REQUEST and error.message == "Session terminated"
-        return gone or error.code == CONNECTION_CLOSED
+        is_unknown = error.code == INVALID_REQUEST and error.message == "Session terminated"
+        return is_unknown or error.code == CONNECTION_CLOSED
     closed = (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.TransportError)
     return isinstance(error, (*closed, ConnectionError))
 
@@ -233,7 +238,7 @@ class StderrTail:
         self._thread: threading.Thread | None = None
 
     def open(self) -> Any:
-        """Return a file to pass to a process; close it once the process has it."""
+        """Return the file to pass to a process as its stderr; close it once the process has it."""
         read, write = os.pipe()
 
         def drain() -> None:

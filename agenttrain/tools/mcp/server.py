@@ -27,8 +27,8 @@ from agenttrain.utils.redaction import hide_secrets
 class McpServer:
     """A server whose tools become tools of the run, with the server's own schemas.
 
-    They are listed once, when the run is built. After a failure the connection is made again and
-    the call sent again. A server that does not come back ends the rollout without a score.
+    The tools are listed once, when the run is built. After a failure the connection is made again
+    and the call is sent again. A server that does not come back ends the rollout without a score.
     Example::
 
         McpServer(command=["python", "files_server.py"], allow=["read", "list"], prefix="files_")
@@ -110,6 +110,7 @@ class McpServer:
         return tools
 
     def _client(self) -> Any:
+        """Make a new client, which connects when it is entered."""
         from mcp import Client
 
         if self._command is not None:
@@ -119,6 +120,7 @@ class McpServer:
         return Client(http_transport(url, self._headers, self._refused))
 
     def _cannot_connect(self, error: CannotConnect) -> str:
+        """Return the message for a server that cannot be reached or does not answer."""
         if self._command is None:
             status = f" (HTTP {self._refused[-1]})" if self._refused else ""
             return hide_secrets(
@@ -144,10 +146,10 @@ class McpTool:
     connection: Connection
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        """Call the tool; return texts and images of its result, else the structured content.
+        """Call the tool; return the texts and images of its result, else its structured content.
 
-        Raises ToolFailure for an error of the protocol, for an error result, and for sounds:
-        training on a result that the model cannot see is worse than an error.
+        Raises ToolFailure for an error of the protocol, for an error result, and for content that
+        the model cannot read, such as a sound.
         """
         from mcp import MCPError
 
@@ -156,7 +158,7 @@ class McpTool:
         except MCPError as error:
             raise ToolFailure(error.message) from error
         texts: list[str] = []
-        shown: list[str | Image] = []
+        parts: list[str | Image] = []  # texts and images, up to the last image
         for block in result.content:
             if block.type == "text":
                 texts.append(block.text)
@@ -169,7 +171,7 @@ class McpTool:
                     picture = read_image(base64.b64decode(block.data))
                 except ValueError as error:
                     raise ToolFailure(f"the result holds a broken image: {error}") from error
-                shown += ["\n".join(texts), picture]
+                parts += ["\n".join(texts), picture]
                 texts = []
             else:
                 kind = getattr(block, "mime_type", None)
@@ -180,8 +182,8 @@ class McpTool:
                 )
         if result.is_error:
             raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
-        if shown:
-            return [*shown, "\n".join(texts)]
+        if parts:
+            return [*parts, "\n".join(texts)]
         return result.structured_content if not texts else "\n".join(texts)
 
     async def close(self) -> None:
@@ -197,14 +199,15 @@ def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
     itself stays as it is. Example: ``{"properties": {"home": {"$ref": "#/$defs/Address"}},
     "$defs": {"Address": {"type": "object"}}}`` -> ``{"properties": {"home": {"type": "object"}}}``
     """
-    own = {key: value for key, value in schema.items() if key != "$defs"}
+    without_definitions = {key: value for key, value in schema.items() if key != "$defs"}
     try:
-        return _inline(own, schema.get("$defs", {}), ())
+        return _inline(without_definitions, schema.get("$defs", {}), ())
     except (KeyError, RecursionError):
         return dict(schema)
 
 
 def _inline(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
+    """Replace the references in a node that stands `inside` these definitions."""
     if isinstance(node, list):
         return [_inline(item, definitions, inside) for item in node]
     if not isinstance(node, Mapping):
@@ -215,5 +218,5 @@ def _inline(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) 
     name = reference.removeprefix("#/$defs/")
     if name in inside:
         raise RecursionError(f"{name} refers to itself")
-    beside = {key: value for key, value in node.items() if key != "$ref"}
-    return {**_inline(definitions[name], definitions, (*inside, name)), **beside}
+    siblings = {key: value for key, value in node.items() if key != "$ref"}
+    return {**_inline(definitions[name], definitions, (*inside, name)), **siblings}

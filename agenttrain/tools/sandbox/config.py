@@ -1,7 +1,7 @@
 """Settings of the `python` and `bash` tools: what a sandbox may use, and which backend makes it.
 
-Nothing here or in the pool imports a package, so no settings of pydantic's: sandboxes also run
-under a Python that has none.
+Nothing here or in the pool imports a package, not even pydantic: sandboxes also run under a Python
+without packages.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ INTERPRETER = "agenttrain.tools.sandbox.tool.interpreter"
 LANGUAGES = ("python", "bash")
 BACKENDS = ("bwrap", "unshare")
 CHOICES = ("required", *BACKENDS, "none")
-LEAST = {
+MINIMUM = {
     **{"memory_mb": 64, "disk_mb": 1, "file_mb": 1},
     **{"cpu_s": 1, "processes": 4, "max_chars": 1},
 }
-"""Whole number -> its least value."""
+"""Setting that is a whole number -> its minimum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSettings:
     """Limits of one rollout's sandbox.
 
-    Tools share it, and the work folder in it, if they differ in `call_s` and `max_chars` only.
+    Tools whose settings differ only in `call_s` and `max_chars` share a sandbox and its folders.
     """
 
     sandbox: str = "required"
@@ -56,13 +56,13 @@ class SandboxSettings:
         if self.sandbox not in CHOICES:
             hint = did_you_mean(str(self.sandbox), CHOICES)
             raise ValueError(f"sandbox={self.sandbox}: expected one of: {', '.join(CHOICES)}{hint}")
-        for name, least in LEAST.items():
+        for name, minimum in MINIMUM.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 shown = str(value).lower() if isinstance(value, bool) else value
                 raise ValueError(f"{name}={shown}: expected a whole number")
-            if value < least:
-                raise ValueError(f"{name}={value}: must be at least {least}")
+            if value < minimum:
+                raise ValueError(f"{name}={value}: must be at least {minimum}")
         if isinstance(self.call_s, bool) or not isinstance(self.call_s, int | float):
             raise ValueError(f"call_s={self.call_s}: expected a number")
         if not isfinite(self.call_s):
@@ -83,12 +83,12 @@ class SandboxSettings:
 
 
 def is_sandbox(choice: object) -> bool:
-    """Return False for ``none``, with which the model's code runs as the user."""
+    """Return True for a sandbox; False for ``none``, where the model's code runs as the user."""
     return choice in ("required", *BACKENDS)
 
 
 def check_language(language: object) -> None:
-    """Raises ValueError, beginning with ``language=``, unless there is an interpreter of it."""
+    """Raise ValueError, which begins ``language=``, for a language without an interpreter."""
     if language not in LANGUAGES:
         hint = did_you_mean(str(language), LANGUAGES)
         raise ValueError(f"language={language!r}: expected one of: {', '.join(LANGUAGES)}{hint}")

@@ -1,4 +1,4 @@
-"""Inside: confine this process for good, with all that it starts.
+"""Inside: confine this process and all that it starts, for good.
 
 A model's code and an agent's program are confined alike: `confine` is the only way in.
 """
@@ -39,9 +39,8 @@ not."""
 def confine(root: Root, *, user: int | None, processes: int, permitted: Sequence[str] = ()) -> None:
     """Build the sandbox's file system, drop all privileges, and install limits and filter.
 
-    This process has namespaces of its own, in which it is still privileged. `user` is the one that
-    it becomes, None where it has a user namespace. `permitted` are system calls that are not
-    refused, of those in `seccomp.REFUSED`.
+    This process has namespaces of its own, in which it is still privileged. It becomes `user`; None
+    if it has a user namespace. `permitted` are the calls of `seccomp.REFUSED` that are allowed.
     """
     socket.sethostname("sandbox")
     if user is None:
@@ -75,7 +74,7 @@ def limit_worker(memory_mb: int, file_mb: int, cpu_s: int) -> None:
 
 
 def limit_all(processes: int) -> None:
-    """Limit the sandbox as a whole; must run as the user that the code will have.
+    """Limit the sandbox as a whole; call it as the user that the code will have.
 
     Linux (since 5.14) counts processes and threads per user and user namespace. Each sandbox has a
     user or a user namespace of its own, so sandboxes do not share the limit.
@@ -105,8 +104,8 @@ def drop_privileges(user: int | None) -> None:
 
 def set_limit(kind: int, soft: int, hard: int | None = None) -> None:
     """Set a limit for good, never above the present one."""
-    allowed = resource.getrlimit(kind)[1]
+    present_hard = resource.getrlimit(kind)[1]
     values = [soft, soft if hard is None else hard]
-    if allowed != resource.RLIM_INFINITY:
-        values = [min(value, allowed) for value in values]
+    if present_hard != resource.RLIM_INFINITY:
+        values = [min(value, present_hard) for value in values]
     resource.setrlimit(kind, (values[0], values[1]))

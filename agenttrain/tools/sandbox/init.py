@@ -1,10 +1,15 @@
 """Inside the sandbox: the first process. It starts workers and watches the memory in use.
 
 It runs none of the model's code, and no process of the sandbox can signal or inspect it. It trusts
-no data from the sandbox. Messages from the parent are `start <kind>` with two files, `go` and
-`halt`; messages to it are `ready`, `exit <kind> <status>`, `memory`, and `full` (no more processes
-are allowed). If the parent closes the connection or dies, this process ends, and the kernel then
-ends all other processes of the namespace.
+no data from the sandbox. If the parent closes the connection or dies, this process ends, and the
+kernel then ends all other processes of the namespace. Messages:
+
+    from the parent   `start <kind>`            with two files: start the worker `python` or `bash`
+                      `go`, `halt`              let the workers run; stop them where they are
+    to the parent     `ready`
+                      `exit <kind> <status>`    a worker has ended
+                      `memory`                  the memory limit is exceeded: all were killed
+                      `full`                    a worker could not start: too many processes
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ CHANNEL = 9
 
 
 class InitProcess:
-    """The first process: its workers and its connection to the parent."""
+    """The first process of a sandbox, with its workers and its connection to the parent."""
 
     def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
         self._control, self._settings = control, settings
@@ -43,34 +48,36 @@ class InitProcess:
         for name in (signal.SIGINT, signal.SIGTERM):
             # The first process ignores signals without a handler.
             signal.signal(name, signal.SIG_DFL)
-        woken, wake = self._pipe
-        os.set_blocking(wake, False)
-        os.set_blocking(woken, False)
+        # The end of a child (SIGCHLD) writes a byte to this pipe, which wakes the poll below.
+        wakeup_read, wakeup_write = self._pipe
+        os.set_blocking(wakeup_write, False)
+        os.set_blocking(wakeup_read, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
-        poller.register(woken, select.POLLIN)
+        poller.register(wakeup_read, select.POLLIN)
         self._control.send(b"ready")
         try:
             while True:
-                watching = self._running and self._isolated
-                for number, _ in poller.poll(MEMORY_CHECK_MS if watching else None):
-                    if number == woken:
+                watches_memory = self._running and self._isolated
+                for number, _ in poller.poll(MEMORY_CHECK_MS if watches_memory else None):
+                    if number == wakeup_read:
                         with suppress(BlockingIOError):
                             os.read(number, 4096)
                     elif not self._handle_message():
                         return
                 with suppress(ChildProcessError):
                     for _ in range(EXITS_AT_ONCE):
-                        ended, status = os.waitpid(-1, os.WNOHANG)
-                        if ended == 0:
+                        pid, status = os.waitpid(-1, os.WNOHANG)
+                        if pid == 0:
                             break
-                        kind = self._workers.pop(ended, None)
+                        kind = self._workers.pop(pid, None)
                         if kind is not None:
-                            exited = os.waitstatus_to_exitcode(status)
-                            self._control.send(f"exit {kind} {exited}".encode())
-                if watching and memory_in_use(("/work",)) > self._settings["memory_mb"] << 20:
+                            exit_code = os.waitstatus_to_exitcode(status)
+                            self._control.send(f"exit {kind} {exit_code}".encode())
+                limit = self._settings["memory_mb"] << 20
+                if watches_memory and memory_in_use(("/work",)) > limit:
                     self._control.send(b"memory")
                     self._signal_all(signal.SIGKILL)
         finally:

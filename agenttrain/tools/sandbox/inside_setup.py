@@ -48,15 +48,15 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     user: int | None = settings["user"]
     die_first()
     if settings["backend"] == "unshare":
-        outside = (os.geteuid(), os.getegid())
-        spaces = system.CLONE_NEWNS | system.CLONE_NEWPID | system.CLONE_NEWNET
-        spaces |= system.CLONE_NEWIPC | system.CLONE_NEWUTS | system.CLONE_NEWCGROUP
-        system.unshare(spaces | (system.CLONE_NEWUSER if user is None else 0))
+        outer_user, outer_group = os.geteuid(), os.getegid()
+        namespaces = system.CLONE_NEWNS | system.CLONE_NEWPID | system.CLONE_NEWNET
+        namespaces |= system.CLONE_NEWIPC | system.CLONE_NEWUTS | system.CLONE_NEWCGROUP
+        system.unshare(namespaces | (system.CLONE_NEWUSER if user is None else 0))
         if user is None:
             for name, text in (
                 ("setgroups", "deny"),
-                ("uid_map", f"{INNER_ID} {outside[0]} 1"),
-                ("gid_map", f"{INNER_ID} {outside[1]} 1"),
+                ("uid_map", f"{INNER_ID} {outer_user} 1"),
+                ("gid_map", f"{INNER_ID} {outer_group} 1"),
             ):
                 with open(f"/proc/self/{name}", "wb") as file:
                     file.write(text.encode())
@@ -67,7 +67,7 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             os._exit(status if status >= 0 else 128 - status)
     else:
-        # Down, as in a new namespace: buffers of its connections would be charged to no process.
+        # Switch off lo, as in a new namespace: its buffers would be charged to no process.
         with socket.socket() as any_socket:
             loopback_down = struct.pack("16sh", b"lo", 0)
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, loopback_down)

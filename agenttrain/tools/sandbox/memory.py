@@ -14,10 +14,10 @@ FREE_FILES, FILE_BYTES = 16, 212_992
 for: it may be a socket, whose buffer (net.core.wmem_default) is charged to no process."""
 
 
-def memory_in_use(disks: Sequence[str], most_files: int = OPEN_FILES) -> int:
+def memory_in_use(disks: Sequence[str], max_files: int = OPEN_FILES) -> int:
     """Return the bytes that the sandbox uses for processes, open files and written files.
 
-    `disks` are folders in memory, `most_files` the open files that a process may have. The number
+    `disks` are folders in memory, `max_files` the open files that a process may have. The number
     is an upper bound: memory that processes share counts for each of them. The first process, and
     the one that asks, do not count.
     """
@@ -31,8 +31,8 @@ def memory_in_use(disks: Sequence[str], most_files: int = OPEN_FILES) -> int:
             kilobytes = [int(words[1]) for words in lines if words[0] in MEMORY_LINES]
             if not kilobytes:  # a process that has ended and is not reaped yet
                 continue
-            files = most_files
-            with suppress(PermissionError):  # a process that hides its files counts with the most
+            files = max_files
+            with suppress(PermissionError):  # a process that hides its files counts with all
                 files = len(os.listdir(f"/proc/{name}/fd"))
             total += sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES
     return total
@@ -40,6 +40,6 @@ def memory_in_use(disks: Sequence[str], most_files: int = OPEN_FILES) -> int:
 
 def disk_in_use(disks: Sequence[str]) -> int:
     """Return the bytes that are written to folders in memory; a file system counts once."""
-    systems = {os.stat(path).st_dev: path for path in disks}
-    used = [os.statvfs(path) for path in systems.values()]
-    return sum((system.f_blocks - system.f_bfree) * system.f_frsize for system in used)
+    path_of_device = {os.stat(path).st_dev: path for path in disks}
+    usages = [os.statvfs(path) for path in path_of_device.values()]
+    return sum((usage.f_blocks - usage.f_bfree) * usage.f_frsize for usage in usages)

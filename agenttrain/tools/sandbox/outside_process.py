@@ -1,7 +1,4 @@
-"""Outside: the processes of one sandbox, from their start to their end.
-
-`inside` makes the settings that one starts with.
-"""
+"""Outside: the processes of one sandbox, from their start to their end."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ START = (
     "from agenttrain.tools.sandbox.inside_setup import main; sys.path.remove({root!r}); main()"
 )
 START_S = 30.0
-"""A sandbox that is not there by then is broken."""
+"""Seconds that a sandbox has to start."""
 END_S = 5.0
-"""Seconds after which a sandbox that should end is killed from outside."""
+"""Seconds that a sandbox has to end before it is killed from outside."""
 
 
 class SandboxError(Exception):
-    """A sandbox cannot be started, or died and nobody asked it to."""
+    """A sandbox cannot be started, or has ended by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +39,13 @@ class SandboxProcess:
     """One interpreter in a sandbox."""
 
     channel: socket.socket
-    """Our end of the channel to it."""
+    """Outer end of the channel to the interpreter."""
     output: int
-    """The file with its output."""
+    """File descriptor from which its output is read."""
 
 
 class Jail:
-    """A sandbox: an own view of files, processes and network, which ends as a whole.
+    """A sandbox with its own files, processes and network, which ends as a whole.
 
     Example::
 
@@ -62,20 +59,20 @@ class Jail:
     def __init__(self, settings: SandboxSettings, backend: str) -> None:
         self.settings, self.backend = settings, backend
         self.lock = asyncio.Lock()
-        """Calls run one at a time: between them everything in the sandbox stands still."""
+        """Held during a call: calls run one at a time. Between them all processes are stopped."""
         self.alive = False
         self.started = False
         self.interrupt: Callable[[], None] | None = None
-        """Set during a call: what it does before its files are closed, whose numbers others get."""
-        # Its first process reads `go` (everything inside runs) and `halt` (stops where it is).
-        self.control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Set during a call: called before the files that it reads are closed."""
+        # The connection to its first process: `init.py` lists the messages.
+        self.control, self._inner_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         self._process: ChildProcess | None = None
         self._workers: dict[str, SandboxProcess] = {}
         self._folder: TemporaryFolder | None = None
 
     async def start(self) -> None:
-        """Start it; raises SandboxError with the reason if that cannot be done here."""
+        """Start the sandbox; raises SandboxError with the reason if it does not start."""
         self.started = True
         try:
             self._launch()
@@ -92,7 +89,7 @@ class Jail:
         if answer != b"ready":
             problem = answer.removeprefix(b"failed ").decode(errors="replace")
             if not problem and self._process is not None:
-                # It ended before it could answer: the last line that it printed says why.
+                # It ended before it could answer: its last line of output says why.
                 lines = self._process.printed().splitlines()
                 problem = lines[-1] if lines else "it ended before it was ready"
             self.kill()
@@ -100,41 +97,41 @@ class Jail:
         self.alive = True
 
     def worker(self, kind: str) -> SandboxProcess:
-        """Return the interpreter of this kind, `python` or `bash`; started if there is none."""
+        """Return the interpreter of this kind, `python` or `bash`; start it if there is none."""
         if kind not in self._workers:
-            ours, theirs = socket.socketpair()
-            output, printed = os.pipe()
-            with theirs:
+            channel, inner_channel = socket.socketpair()
+            output, inner_output = os.pipe()
+            with inner_channel:
                 try:
-                    files = [theirs.fileno(), printed]
+                    files = [inner_channel.fileno(), inner_output]
                     socket.send_fds(self.control, [f"start {kind}".encode()], files)
                 finally:
-                    os.close(printed)
-            ours.setblocking(False)
+                    os.close(inner_output)
+            channel.setblocking(False)
             os.set_blocking(output, False)
-            self._workers[kind] = SandboxProcess(channel=ours, output=output)
+            self._workers[kind] = SandboxProcess(channel=channel, output=output)
         return self._workers[kind]
 
     def forget(self, kind: str) -> None:
-        """Close the files of an interpreter that is gone."""
+        """Close the files of an interpreter that has ended."""
         worker = self._workers.pop(kind, None)
         if worker is not None:
             worker.channel.close()
             os.close(worker.output)
 
     def kill(self) -> None:
-        """End it without waiting; it is then of no use."""
+        """End the sandbox without waiting; it cannot be used again."""
         self.alive = False
         if self.interrupt is not None:
             self.interrupt()
-        # Its first process ends when it reads the end of the file, and all others with it.
+        # The first process ends when this connection closes, and all others with it.
         self.control.close()
-        self._theirs.close()
+        self._inner_end.close()
         for kind in list(self._workers):
             self.forget(kind)
 
     async def wait(self) -> None:
-        """Wait until nothing is left of it."""
+        """Wait until all processes of a killed sandbox have ended, and remove its folder."""
         process, self._process = self._process, None
         folder, self._folder = self._folder, None
         waited, pause = 0.0, 0.002
@@ -149,33 +146,34 @@ class Jail:
             folder.remove()
 
     def _launch(self) -> None:
+        """Start the first process, which then says `ready` or `failed …`."""
         work = "/work"
         if self.backend == "none":
             self._folder = TemporaryFolder()
             work = str(self._folder.path / "work")
             os.mkdir(work)
-        with self._theirs as theirs:
-            number = theirs.fileno()
+        with self._inner_end as inner_end:
+            number = inner_end.fileno()
             user = None if self.backend == "none" else next_user()
             settings = inside(self.settings, self.backend, control=number, work=work, user=user)
-            before = [*bubblewrap(user), "--"] if self.backend == "bwrap" else []
+            wrapper = [*bubblewrap(user), "--"] if self.backend == "bwrap" else []
             code = START.format(root=PACKAGE_ROOT)
-            # The code sees none of our variables.
+            # The code sees none of this process's variables.
             environment = {
                 "PATH": f"{os.path.dirname(interpreter())}:/usr/local/bin:/usr/bin:/bin",
                 "HOME": work,
                 "LANG": "C.UTF-8",
                 "TMPDIR": "/tmp" if work == "/work" else work,
-                # A pool of threads per processor would use up the processes that are allowed.
+                # One thread per processor would use up the processes that are allowed.
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
             }
-            # No pipe: the thread that reads it would be one for each rollout.
+            # A file: reading a pipe would take a thread for each rollout.
             with tempfile.TemporaryFile() as output:
                 self._process = ChildProcess(
-                    [*before, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],
-                    keeper=self.backend == "none",  # a namespace of processes ends as a whole
+                    [*wrapper, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],
+                    keeper=self.backend == "none",  # otherwise the namespace ends as a whole
                     pass_fds=(number,),
                     env=environment,
                     cwd="/",
@@ -186,7 +184,7 @@ class Jail:
 def inside(
     settings: SandboxSettings, backend: str, *, control: int, work: str, user: int | None
 ) -> dict[str, object]:
-    """Collect the settings that `inside_setup.py` gets."""
+    """Return the settings with which `inside_setup.py` starts a sandbox."""
     limits = asdict(settings)
     for name in ("sandbox", "call_s", "max_chars"):
         del limits[name]
@@ -211,28 +209,30 @@ def interpreter() -> str:
 
 
 def bubblewrap(user: int | None) -> list[str]:
-    """Return bubblewrap with options that make new namespaces, and leave all privileges in them:
-    the command, which follows `--`, calls `confine`. Raises FileNotFoundError.
+    """Return the bubblewrap command that makes new namespaces; `--` and a command follow it.
 
-    `user` is the one that the command will become; None: it gets a user namespace.
+    All privileges stay inside the namespaces: the command calls `confine`, which drops them. It
+    will become `user`; None: it gets a user namespace. Raises FileNotFoundError.
     """
     program = shutil.which("bwrap")
     if program is None:
         raise FileNotFoundError("bwrap is not installed")
     inner = str(INNER_ID)
-    mapped = ["--unshare-user", "--uid", inner, "--gid", inner] if user is None else []
-    spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
-    return [program, *mapped, *spaces, "--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/"]
+    user_options = ["--unshare-user", "--uid", inner, "--gid", inner] if user is None else []
+    options = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    options += ["--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/"]
+    return [program, *user_options, *options]
 
 
 _users = iter(range(1, 1 << 62))
 
 
 def next_user() -> int | None:
-    """Return a user id that nobody has, if this process is root; else None: a user namespace.
+    """Return an unused user id for a sandbox if this process is root; else None.
 
-    The processes of a sandbox are counted by it, and root itself has no limit and could write to
-    /proc/sys. Raises PermissionError where the machine's root has no other user to become.
+    None means that the sandbox gets a user namespace. Each sandbox of root has a user of its own,
+    by which Linux counts its processes: root itself has no limit, and could write to /proc/sys.
+    Raises PermissionError if the machine's root can become no other user.
     """
     if os.geteuid() != 0:
         return None
@@ -240,6 +240,7 @@ def next_user() -> int | None:
         inner, outer, count = (int(number) for number in file.readline().split())
     if inner == 0 and outer == 0 and count < 1 << 31:
         raise PermissionError("this process is the machine's root and can become no other user")
-    if count < 1 << 31:
+    if count < 1 << 31:  # root of a container, in which the ids below do not exist
         return None
+    # 16 bits of the process id and 11 of a counter: unused ids, distinct in concurrent runs.
     return 0x7000_0000 + ((os.getpid() & 0xFFFF) << 11) + (next(_users) & 0x7FF)

@@ -17,7 +17,7 @@ from agenttrain.utils.signals import signal_name
 PROBE = 'import subprocess; print(6 * 7, subprocess.run(["/bin/sh", "-c", "exit 3"]).returncode)'
 PROBE_PRINTS = "42 3"
 LOST = "The session is ended: its variables, files and processes are lost"
-ENDS = {
+END_REASONS = {
     End.timeout: "the code ran longer than {call_s:g} s",
     End.memory: "the code and its files took more than {memory_mb} MB of memory",
     End.flood: "the code printed without end",
@@ -26,7 +26,7 @@ ENDS = {
 }
 
 
-EACH_CALL = SandboxSettings()
+DEFAULTS = SandboxSettings()
 _pools: dict[SandboxSettings, Pool] = {}
 
 
@@ -38,13 +38,16 @@ class Pool:
         self._jails: dict[str, Jail] = {}
         self._ending: dict[Jail, str] = {}
         self._lost: dict[str, str] = {}
-        """Why a rollout's next call finds a new sandbox, until the model reads it."""
+        """Rollout -> why its sandbox was lost; removed once the model has read it."""
         self._users = 0
 
     @classmethod
     def of(cls, settings: SandboxSettings) -> Pool:
-        """Return the pool for these settings. Raises ValueError."""
-        settings = replace(settings, call_s=EACH_CALL.call_s, max_chars=EACH_CALL.max_chars)
+        """Return the pool for these settings; raises ValueError if no sandbox can be made here.
+
+        Settings that differ only in limits of a call share a pool: those come with each call.
+        """
+        settings = replace(settings, call_s=DEFAULTS.call_s, max_chars=DEFAULTS.max_chars)
         if settings not in _pools:
             _pools[settings] = cls(settings, usable_backend(settings.sandbox))
         pool = _pools[settings]
@@ -54,7 +57,10 @@ class Pool:
     async def call(
         self, rollout_id: str, kind: str, code: str, settings: SandboxSettings | None = None
     ) -> str:
-        """Run code for a rollout; return its output. Raises ToolFailure, ToolUnavailable."""
+        """Run code in a rollout's sandbox; return its output. `settings` has this call's limits.
+
+        Raises ToolFailure if the code failed or was ended, ToolUnavailable if the sandbox failed.
+        """
         if len(code) > MAX_CODE:
             raise ToolFailure(f"the code has {len(code)} characters, at most {MAX_CODE} are run")
         if "\0" in code:
@@ -67,14 +73,14 @@ class Pool:
             await jail.lock.acquire()
             if self._jails.get(rollout_id) is jail:
                 break
-            jail.lock.release()  # the calls before this one ended it: take a new one
-        used = jail.started
+            jail.lock.release()  # a call before this one ended it: take a new one
+        was_used = jail.started
         try:
-            if not used:
+            if not was_used:
                 await jail.start()
             outcome = await run_call(jail, kind, code, settings)
         except SandboxError as error:
-            if used:  # a retry must not pretend that the variables are still there
+            if was_used:  # the model must learn that its variables are lost
                 self._lost[rollout_id] = "The sandbox broke down"
             raise ToolUnavailable(f"tool {kind}: the sandbox is broken: {error}") from error
         except asyncio.CancelledError:
@@ -87,7 +93,7 @@ class Pool:
         return self._text(rollout_id, kind, outcome, settings)
 
     async def release(self, rollout_id: str) -> None:
-        """End a rollout's sandbox: nothing of it is left when this returns."""
+        """End a rollout's sandbox, and wait until nothing of it is left."""
         self._lost.pop(rollout_id, None)
         if rollout_id in self._jails:
             self._end(rollout_id, self._jails[rollout_id])
@@ -96,7 +102,7 @@ class Pool:
             self._ending.pop(jail, None)
 
     async def close(self) -> None:
-        """Count a tool as closed; with the last one all sandboxes end."""
+        """Count a tool as closed. With the last tool, all sandboxes end."""
         self._users -= 1
         if self._users > 0:
             return
@@ -106,6 +112,7 @@ class Pool:
             await self.release(rollout_id)
 
     def _end(self, rollout_id: str, jail: Jail) -> None:
+        """Kill a sandbox without waiting; `release` waits for its end."""
         jail.kill()
         if self._jails.get(rollout_id) is jail:
             del self._jails[rollout_id]
@@ -118,8 +125,8 @@ class Pool:
         text, end = outcome.output, outcome.end
         if lost := self._lost.pop(rollout_id, None):
             text = _joined(f"[{lost}. {LOST}]", text)
-        if end in ENDS:
-            why = ENDS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
+        if end in END_REASONS:
+            why = END_REASONS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
             raise ToolFailure(_joined(text, f"[{why}. {LOST}]"))
         if end is End.exited:
             status = outcome.status
@@ -141,12 +148,15 @@ def _joined(text: str, note: str) -> str:
 
 
 @cache
-def usable_backend(wanted: str) -> str:
-    """Return the backend that works on this machine. Raises ValueError."""
-    if wanted == "none":
-        return wanted
+def usable_backend(choice: str) -> str:
+    """Return the first backend that works on this machine, as a trial sandbox shows.
+
+    Raises ValueError, which begins ``sandbox=…``, with the problem of each backend and a remedy.
+    """
+    if choice == "none":
+        return choice
     problems = []
-    for backend in BACKENDS if wanted == "required" else (wanted,):
+    for backend in BACKENDS if choice == "required" else (choice,):
         problem: str | None = "namespaces are Linux's"
         if sys.platform == "linux":
             # In a thread: this one may have a running event loop.
@@ -156,7 +166,7 @@ def usable_backend(wanted: str) -> str:
             return backend
         problems.append(f"{backend}: {problem}")
     raise ValueError(
-        f"sandbox={wanted}: no sandbox can be made on this machine ({'; '.join(problems)}); it "
+        f"sandbox={choice}: no sandbox can be made on this machine ({'; '.join(problems)}); it "
         "takes Linux 5.14 with user namespaces (sysctl user.max_user_namespaces above 0) or root, "
         "and `apt-get install bubblewrap` where only that may make them; sandbox=none runs the "
         "model's code without one, as this user and with the network"
@@ -164,7 +174,7 @@ def usable_backend(wanted: str) -> str:
 
 
 async def _probe(backend: str) -> str | None:
-    """Run a program in a sandbox; return why that does not work, or None."""
+    """Run a program in a trial sandbox; return the problem, or None if it works."""
     pool = Pool(SandboxSettings(sandbox=backend), backend)
     try:
         printed = await pool.call("probe", "python", PROBE)

@@ -1,7 +1,7 @@
 """Inside: the worker of `python`, an interpreter that keeps its variables between calls.
 
-It is one process with the model's code, so whatever it says is the model's word: the parent takes
-from it one line per call, bounded, and only with the random word that came with that call.
+The model's code runs in this process and can imitate it. The parent therefore trusts it little: it
+takes one line of bounded length per call, and only with the random word that came with the call.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FRAMES = 8
 
 
 def run(channel: socket.socket, packages: str | None) -> None:
-    """Answer calls until the parent is gone."""
+    """Answer calls until the parent has ended."""
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
-        # Unbuffered, so that both, and what subprocesses print, come in the order of writing.
+        # Unbuffered, so that both streams and the output of subprocesses keep their order.
         raw = io.FileIO(number, "w", closefd=False)
         text = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
         setattr(sys, name, text)
@@ -53,9 +53,9 @@ def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
     """Run the code of one call; return True if it raised."""
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
-        for step, shown in _compiled(code, name):
-            value = eval(step, namespace)
-            if shown and value is not None:
+        for part, is_shown in _compiled(code, name):
+            value = eval(part, namespace)
+            if is_shown and value is not None:
                 namespace["_"] = value
                 print(repr(value))
     except SystemExit as stop:  # it ends the call and not the session
@@ -65,21 +65,21 @@ def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
         return True
     except BaseException as error:
         try:
-            # The first frame is this file's; a syntax error's are all of the parser.
+            # The first frame is this file's; the frames of a syntax error are the parser's.
             frames = error.__traceback__.tb_next if error.__traceback__ else None
             if isinstance(error, SyntaxError):
                 frames = None
             lines = traceback.format_exception(type(error), error, frames, limit=-FRAMES)
             print("".join(lines), end="", file=sys.stderr)
         except BaseException:
-            # Even that fails: no memory, or a `__str__` that raises.
+            # The traceback cannot be printed: no memory, or a `__str__` that raises.
             os.write(2, type(error).__name__.encode(errors="replace") + b"\n")
         return True
     return False
 
 
 def _compiled(code: str, name: str) -> list[tuple[CodeType, bool]]:
-    """Compile the code in one or two parts; the value of a last expression is shown."""
+    """Compile the code as (part, True if its value is shown): a last expression is shown."""
     tree = ast.parse(code, name)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):

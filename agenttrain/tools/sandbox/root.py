@@ -44,14 +44,14 @@ FILES = 20_000
 
 
 class Root(NamedTuple):
-    """What is seen in a sandbox. Paths are absolute and free of links."""
+    """The files that are visible in a sandbox. Paths are absolute and contain no links."""
 
     disk_mb: int
     """Size of all folders that can be written to."""
     files: int = FILES
     home: str = "/work"
     writable: Sequence[str] = ("/work", "/tmp", "/dev/shm")
-    """Folders that are the sandbox's own, empty at first."""
+    """Folders that the code can write to; empty at first."""
     programs: Sequence[str] = ()
     """Files and folders that can be read, at their own paths."""
     shown: Sequence[str] = ()
@@ -70,7 +70,10 @@ class Root(NamedTuple):
 
 
 def build_root(root: Root, *, user: int) -> None:
-    """Replace this process's file system, in a mount namespace of its own."""
+    """Replace the file system of this process, which must have a mount namespace of its own.
+
+    `user` is the one that the code will have.
+    """
     submounts = list(_mount_points())
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     # /tmp always exists. The mount hides its files only until the old root appears at HOST.
@@ -87,11 +90,11 @@ def build_root(root: Root, *, user: int) -> None:
     options = f"size={root.disk_mb}m,nr_inodes={root.files},mode=755"
     mount("tmpfs", DISK, "tmpfs", flags, options)
     for index, path in enumerate(sorted(root.writable)):
-        inner = f"{DISK}/{index}"
-        os.mkdir(inner)
-        os.chmod(inner, 0o1777)
-        os.chown(inner, user, user)
-        _bind(inner, path, 0)
+        folder = f"{DISK}/{index}"
+        os.mkdir(folder)
+        os.chmod(folder, 0o1777)
+        os.chown(folder, user, user)
+        _bind(folder, path, 0)
     unmount(DISK)
     os.rmdir(DISK)
     _show_all(root, submounts)
@@ -110,6 +113,7 @@ def build_root(root: Root, *, user: int) -> None:
 
 
 def _write_settings(home: str, user: int) -> None:
+    """Write the files of /etc that programs need."""
     os.makedirs("/etc", exist_ok=True)
     for name, text in {
         "passwd": f"root:x:0:0:root:/:/bin/false\nuser:x:{user}:{user}:user:{home}:/bin/sh\n",
@@ -122,6 +126,7 @@ def _write_settings(home: str, user: int) -> None:
 
 
 def _make_devices(terminals: bool) -> None:
+    """Make /dev: a few devices of the machine, and pseudo-terminals if wanted."""
     os.mkdir("/dev")
     for name in (*DEVICES, "tty") if terminals else DEVICES:
         _bind(f"{HOST}/dev/{name}", f"/dev/{name}", ATTR_RDONLY | ATTR_NOSUID | ATTR_NOEXEC)
@@ -136,37 +141,41 @@ def _make_devices(terminals: bool) -> None:
 
 
 def _show_all(root: Root, submounts: Sequence[str]) -> None:
-    """Make programs and folders visible, parents first."""
+    """Make programs and folders visible, parents first.
+
+    `submounts` are the machine's mount points: an overlay of a folder lacks the mounts in it, which
+    are shown separately.
+    """
     os.mkdir(LAYERS)
     mount("tmpfs", LAYERS, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     numbers = itertools.count()
-    done: list[str] = []
+    visible: list[str] = []
     for path in sorted({*root.programs, *root.shown}):
         if path in root.shown and os.path.isdir(HOST + path):
             _show(path, f"{LAYERS}/{next(numbers)}", root)
-            for inner in sorted(submounts):
-                if inner != path and is_within(inner, path) and os.path.isdir(path):
-                    with suppress(OSError):  # no disk: it is absent
-                        _show(inner, f"{LAYERS}/{next(numbers)}", root)
-        elif not is_within(path, *done):
+            for mounted in sorted(submounts):
+                if mounted != path and is_within(mounted, path) and os.path.isdir(path):
+                    with suppress(OSError):  # a special file system stays absent
+                        _show(mounted, f"{LAYERS}/{next(numbers)}", root)
+        elif not is_within(path, *visible):
             _expose(path)
-        done.append(path)
+        visible.append(path)
     unmount(LAYERS)
     os.rmdir(LAYERS)
 
 
 def _show(path: str, layer: str, root: Root) -> None:
-    """Mount a folder over itself, below a layer: its sockets and pipes lead nowhere.
+    """Mount a folder of the machine read-only as an overlay, in which its sockets lead nowhere.
 
-    Whiteouts in the layer, devices 0:0, remove what is hidden. Where the code has another user than
-    the folder's owner, it can still enter the folder and reach what is shown in it.
+    The upper `layer` holds whiteouts, devices 0:0, for hidden paths. It also holds copies of the
+    folders above visible ones, with permission to enter, for code of another user than their owner.
     """
     os.mkdir(layer, 0o755)
-    for secret in root.hidden:
-        if is_within(secret, path) and secret != path:
-            inner = _copy_folders(os.path.dirname(secret), path, layer)
+    for hidden in root.hidden:
+        if is_within(hidden, path) and hidden != path:
+            copy = _copy_folders(os.path.dirname(hidden), path, layer)
             with suppress(FileExistsError):
-                os.mknod(f"{inner}/{os.path.basename(secret)}", stat.S_IFCHR, os.makedev(0, 0))
+                os.mknod(f"{copy}/{os.path.basename(hidden)}", stat.S_IFCHR, os.makedev(0, 0))
     for place in (*root.programs, *root.shown):
         if is_within(place, path) and place != path:
             _copy_folders(os.path.dirname(place), path, layer, added=0o011)
@@ -177,8 +186,10 @@ def _show(path: str, layer: str, root: Root) -> None:
 
 
 def _copy_folders(folder: str, top: str, layer: str, *, added: int = 0) -> str:
-    """Make the folders from `top` to `folder` in a layer, with owner and permissions of the
-    machine's; return the last one. `added` are further permissions."""
+    """Copy the folders from `top` to `folder` into a layer, without files; return the last one.
+
+    Owner and permissions are the machine's; `added` are further permissions.
+    """
     source, copy = HOST + top, layer
     for name in filter(None, folder[len(top) :].split("/")):
         source, copy = f"{source}/{name}", f"{copy}/{name}"
@@ -198,10 +209,11 @@ def is_within(path: str, *folders: str) -> bool:
 
 
 def _mount_points() -> Iterator[str]:
+    """Yield the mount points that this process sees."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
-            place = line.split(" ")[4]
-            yield re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place)
+            path = line.split(" ")[4]  # blanks in it are written as \040
+            yield re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
 def _expose(path: str) -> None:
@@ -216,6 +228,7 @@ def _expose(path: str) -> None:
 
 
 def _bind(source: str, path: str, attributes: int) -> None:
+    """Mount a file or folder at `path`, which is made if it is missing."""
     if os.path.isdir(source):
         _make_folder(path)
     else:

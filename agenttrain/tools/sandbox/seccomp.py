@@ -67,7 +67,7 @@ REFUSED = {
     "inotify_init1": (294, 26),
     "ioprio_set": (251, 30),
 }
-OTHERS = {
+SELF_ONLY = {
     "prlimit64": (302, 261, 0),
     "sched_setaffinity": (203, 122, 0),
     "sched_setscheduler": (144, 119, 0),
@@ -75,9 +75,9 @@ OTHERS = {
     "sched_setattr": (314, 274, 0),
     "setpriority": (141, 140, 1),
 }
-"""Calls that a process may make about itself only: (x86_64, aarch64, number of the argument that
-must be 0). The sandbox's first process has the same user as the code, which must not slow it down
-or limit it."""
+"""Calls that a process may make only about itself: (x86_64, aarch64, index of the argument that
+must be 0, which means the caller). The sandbox's first process has the same user as the code, which
+must not slow it down or limit it."""
 CLONE, CLONE3, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
 SETSOCKOPT, SOL_SOCKET = (54, 208), 1
 BUFFER_SIZES = (7, 8, 32, 33)
@@ -94,7 +94,11 @@ NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
 
 
 def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
-    """Return the filter in classic BPF, without `permitted`. Raises ValueError."""
+    """Return the filter as instructions of classic BPF. Raises ValueError for another machine.
+
+    `permitted` are the names in `REFUSED` that the filter allows. An instruction EQUAL, AT_LEAST or
+    ANY_BIT skips as many instructions as its last two numbers say: if true, if false.
+    """
     column = tuple(ARCHITECTURE).index(machine)
     lines = [
         *(_op(LOAD, ARCHITECTURE_AT), _op(EQUAL, ARCHITECTURE[machine], 1, 0), _op(RETURN, KILL)),
@@ -105,9 +109,9 @@ def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
     ]
     for numbers in (REFUSED[name] for name in REFUSED if name not in permitted):
         lines += [_op(EQUAL, numbers[column], 0, 1), _errno(EPERM)]
-    for *about, argument in OTHERS.values():
+    for *call_numbers, argument in SELF_ONLY.values():
         lines += [
-            *(_op(EQUAL, about[column], 0, 4), _op(LOAD, ARGUMENT_AT + 8 * argument)),
+            *(_op(EQUAL, call_numbers[column], 0, 4), _op(LOAD, ARGUMENT_AT + 8 * argument)),
             *(_op(EQUAL, 0, 0, 1), _op(RETURN, ALLOW), _errno(EPERM)),
         ]
     lines += [
@@ -125,9 +129,9 @@ def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
     return lines
 
 
-def _op(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """Encode one instruction; `then` and `otherwise` are the numbers of instructions to skip."""
-    return struct.pack("=HBBI", code, then, otherwise, value)
+def _op(code: int, value: int, skip_if_true: int = 0, skip_if_false: int = 0) -> bytes:
+    """Encode one instruction; the last two are the numbers of instructions to skip."""
+    return struct.pack("=HBBI", code, skip_if_true, skip_if_false, value)
 
 
 def _errno(number: int) -> bytes:

@@ -16,11 +16,11 @@ from agenttrain.tools.sandbox.config import SandboxSettings
 from agenttrain.tools.sandbox.outside_process import Jail, SandboxError, SandboxProcess
 
 DEATH_REPORT_S = 0.5
-"""Seconds within which the death of a sandbox is reported."""
+"""Seconds within which a sandbox's end is reported over its connection."""
 MAX_OUTPUT_BYTES = 4 << 20
 """Bytes of output at which a call is ended."""
 MAX_NOISE_BYTES = 1 << 12
-"""Bytes on the channel that are no answer, at which a call is ended."""
+"""Bytes without an answer on the channel at which a call is ended."""
 CHUNK = 1 << 16
 PAUSE_S = 0.01
 """Seconds between two reads of the output, so that code that prints byte by byte does not keep the
@@ -86,17 +86,18 @@ class Output:
     """
 
     def __init__(self, max_chars: int) -> None:
-        self._max_chars, self._room = max_chars, 4 * max_chars
+        self._max_chars = max_chars
+        self._max_bytes = 4 * max_chars  # of head and tail each; UTF-8 has up to 4 per character
         self._head, self._tail = bytearray(), bytearray()
         self.size = 0
 
     def add(self, data: bytes) -> None:
         """Append output."""
         self.size += len(data)
-        room = max(self._room - len(self._head), 0)
-        self._head += data[:room]
-        self._tail += data[room:]
-        del self._tail[: -self._room]
+        remaining = max(self._max_bytes - len(self._head), 0)
+        self._head += data[:remaining]
+        self._tail += data[remaining:]
+        del self._tail[: -self._max_bytes]
 
     def text(self) -> str:
         """Return the text, clipped in the middle with a marker; invalid UTF-8 becomes U+FFFD."""
@@ -117,7 +118,11 @@ class Output:
 
 
 async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) -> CodeOutcome:
-    """Run `code` within the limits of `settings`. Raises SandboxError."""
+    """Run `code` in the sandbox's `python` or `bash`, within the limits of `settings`.
+
+    The sandbox is dead after any end but `done`, `failed` and `exited`, and after a cancellation.
+    Raises SandboxError if it was dead before, or died by itself.
+    """
     try:
         return await _Call(jail, kind, settings).run(code)
     except OSError as error:
@@ -142,6 +147,7 @@ class _Call:
         self._watched: set[int] = set()
 
     async def run(self, code: str) -> CodeOutcome:
+        """Send the code, and wait until one of the readers ends the call."""
         self._jail.interrupt = self._on_interrupt
         if self._kind == "python":
             request = json.dumps({"nonce": self._nonce, "code": code}) + "\n"
@@ -150,12 +156,12 @@ class _Call:
         data = request.encode("utf-8", "replace")
         self._jail.control.send(b"go")
         try:
-            sent = self._worker.channel.send(data)
+            sent_bytes = self._worker.channel.send(data)
         except OSError:
-            sent = 0
-        if sent != len(data):
-            # Earlier code closed the channel or left it unread. Or the sandbox is dying: that is
-            # reported within this time, and is then the end of the call.
+            sent_bytes = 0
+        if sent_bytes != len(data):
+            # Earlier code closed the channel or left it unread. Or the sandbox is ending: then
+            # `_read_control` learns of it first.
             self._loop.call_later(DEATH_REPORT_S, self._finish, End.broken)
         self._watch(self._jail.control.fileno(), self._read_control)
         self._watch(self._worker.channel.fileno(), self._read_answer)
@@ -182,6 +188,7 @@ class _Call:
         return CodeOutcome(end=end, output=self._output.text(), status=status)
 
     def _watch(self, number: int, reader: Callable[[], None]) -> None:
+        """Call `reader` when the file of this number can be read, until the call ends."""
         if not self._ended.done():
             self._watched.add(number)
             self._loop.add_reader(number, reader)
@@ -192,7 +199,7 @@ class _Call:
             self._loop.remove_reader(number)
 
     def _on_interrupt(self) -> None:
-        """End the call: the sandbox is killed from elsewhere, and its files are closed."""
+        """End the call, because the sandbox was killed meanwhile and its files are closed."""
         if not self._ended.done():
             self._ended.set_exception(SandboxError("it was ended during a call"))
         self._unwatch(*self._watched)
@@ -202,16 +209,18 @@ class _Call:
             self._ended.set_result((end, status))
 
     def _read_output(self) -> None:
+        """Read output of the code; end the call if it is too much."""
         number = self._worker.output
         data = os.read(number, CHUNK)
         self._output.add(data)
         self._unwatch(number)
         if self._output.size > MAX_OUTPUT_BYTES:
             self._finish(End.flood)
-        elif data:  # at the end of the file nothing writes any more; others report the call's end
+        elif data:  # read on after a pause; at the end of the file another reader ends the call
             self._loop.call_later(PAUSE_S, self._watch, number, self._read_output)
 
     def _read_answer(self) -> None:
+        """Read the interpreter's channel; end the call at its answer, ``<nonce> <status>``."""
         try:
             data = self._worker.channel.recv(CHUNK)
         except OSError:
@@ -228,6 +237,7 @@ class _Call:
             self._finish(End.broken)
 
     def _read_control(self) -> None:
+        """Read a message of the sandbox's first process; it may end the call."""
         try:
             words = self._jail.control.recv(4096).decode().split()
         except OSError:

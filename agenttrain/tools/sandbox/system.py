@@ -56,13 +56,13 @@ def _check(result: int, what: str) -> None:
 
 
 def syscall(number: int, *arguments: object, what: str) -> None:
-    """Make a system call by its number; integers are passed as longs."""
+    """Make a system call by its number; `what` names it in errors."""
     longs = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     _check(_libc.syscall(ctypes.c_long(number), *longs), what)
 
 
 def unshare(flags: int) -> None:
-    """Give this process namespaces of its own; only its children enter a new process namespace."""
+    """Move this process to new namespaces; into a process namespace, only its children."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 

@@ -1,4 +1,4 @@
-"""`python` and `bash`: interpreters in a sandbox, of which each rollout has its own."""
+"""`python` and `bash`: interpreters in a sandbox. Each rollout has its own."""
 
 from __future__ import annotations
 
@@ -88,20 +88,20 @@ def interpreter(
         max_chars=max_chars,
         packages=packages,
     )
-    made = Python(settings) if language == "python" else Bash(settings)
+    tool = Python(settings) if language == "python" else Bash(settings)
     if sandbox == "none":
         print(
             f"warning: sandbox=none: the `{language}` tool runs the model's code without a sandbox,"
             " as this user, with its files and the network; only limits per process hold",
             file=sys.stderr,
         )
-    return made
+    return tool
 
 
 def interpreter_problems(
     key: str, settings: ToolSettings, arguments: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield problems of such a tool's settings and arguments; unknown names are checked before."""
+    """Yield problems of an interpreter's settings and arguments; all their names are known."""
     if settings.isolation is Isolation.process:
         yield (
             f"{key}.isolation=process: its code runs in processes of the rollout's own already, "
