@@ -25,8 +25,8 @@ async def start_episode(
 ) -> Episode | None:
     """Start the environment of the rollout's task, and add the messages of its reset to the task.
 
-    None if the task has no environment. Raises ToolUnavailable when it cannot be started or when
-    neither the row nor the reset gives a message; StuckTools.
+    Returns None if the task has no environment. Raises StuckTools if abandoned calls pile up, and
+    ToolUnavailable if the environment cannot be started or neither row nor reset gives a message.
     """
     environments.check_stuck()
     kind = environments.kind_of(rollout.task)
@@ -62,10 +62,10 @@ async def score_episode(rollout: Rollout, episode: Episode | None) -> None:
         return
     if not rollout.turns or rollout.stop_reason in unscored:
         return
-    given = copy_rollout(rollout)
+    rollout_copy = copy_rollout(rollout)  # user code must not change what is trained
     try:
-        value = await episode.reward(given, as_number)
-        check_unchanged(given, rollout)
+        value = await episode.reward(rollout_copy, as_number)
+        check_unchanged(rollout_copy, rollout)
     except ToolUnavailable:
         raise
     except ChangedRollout as error:  # our traceback would point away from the user's method
@@ -78,5 +78,5 @@ async def score_episode(rollout: Rollout, episode: Episode | None) -> None:
 async def end_episode(rollout: Rollout, episode: Episode | None) -> None:
     """End the episode. Its instance is reused unless the rollout failed or timed out."""
     if episode is not None:
-        well = rollout.stop_reason not in (None, StopReason.error, StopReason.timeout)
-        await episode.finish(again=well)
+        unusable = (None, StopReason.error, StopReason.timeout)
+        await episode.finish(again=rollout.stop_reason not in unusable)
