@@ -144,10 +144,10 @@ def make_reference(
 ) -> ReferencePolicy | None:
     """Return the configured reference. None: there is no KL penalty.
 
-    It is the policy as it is now. If it has adapters, the weights under them are shared: adapters
-    that are new are switched off, and those of an earlier training are kept as a copy. Without
-    adapters it is a copy of the policy. If the policy has no storage yet, `copy_weights` gives the
-    copy its weights. Raises ValueError for a synced reference of a model with adapters.
+    The reference is the policy as it is now: without adapters a copy of it. If the policy has no
+    storage yet, `copy_weights` gives the copy its weights. With adapters both share the weights
+    below: new adapters are switched off for the reference, and those of an earlier training are
+    copied. Raises ValueError for a synced reference of a model with adapters.
     """
     if config.kl is None:
         return None
