@@ -149,8 +149,7 @@ class DataConfig:
         problems = []
         for name, group in GROUPS.items():
             value = getattr(self, name)
-            is_unused = all(section.get(name) != value for section in (self.train, self.test))
-            if value is not None and is_unused:
+            if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
                 sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
                 overrides = " ".join(
                     f"{key}.{name}={value}"
