@@ -91,13 +91,13 @@ class Watchdog:
         self._count = 0
         """Counter of progress. The run raises it, and the thread only compares it."""
         self._collector: Watched | None = None
-        self._ended = threading.Event()
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._former_handler: Any = None
 
     def __enter__(self) -> Watchdog:
         if self._folder is not None:
-            self._ended.clear()
+            self._over.clear()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
             self._former_handler = _handle_stop_with(_stop)
@@ -109,7 +109,7 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._ended.set()
+        self._over.set()
         self.begin(None)
         if self._thread is not None:
             self._thread.join(LONGEST_TICK_S)
@@ -153,7 +153,7 @@ class Watchdog:
         last_count, idle_s = -1, 0.0
         last_tick = time.monotonic()
         last_progress, last_beat, last_arm = time.time(), -math.inf, -math.inf
-        while not self._ended.wait(TICK_S):
+        while not self._over.wait(TICK_S):
             now = time.monotonic()
             setting, deadline_s = self._config.deadline_of(self._phase)
             # Not `now - last_tick`: time in which the whole process was stopped does not count.

@@ -117,16 +117,16 @@ class RolloutRows:
 
     def _record(self, index: int) -> RecordedRollout:
         """Return the recorded rollout of a line; raises ValueError for any other object."""
-        where = self._file.where(index)
+        place = self._file.where(index)
         try:
             record = self._file[index]
         except BadRow as error:
-            raise ValueError(f"path={where}: {error}") from error
+            raise ValueError(f"path={place}: {error}") from error
         if not {"rollout_id", "reward", "stop_reason"} <= set(record) or not (
             record.get("trajectories") or "token_ids" in record
         ):
             raise ValueError(
-                f"path={where}: is no rollout that a run recorded; other rows are read by data=file"
+                f"path={place}: is no rollout that a run recorded; other rows are read by data=file"
             )
         return RecordedRollout(current_form(record))
 
