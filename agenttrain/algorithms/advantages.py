@@ -1,7 +1,7 @@
 """Rewards -> advantages: how much better a rollout did than its peers.
 
-Shapes: P tasks of a step, G rollouts of a task, F reward functions. NaN stands for "no reward
-applies".
+Shapes: P tasks of a step, G rollouts of a task, R = P x G, F reward functions, 1 an axis to
+broadcast. NaN stands for "no reward applies".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EPSILON = 1e-4
 
 
 def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tensor:
-    """Advantage of every rollout, [P, G]. NaN where the reward is NaN.
+    """Return the advantage of every rollout, [P, G]. NaN where the reward is NaN.
 
     A NaN reward is in no mean and in no deviation. Where all compared rewards are exactly equal the
     advantage is exactly 0, whatever the rounding of their mean.
@@ -26,7 +26,7 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
     GRPO (https://arxiv.org/abs/2402.03300): the group's mean is the baseline; RLOO
     (https://arxiv.org/abs/2402.14740): the mean of the group's others; REINFORCE++
     (https://arxiv.org/abs/2501.03262): the mean of the batch; none: the reward itself.
-    Deviations have one degree of freedom taken (ddof=1).
+    Standard deviations are those of a sample (ddof=1).
 
     Example: ``[[1., 0., 0., 0.]]`` has [.75, -.25, -.25, -.25] over its mean, [1, -1/3, -1/3, -1/3]
     leave-one-out, and 1.4997 = .75 / (.5 + 1e-4) as the first of the scaled ones.
@@ -55,18 +55,18 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
         result_PG = result_PG / ((square_P1 / (count_P1 - 1).clamp(min=1)).sqrt() + EPSILON)
     elif scale is Scale.batch:
         # GRPO divides by the deviation of the rewards, RLOO by that of the advantages (as TRL).
-        leave_one_out = baseline is Advantage.leave_one_out
-        result_PG = result_PG / (_deviation(result_PG if leave_one_out else rewards_PG) + EPSILON)
+        scale_by_PG = result_PG if baseline is Advantage.leave_one_out else rewards_PG
+        result_PG = result_PG / (_std(scale_by_PG) + EPSILON)
     return result_PG
 
 
 def normalized_advantages(rewards_FPG: Tensor, weights: Sequence[float], *, scale: Scale) -> Tensor:
-    """Weighted sum of each function's own group-normalised advantages, [P, G].
+    """Return the weighted sum of the advantages by each reward function, [P, G].
 
-    GDPO, https://arxiv.org/abs/2601.05242: a function whose rewards spread little counts as much as
-    one whose rewards spread widely. With scale=batch the sum is divided by its deviation over the
-    batch (its mean is 0 already), as in the paper. With scale=none it is not divided. NaN where no
-    function applies.
+    GDPO, https://arxiv.org/abs/2601.05242: each function's advantages are normalised within the
+    group first, so that one whose rewards spread little counts as much as one whose rewards spread
+    widely. With scale=batch the sum is divided by its deviation over the batch (its mean is 0
+    already), as in the paper. With scale=none it is not divided. NaN where no function applies.
 
     Example: functions [1, 0] and [0, 10] of one group of two, of weights 1 and 0.5, are worth
     .707 - .354 to the first rollout, whatever the factor of ten.
@@ -81,11 +81,11 @@ def normalized_advantages(rewards_FPG: Tensor, weights: Sequence[float], *, scal
     unscored_PG = rewards_FPG.isnan().all(0)
     result_PG = (normalized_FPG * weights_F11).nansum(0).masked_fill(unscored_PG, torch.nan)
     if scale is Scale.batch:
-        result_PG = result_PG / (_deviation(result_PG) + EPSILON)
+        result_PG = result_PG / (_std(result_PG) + EPSILON)
     return result_PG
 
 
-def _deviation(values: Tensor) -> Tensor:
+def _std(values: Tensor) -> Tensor:
     """Return the standard deviation (ddof=1) of the values that are not NaN. 0 below two values."""
     valid_N = values[~values.isnan()]
     return valid_N.std() if valid_N.numel() > 1 else values.new_zeros(())

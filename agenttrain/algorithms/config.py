@@ -180,6 +180,7 @@ class KlConfig:
         return self
 
     def _problems(self) -> Iterator[str]:
+        """Yield the settings of the penalty that do not go together."""
         key, in_loss = "algorithm.kl", self.place is KlPlace.loss
         if self.bias_correction and not in_loss:
             yield (
@@ -275,6 +276,7 @@ class CorrectionConfig:
         return self
 
     def _problems(self) -> Iterator[str]:
+        """Yield the bounds that do not go together."""
         key, low, high = "algorithm.correction", self.min, self.max
         if low is None and high is None:
             yield (
@@ -394,14 +396,14 @@ class AlgorithmConfig:
     def _check(self) -> AlgorithmConfig:
         if self.kl is not None and self.kl.beta == 0:
             self.kl = None  # a sweep over beta may begin at 0
-        problems = [*_advantage(self), *_credit(self), *_teacher(self)]
+        problems = [*_advantage_problems(self), *_credit_problems(self), *_teacher_problems(self)]
         if self.correction is not None and self.behaviour is Behaviour.engine:
             problems.append(
                 f"algorithm.correction.level={self.correction.level}: compares the trainer's "
                 "probabilities with the engine's; set algorithm.behaviour=recomputed"
             )
         if not self.objective.is_own:  # `load_objective` checks these once they are imported
-            problems += _objective(self)
+            problems += _objective_problems(self)
         raise_problems(problems)
         return self
 
@@ -453,14 +455,14 @@ def load_objective(algorithm: AlgorithmConfig) -> None:
     """
     if algorithm.objective.is_own:
         algorithm.objective = Objective(algorithm.objective.plain())
-        if problems := list(_objective(algorithm)):
+        if problems := list(_objective_problems(algorithm)):
             raise ConfigError("\n".join(problems))
 
 
-def _needs(
+def _without_effect(
     needed: str, is_set: bool, section: Any, *keys: str, prefix: str = "algorithm"
 ) -> Iterator[str]:
-    """Yield a problem for each of these keys that is not at its default, unless `is_set`.
+    """Yield a problem for each of the keys that differs from its default, unless `is_set`.
 
     `needed` names the setting that gives the keys an effect; `is_set` is True if the run has it.
     """
@@ -473,15 +475,18 @@ def _needs(
             )
 
 
-def _teacher(a: AlgorithmConfig) -> Iterator[str]:
+def _teacher_problems(a: AlgorithmConfig) -> Iterator[str]:
+    """Yield the problems of the teacher's keys, alone and with the axes that exclude a teacher."""
     teacher, key = a.teacher, "algorithm.teacher"
-    others = ("weight", "reward_weight", "gate", "prompt")
-    yield from _needs(f"{key}.path", a.has_teacher, teacher, *others, prefix=key)
+    needing_teacher = ("weight", "reward_weight", "gate", "prompt")
+    yield from _without_effect(f"{key}.path", a.has_teacher, teacher, *needing_teacher, prefix=key)
     loaded = teacher.own_path is not None
     needed = f"a model in {key}.path" if a.has_teacher else f"{key}.path"
-    yield from _needs(needed, loaded, teacher, "revision", "dtype", prefix=key)
+    yield from _without_effect(needed, loaded, teacher, "revision", "dtype", prefix=key)
     gated = a.has_teacher and teacher.gate is not Gate.all
-    yield from _needs(f"{key}.gate=failed or succeeded", gated, teacher, "success", prefix=key)
+    yield from _without_effect(
+        f"{key}.gate=failed or succeeded", gated, teacher, "success", prefix=key
+    )
     if not a.has_teacher:
         return
     if a.resamples:
@@ -498,19 +503,20 @@ def _teacher(a: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def _advantage(a: AlgorithmConfig) -> Iterator[str]:
-    yield from _needs(
+def _advantage_problems(a: AlgorithmConfig) -> Iterator[str]:
+    """Yield the settings of baseline, scale, rewards and resampling that do not go together."""
+    yield from _without_effect(
         "algorithm.advantage=group or leave_one_out: compared with the whole batch, or with "
         "nothing, a group of equal rewards teaches as much as any",
         a.advantage not in UNGROUPED,
         a,
         *("dynamic_sampling", "oversample"),
     )
-    least = 1 if a.advantage in UNGROUPED else 2
-    if a.group_size < least:
+    min_size = 1 if a.advantage in UNGROUPED else 2
+    if a.group_size < min_size:
         yield (
             f"algorithm.group_size={a.group_size}: a rollout is compared with the others of its "
-            f"group, so it takes at least {least}"
+            f"group, so it takes at least {min_size}"
         )
     if a.advantage is Advantage.leave_one_out and a.scale is Scale.group:
         yield (
@@ -552,8 +558,8 @@ def _advantage(a: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def _credit(a: AlgorithmConfig) -> Iterator[str]:
-    """Check the credit of turns against the axes of the advantage."""
+def _credit_problems(a: AlgorithmConfig) -> Iterator[str]:
+    """Yield the settings that do not go with credit per turn."""
     credit = a.turn_credit
     if credit is None:
         return
@@ -580,14 +586,14 @@ def _credit(a: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def _objective(a: AlgorithmConfig) -> Iterator[str]:
-    """Check the other settings against what the objective declares about itself."""
+def _objective_problems(a: AlgorithmConfig) -> Iterator[str]:
+    """Yield the settings that do not go with the objective, by the properties that it declares."""
     objective, name = a.objective.registered, a.objective.name
     ratio = getattr(a.objective.settings, "ratio", Ratio.token)
-    # By value: a settings class of the user's may have a plain text, or another kind of ratio.
     bias_corrected = a.kl is not None and a.kl.bias_correction
-    of_sequences = ratio in (Ratio.sequence_mean, Ratio.sequence_sum)
-    yield from _needs(
+    # By value: a settings class of the user's may have a plain text, or another kind of ratio.
+    is_sequence_ratio = ratio in (Ratio.sequence_mean, Ratio.sequence_sum)
+    yield from _without_effect(
         "another algorithm.objective, one with a ratio, algorithm.correction, algorithm.teacher or "
         "algorithm.kl.bias_correction",
         not objective.single_update
@@ -605,7 +611,7 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
             "only the first update of a step would be right; set it to 1, or "
             "algorithm/objective=clip or cispo"
         )
-    if bias_corrected and of_sequences:
+    if bias_corrected and is_sequence_ratio:
         yield (
             "algorithm.kl.bias_correction=true: the KL is of tokens, and the ratio of "
             f"algorithm.objective.ratio={ratio} is not; set algorithm.objective.ratio=token, or "
@@ -638,7 +644,7 @@ def _objective(a: AlgorithmConfig) -> Iterator[str]:
             "all tokens of a rollout, so that none can be left out; set algorithm.top_entropy=1, "
             "or algorithm/objective=clip"
         )
-    elif of_sequences and not a.token_advantages:
+    elif is_sequence_ratio and not a.token_advantages:
         yield (
             f"algorithm.top_entropy={a.top_entropy}: the gradient of algorithm.objective.ratio="
             f"{ratio} reaches all tokens of a trajectory, so that none can be left out; set "

@@ -21,7 +21,7 @@ def correction_ratio(
     sequences: int,
     level: CorrectionLevel,
 ) -> Tensor:
-    """trainer / engine probability: [S] on token level, [B] of whole sequences above it.
+    """Return the ratio of probabilities trainer / engine: of tokens, [S], or of sequences, [B].
 
     token: truncated it is TIS (Yao et al., "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training"), masked IcePop (https://arxiv.org/abs/2510.18855). sequence: the
@@ -40,7 +40,7 @@ def correction_ratio(
 def bound_ratio(
     ratio: Tensor, mode: CorrectionMode, *, low: float | None, high: float | None
 ) -> Tensor:
-    """Ratio within [low, high]: outside it becomes the bound (truncate) or 0 (mask).
+    """Return the ratio, replaced outside [low, high] by the bound (truncate) or by 0 (mask).
 
     Example: [.5, 1, 3] in [.8, 2] becomes [.8, 1, 2] or [0, 1, 0].
     """
@@ -61,11 +61,11 @@ def off_policy_keep(
     sequence_S: Tensor,
     threshold: float,
 ) -> Tensor:
-    """Sequences that keep their gradient, [B] of bool.
+    """Return True for each sequence that keeps its gradient, [B].
 
     A sequence keeps it if A >= 0, or if its mean of log p(engine) - log p(policy) is not above the
-    threshold: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. A sequence from which the policy has
-    moved away already is not pushed further.
+    threshold: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. A sequence that the policy has
+    become less likely to sample is not pushed further down.
     """
     difference_S = engine_S - logprobs_S.detach()
     drift_B = sequence_means(difference_S, sequence_S, advantages_B.numel())

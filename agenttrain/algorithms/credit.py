@@ -53,13 +53,13 @@ def rewards_of_turns(
 ) -> TurnRewards:
     """Return the weighted reward of each turn. The last includes the reward of the whole rollout.
 
-    `penalty` is subtracted from the last one. Example: weights ``{"steps": 0.5}``, `turn_scores`
+    `penalty` is subtracted from the last turn's. Example: weights ``{"steps": 0.5}``, `turn_scores`
     ``{"steps": (1.0, 0.0)}`` and `rewards` ``{"steps": 1.0, "exact": 1.0}`` give (0.5, 1.0).
     """
     states = tuple(state for trajectory in rollout.trajectories for state in trajectory.states)
     if rollout.reward is None or not rollout.turns:
         return TurnRewards(rewards=None, states=states)
-    order = _order(rollout)
+    order = _sampling_order(rollout)
     last_turn = order[-1]
     values = [0.0] * rollout.turns
     values[last_turn] = -penalty
@@ -80,11 +80,12 @@ def rewards_of_turns(
     return TurnRewards(rewards=tuple(values[turn] for turn in order), states=states)
 
 
-def _order(rollout: Rollout) -> list[int]:
-    """Return the turns in the order of sampling, each by its index in the list of all turns.
+def _sampling_order(rollout: Rollout) -> list[int]:
+    """Return the indices of the rollout's turns in the order in which they were sampled.
 
-    Example: trajectories of 2 and 1 turns have the indices 0 1 | 2. If turn 0 called the sub-agent
-    that is the second trajectory, the order is [0, 2, 1].
+    Turns are numbered trajectory by trajectory. Example: trajectories of 2 and 1 turns have the
+    indices 0 1 | 2. If turn 0 called the sub-agent of the second trajectory, the order is
+    [0, 2, 1].
     """
     delegations = [trajectory.delegation for trajectory in rollout.trajectories]
     if not any(delegations):
@@ -92,8 +93,8 @@ def _order(rollout: Rollout) -> list[int]:
     counts = [trajectory.turns for trajectory in rollout.trajectories]
     starts = [sum(counts[:index]) for index in range(len(counts))]
     callers = [None if delegation is None else delegation.caller for delegation in delegations]
-    in_time = turns_in_time([*zip(callers, counts, strict=True)])
-    return [starts[index] + turn for index, turn in in_time]
+    sampled_turns = turns_in_time([*zip(callers, counts, strict=True)])
+    return [starts[trajectory] + turn for trajectory, turn in sampled_turns]
 
 
 def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) -> None:
@@ -101,14 +102,14 @@ def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) ->
 
     A sub-agent's turns come after the turn that called it, and before that agent's next one.
     """
-    if isinstance(by_turn, Sequence) and len(by_turn) != rollout.turns:
-        raise ValueError(
-            f"rollout {rollout.rollout_id}: {len(by_turn)} advantages for {rollout.turns} turns"
-        )
+    turn_values = [0.0] * rollout.turns  # trajectory by trajectory
     if isinstance(by_turn, Sequence):
-        in_time, by_turn = by_turn, [0.0] * rollout.turns
-        for value, turn in zip(in_time, _order(rollout), strict=True):
-            by_turn[turn] = value
+        if len(by_turn) != rollout.turns:
+            raise ValueError(
+                f"rollout {rollout.rollout_id}: {len(by_turn)} advantages for {rollout.turns} turns"
+            )
+        for value, turn in zip(by_turn, _sampling_order(rollout), strict=True):
+            turn_values[turn] = value
     first_turn = 0
     for trajectory in rollout.trajectories:
         if by_turn is None:
@@ -117,7 +118,7 @@ def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) ->
             trajectory.advantages = array("d", [by_turn]) * trajectory.sampled_length
         else:
             spans = trajectory.sampled_spans()
-            values = (by_turn[first_turn + span.turn] for span in spans for _ in span.token_ids)
+            values = (turn_values[first_turn + span.turn] for span in spans for _ in span.token_ids)
             trajectory.advantages = array("d", values)
         first_turn += trajectory.turns
 
@@ -151,32 +152,32 @@ def turn_advantages(
     credit = config.turn_credit
     assert credit is not None
     returns_PGK = _pad_turns(
-        [[returns(turns.rewards or (), credit.gamma) for turns in row] for row in groups]
+        [[returns(turns.rewards or (), credit.gamma) for turns in group] for group in groups]
     )
     compared_PGK = torch.zeros_like(returns_PGK, dtype=torch.bool)
     if credit.name is Credit.turn_baseline:
-        result_PGK = _by_turn(returns_PGK, config)
+        result_PGK = _advantages_by_turn(returns_PGK, config)
     elif not isinstance(credit, StepCredit):
-        result_PGK = _by_group(returns_PGK, config)
+        result_PGK = _advantages_by_group(returns_PGK, config)
     else:
         # fsum: equal rewards in another order have exactly the same sum.
         totals = [
-            [() if turns.rewards is None else (math.fsum(turns.rewards),) for turns in row]
-            for row in groups
+            [() if turns.rewards is None else (math.fsum(turns.rewards),) for turns in group]
+            for group in groups
         ]
         totals_PG = _pad_turns(totals).sum(-1)
         rollout_advantages_PG = advantages(totals_PG, baseline=config.advantage, scale=config.scale)
-        state_advantages_PGK, compared_PGK = _by_state(groups, returns_PGK, config)
+        state_advantages_PGK, compared_PGK = _advantages_by_state(groups, returns_PGK, config)
         result_PGK = rollout_advantages_PG[:, :, None] + credit.step_weight * state_advantages_PGK
     by_turn: list[list[list[float] | None]] = []
     compared: list[list[list[bool]]] = []
-    for row, values_GK, flags_GK in zip(groups, result_PGK, compared_PGK, strict=True):
+    for group, values_GK, flags_GK in zip(groups, result_PGK, compared_PGK, strict=True):
         # The tensors are padded to the longest rollout.
-        lengths = [len(turns.rewards or ()) for turns in row]
+        lengths = [len(turns.rewards or ()) for turns in group]
         by_turn.append(
             [
                 None if turns.rewards is None else values_GK[g, : lengths[g]].tolist()
-                for g, turns in enumerate(row)
+                for g, turns in enumerate(group)
             ]
         )
         compared.append([flags_GK[g, :length].tolist() for g, length in enumerate(lengths)])
@@ -195,82 +196,91 @@ def returns(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:
 
 
 def _pad_turns(values: Sequence[Sequence[Sequence[float]]]) -> Tensor:
-    """Return the values as one tensor, [P, G, K], padded with NaN."""
-    width = max((len(row) for row in values), default=0)
-    length = max((len(values_of_turns) for row in values for values_of_turns in row), default=0)
-    result = torch.full((len(values), width, length), torch.nan, dtype=torch.float64)
-    for p, row in enumerate(values):
-        for g, values_of_turns in enumerate(row):
-            result[p, g, : len(values_of_turns)] = torch.tensor(
-                values_of_turns, dtype=torch.float64
-            )
-    return result
+    """Return values by group, rollout and turn as one tensor, [P, G, K], padded with NaN."""
+    rollouts = max((len(group) for group in values), default=0)
+    turns = max((len(by_turn) for group in values for by_turn in group), default=0)
+    result_PGK = torch.full((len(values), rollouts, turns), torch.nan, dtype=torch.float64)
+    for p, group in enumerate(values):
+        for g, by_turn in enumerate(group):
+            result_PGK[p, g, : len(by_turn)] = torch.tensor(by_turn, dtype=torch.float64)
+    return result_PGK
 
 
-def _by_turn(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Compare the returns of equal turn indices with each other, [P, G, K]."""
-    length_PG = (~returns_PGK.isnan()).sum(-1)
-    result = torch.full_like(returns_PGK, torch.nan)
+def _advantages_by_turn(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Return advantages of turns over the turns of the same index, [P, G, K]."""
+    turns_PG = (~returns_PGK.isnan()).sum(-1)
+    result_PGK = torch.full_like(returns_PGK, torch.nan)
     for k in range(returns_PGK.shape[-1]):
         # Turn k, or the last turn of a rollout that ended before it.
-        turn_PG1 = length_PG.sub(1).clamp(min=0, max=k)[..., None]
+        turn_PG1 = turns_PG.sub(1).clamp(min=0, max=k)[..., None]
         returns_PG = returns_PGK.gather(-1, turn_PG1)[..., 0]
-        result[..., k] = advantages(returns_PG, baseline=config.advantage, scale=config.scale)
-    return result.masked_fill(returns_PGK.isnan(), torch.nan)
+        result_PGK[..., k] = advantages(returns_PG, baseline=config.advantage, scale=config.scale)
+    return result_PGK.masked_fill(returns_PGK.isnan(), torch.nan)
 
 
-def _by_group(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Compare the returns of all turns of a group, or of the batch, [P, G, K]."""
+def _advantages_by_group(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Return advantages of turns over all turns of the group, or of the batch, [P, G, K]."""
     if config.advantage is Advantage.none:
         return returns_PGK
     shape = returns_PGK.shape
-    if config.advantage is Advantage.batch:
+    if config.advantage is Advantage.batch:  # the batch is compared as one large group
         returns_PGK = returns_PGK.flatten(0, 1)[None]
     leave_one_out = config.advantage is Advantage.leave_one_out
-    result = torch.zeros_like(returns_PGK)
-    spread_P11 = returns_PGK.new_zeros(len(returns_PGK), 1, 1)
-    for p, group_RK in enumerate(returns_PGK):
-        result[p] = _subtract_mean(group_RK, leave_one_out=leave_one_out)
-        spread_P11[p] = _spread(group_RK)
+    result_PGK = torch.zeros_like(returns_PGK)
+    std_P11 = returns_PGK.new_zeros(len(returns_PGK), 1, 1)
+    for p, group_GK in enumerate(returns_PGK):
+        result_PGK[p] = _subtract_mean(group_GK, leave_one_out=leave_one_out)
+        std_P11[p] = _std(group_GK)
     if config.scale is Scale.group:
-        result = result / (spread_P11 + EPSILON)
+        result_PGK = result_PGK / (std_P11 + EPSILON)
     elif config.scale is Scale.batch:
         # As for rewards: the deviation of the returns, or of leave-one-out advantages.
-        compared = result if leave_one_out else returns_PGK
-        result = result / (_spread(compared.flatten(0, 1)) + EPSILON)
-    return result.reshape(shape)
+        scale_by_PGK = result_PGK if leave_one_out else returns_PGK
+        result_PGK = result_PGK / (_std(scale_by_PGK.flatten(0, 1)) + EPSILON)
+    return result_PGK.reshape(shape)
 
 
-def _by_state(
+def _advantages_by_state(
     groups: Sequence[Sequence[TurnRewards]], returns_PGK: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Compare turns of a group that began in equal states, [P, G, K]: advantages, and where."""
-    result = torch.zeros_like(returns_PGK)
-    compared = torch.zeros_like(returns_PGK, dtype=torch.bool)
-    for p, row in enumerate(groups):
-        visits: dict[str, list[tuple[int, int]]] = {}
-        for g, turns in enumerate(row):
-            for k, state in enumerate(turns.states if turns.rewards is not None else ()):
+    """Return advantages of turns over the group's turns that began in an equal state.
+
+    Both tensors are [P, G, K]: the advantages, and True for each turn that was compared. A turn is
+    not compared, and has the advantage 0, if no other rollout of the group was in its state.
+    """
+    result_PGK = torch.zeros_like(returns_PGK)
+    compared_PGK = torch.zeros_like(returns_PGK, dtype=torch.bool)
+    for p, group in enumerate(groups):
+        visits: dict[str, list[tuple[int, int]]] = {}  # state -> (rollout, turn)
+        for g, turns in enumerate(group):
+            if turns.rewards is None:
+                continue
+            for k, state in enumerate(turns.states):
                 if state is not None:
                     visits.setdefault(state, []).append((g, k))
-        for places in visits.values():
-            if len({g for g, _ in places}) < 2:
+        for state_visits in visits.values():
+            rollouts_in_state = {g for g, _ in state_visits}
+            if len(rollouts_in_state) < 2:
                 continue
-            mask_GK = torch.zeros_like(compared[p])
-            mask_GK[tuple(zip(*places, strict=True))] = True
-            returns_RK = returns_PGK[p].masked_fill(~mask_GK, torch.nan)
-            advantages_RK = _subtract_mean(
-                returns_RK, leave_one_out=config.advantage is Advantage.leave_one_out
+            mask_GK = torch.zeros_like(compared_PGK[p])
+            mask_GK[tuple(zip(*state_visits, strict=True))] = True
+            returns_GK = returns_PGK[p].masked_fill(~mask_GK, torch.nan)
+            advantages_GK = _subtract_mean(
+                returns_GK, leave_one_out=config.advantage is Advantage.leave_one_out
             )
             if config.scale is Scale.group:
-                advantages_RK = advantages_RK / (_spread(returns_RK) + EPSILON)
-            result[p][mask_GK] = advantages_RK[mask_GK]
-            compared[p] |= mask_GK
-    return result, compared
+                advantages_GK = advantages_GK / (_std(returns_GK) + EPSILON)
+            result_PGK[p][mask_GK] = advantages_GK[mask_GK]
+            compared_PGK[p] |= mask_GK
+    return result_PGK, compared_PGK
 
 
 def _subtract_mean(values_RK: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Subtract the mean of the rollouts' means, or of the others', [R, K]. 0 for one."""
+    """Subtract the mean of the rollouts' means, or of the other rollouts' means, from all values.
+
+    The values are [R rollouts, K turns]. The result is exactly 0 if all of them are equal, and for
+    a single rollout.
+    """
     means_R = values_RK.nanmean(1)
     has_reward_R = ~means_R.isnan()
     count = int(has_reward_R.sum())
@@ -284,8 +294,8 @@ def _subtract_mean(values_RK: Tensor, *, leave_one_out: bool) -> Tensor:
     return values_RK - mean
 
 
-def _spread(values_RK: Tensor) -> Tensor:
-    """Return the standard deviation (ddof=1) of the values, in which each rollout weighs 1."""
+def _std(values_RK: Tensor) -> Tensor:
+    """Return the standard deviation (ddof=1) of [R rollouts, K turns], each rollout weighing 1."""
     means_R = values_RK.nanmean(1)
     has_reward_R = ~means_R.isnan()
     count = int(has_reward_R.sum())

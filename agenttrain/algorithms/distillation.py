@@ -25,7 +25,8 @@ def is_gated_in(reward: float, config: TeacherConfig) -> bool:
     """
     if config.gate is Gate.all:
         return True
-    return (reward >= config.success) is (config.gate is Gate.succeeded)
+    succeeded = reward >= config.success
+    return succeeded if config.gate is Gate.succeeded else not succeeded
 
 
 def mixed_advantages(

@@ -59,10 +59,9 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
 
     Raises ValueError when `inputs` lack a tensor that `config` needs.
     """
-    correction, metrics = _correction(inputs, config)
-    correction_settings = config.correction
+    correction, metrics = _correction_weight(inputs, config)  # [S] on token level, else [B]
     on_token_level = (
-        correction_settings is not None and correction_settings.level is CorrectionLevel.token
+        config.correction is not None and config.correction.level is CorrectionLevel.token
     )
     in_objective = config.objective.registered.applies_correction
     objective_inputs = replace(
@@ -74,7 +73,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     output = config.objective(objective_inputs)
     _check_output(output, inputs, config)
     loss_S = output.loss_S
-    metrics |= {name: _part(name, values) for name, values in output.metrics.items()}
+    metrics |= {name: _metric_part(name, values) for name, values in output.metrics.items()}
     if correction is not None and not in_objective:
         loss_S = loss_S * (correction if on_token_level else correction[inputs.sequence_S])
     if inputs.kept_S is not None:
@@ -84,15 +83,15 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         threshold, engine_S = config.off_policy_threshold, inputs.engine_S
         if engine_S is None:
             raise ValueError(f"algorithm.off_policy_threshold={threshold}: the loss needs engine_S")
-        with_gradient_B = off_policy_keep(
+        keeps_gradient_B = off_policy_keep(
             inputs.logprobs_S,
             engine_S,
             objective_inputs.advantages_B,
             inputs.sequence_S,
             threshold,
         )
-        loss_S = loss_S * with_gradient_B[inputs.sequence_S]
-        metrics["mask/off_policy"] = mean_parts(~with_gradient_B)
+        loss_S = loss_S * keeps_gradient_B[inputs.sequence_S]
+        metrics["mask/off_policy"] = mean_parts(~keeps_gradient_B)
     if (kl := config.kl_in_loss) is not None:
         if inputs.ref_logprobs_S is None:
             raise ValueError(f"algorithm.kl.beta={kl.beta}: the loss needs ref_logprobs_S")
@@ -131,8 +130,13 @@ def _check_output(output: object, inputs: LossInputs, config: AlgorithmConfig) -
         )
 
 
-def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | None, MetricParts]:
-    """Return the weight for the engine's mismatch, [S] or [B], and its metrics."""
+def _correction_weight(
+    inputs: LossInputs, config: AlgorithmConfig
+) -> tuple[Tensor | None, MetricParts]:
+    """Return the bounded ratio trainer / engine that weighs the loss, and its metrics.
+
+    The weight is [S] on token level, [B] above it. Without a correction: None, and no metrics.
+    """
     correction = config.correction
     if correction is None:
         return None, {}
@@ -161,18 +165,21 @@ def mean_parts(values: Tensor) -> Tensor:
 
 
 def extremes(name: str, values: Tensor) -> MetricParts:
-    """Return `<name>/min` and `<name>/max`, without NaN; of no values inf and -inf."""
+    """Return the metrics `<name>/min` and `<name>/max` of values of any shape, NaN left out.
+
+    Without values they are inf and -inf, which change no minimum and no maximum.
+    """
     valid = values.float()[~values.isnan()]
     infinity = valid.new_tensor([torch.inf])
     lowest, highest = torch.cat((valid, infinity)).min(), torch.cat((valid, -infinity)).max()
     return {f"{name}/min": torch.stack((lowest,) * 2), f"{name}/max": torch.stack((highest,) * 2)}
 
 
-def _part(name: str, values: Tensor) -> Tensor:
-    """Return a part of an objective's metric. One whose name ends in min or max is an extreme."""
-    for end in ("min", "max"):
-        if name.endswith(end):
-            return extremes("", values)[f"/{end}"]
+def _metric_part(name: str, values: Tensor) -> Tensor:
+    """Return a microbatch's part of an objective's metric: an extreme if its name ends so."""
+    for extreme in ("min", "max"):
+        if name.endswith(extreme):
+            return extremes("", values)[f"/{extreme}"]
     return mean_parts(values)
 
 
@@ -211,10 +218,10 @@ class Averages:
         self._parts: dict[str, Tensor] = {}
 
     def add(self, parts: MetricParts, *, counted: bool = True) -> None:
-        """Add parts. If they are not `counted`, add their names with parts that change nothing.
+        """Add parts, or, if not `counted`, only their names with values that change nothing.
 
-        Every process needs the same names, because `means` combines them over all processes. A
-        process without a token of its own adds the names of its stand-in.
+        Every process needs the same names, because `means` combines them over all processes. So a
+        process without a sampled token adds the names of its stand-in.
         """
         for name, part in parts.items():
             if not counted:

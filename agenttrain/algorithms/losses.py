@@ -15,7 +15,7 @@ from agenttrain.algorithms.config import Aggregation, AlgorithmConfig, KlEstimat
 
 
 def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimator) -> Tensor:
-    """KL of each sampled token, [S].
+    """Return the estimated KL of each sampled token, [S].
 
     With d = logprobs - ref_logprobs: k1 = d (unbiased, either sign), k2 = d^2 / 2 (biased, low
     variance), k3 = exp(-d) - 1 + d (unbiased, never negative). John Schulman, "Approximating KL
@@ -36,7 +36,7 @@ def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimat
 def token_weights(
     lengths_B: Tensor, aggregation: Aggregation, *, tokens: int, rollouts: int, fixed_length: int
 ) -> Tensor:
-    """Weight of each token of sequence b in the loss, [B].
+    """Return the weight in the loss of each token of a sequence, by sequence, [B].
 
     The weights depend on all microbatches and processes of an optimizer update, so that the
     weighted sums of its parts add up to exactly its loss.
@@ -74,11 +74,11 @@ with the other sequences of its microbatch."""
 
 
 def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor:
-    """Mask of the tokens among the top `share` by entropy, [N] of bool.
+    """Return True for the tokens among the top `share` by entropy, [N].
 
-    https://arxiv.org/abs/2506.01939. Without ties it has as many tokens as reach TRL's quantile.
-    Among tokens that tie with the last one (`TIED`) the lowest `place_N` come first. TRL
-    takes those that rounding puts above, but the rollouts of a group have equal entropies until
+    https://arxiv.org/abs/2506.01939. As many tokens are True as reach TRL's quantile without ties.
+    Among tokens that tie with the last of them (`TIED`) those of the lowest `place_N` come first.
+    TRL takes those that rounding puts above, but the rollouts of a group have equal entropies until
     their texts differ, and rounding changes with the microbatch.
 
     Example: of [0, 1, 2, 3, 4] the top half, .5, is [2, 3, 4]; of [1, 1, 1, 2, 0] with places 0 …
@@ -117,8 +117,8 @@ class EntropyBonus:
     def weight(self, config: AlgorithmConfig) -> float:
         """Return the weight of the entropy in the loss of the next update."""
         adaptive, last = config.entropy.adaptive, self.last
-        above = adaptive is not None and last is not None and last > adaptive.target
-        return 0.0 if above else self.coefficient
+        is_above_target = adaptive is not None and last is not None and last > adaptive.target
+        return 0.0 if is_above_target else self.coefficient
 
     def observe(self, entropy: float, config: AlgorithmConfig) -> None:
         """Record the mean entropy of an update, over the tokens that the bonus acts on."""

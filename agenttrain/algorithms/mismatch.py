@@ -62,7 +62,7 @@ class Origins:
 def mismatch(
     engine_S: Tensor, trainer_S: Tensor, origins: Origins, means: tuple[float, float]
 ) -> MetricParts:
-    """Return the parts of `MISMATCH_NAMES`.
+    """Return the metrics of `MISMATCH_NAMES`, as parts that combine over processes.
 
     The gap is |trainer - engine|. ``kl`` is the k3 estimate of KL(engine || trainer). `means` are
     the mean logprobs of engine and trainer over the tokens of all processes. Covariances around
@@ -73,7 +73,7 @@ def mismatch(
     """
     gap_S = (trainer_S - engine_S).abs()
     first_turn_S = origins.turn_S == 0
-    groups = {
+    token_groups = {
         "first_turn": first_turn_S,
         "later_turns": ~first_turn_S,
         **{name: origins.third_S == index for index, name in enumerate(THIRDS)},
@@ -92,8 +92,8 @@ def mismatch(
     return {
         GAP: mean_parts(gap_S),
         f"{GAP}_max": _largest(gap_S),
-        **{f"{GAP}_{name}": mean_parts(gap_S[tokens_S]) for name, tokens_S in groups.items()},
-        f"{GAP}_fresh_max": _largest(gap_S[groups["fresh"]]),
+        **{f"{GAP}_{name}": mean_parts(gap_S[mask_S]) for name, mask_S in token_groups.items()},
+        f"{GAP}_fresh_max": _largest(gap_S[token_groups["fresh"]]),
         "sampling/kl": mean_parts(kl_estimate(engine_S, trainer_S, KlEstimator.k3)),
         "sampling/logprob_slope": slope,
         "sampling/stale_tokens": mean_parts(origins.stale_S),
@@ -101,16 +101,16 @@ def mismatch(
 
 
 def _largest(gap_S: Tensor) -> Tensor:
-    """Return the part of a name that ends in ``max``. Without a token it is -inf: no change."""
+    """Return the part of a metric that ends in ``max``; without a token -inf, which is neutral."""
     largest = gap_S.amax() if gap_S.numel() else gap_S.new_tensor(-torch.inf)
     return torch.stack((largest, largest)).float()
 
 
 def likely_cause(metrics: Mapping[str, float]) -> str | None:
-    """Name the likely cause of a step's gap. None where the gap was not measured.
+    """Return the likely cause of a step's gap, in words, or None if the gap was not measured.
 
-    The order matters: a wrong cache or stale weights bend the slope too. Example: slope 1.43 and
-    nothing else: "another sampling transform …".
+    The order of the cases matters: a wrong cache or stale weights bend the slope too. Example:
+    slope 1.43 and nothing else: "another sampling transform …".
     """
 
     def metric(name: str) -> float:
@@ -122,6 +122,7 @@ def likely_cause(metrics: Mapping[str, float]) -> str | None:
         return None
     if metric("rollout/ledger_breaks") > 0:
         return "other tokens than were sampled (rollout/ledger_breaks)"
+    # Not `stale >= …`: without a fresh token `fresh` is NaN, and all tokens are stale.
     if metric("sampling/stale_tokens") > 0 and not stale < FAR * fresh:
         return f"tokens sampled under older weights ({GAP}_stale is {stale:.3g})"
     if metric(f"{GAP}_later_turns") > FAR * metric(f"{GAP}_first_turn"):

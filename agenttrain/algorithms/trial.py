@@ -42,22 +42,22 @@ def try_objective(config: AlgorithmConfig) -> None:
     )
     try:
         output = objective(inputs)
-        problems = list(_problems(output, logprobs_S, objective.registered.metrics))
+        problems = list(_output_problems(output, logprobs_S, objective.registered.metrics))
     except Exception as error:
         raise ConfigError(f"{where} raised {error_with_line(error)}") from error
     if problems:
         raise ConfigError("\n".join(f"{where} {problem}" for problem in problems))
 
 
-def _problems(output: Any, logprobs_S: Tensor, declared: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong with an objective's output, as sentences without a subject."""
+def _output_problems(output: Any, logprobs_S: Tensor, declared: Collection[str]) -> Iterator[str]:
+    """Yield the problems of an objective's output, each a sentence without its subject."""
     if not isinstance(output, ObjectiveOutput):
         yield f"returned a {type(output).__name__}; return ObjectiveOutput(loss_S=…)"
         return
     loss_S: Any = output.loss_S
     if not isinstance(loss_S, Tensor) or loss_S.shape != logprobs_S.shape:
-        of_tensor = isinstance(loss_S, Tensor)
-        kind = f"shape {list(loss_S.shape)}" if of_tensor else f"type {type(loss_S).__name__}"
+        is_tensor = isinstance(loss_S, Tensor)
+        kind = f"shape {list(loss_S.shape)}" if is_tensor else f"type {type(loss_S).__name__}"
         yield (
             f"returned a loss_S of {kind}; return the loss of each sampled token, a tensor of "
             "shape [3]; algorithm.aggregation divides it"

@@ -64,7 +64,7 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
                 "is no share of them; leave it out"
             )
         rows = TransformedRows(train_rows, transform)
-        usable = _check_all(rows, config, "data.train", notes, needs_prompt)
+        usable = _check_finite(rows, config, "data.train", notes, needs_prompt)
         train_indices, test_indices = hold_out(usable, config.test_fraction, config.test_seed)
         train, test = RowSubset(rows, train_indices), RowSubset(rows, test_indices)
         notes.append(
@@ -78,17 +78,17 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
         test_rows = build_rows(config.test, "data.test")
         train = _usable_rows(train_rows, transform, config, "data.train", notes, needs_prompt)
         test = _usable_rows(test_rows, transform, config, "data.test", notes, needs_prompt)
-    images = limits_of(config)
+    limits = image_limits(config)
     return Splits(
         train=TaskSource(
-            train, shuffle=config.shuffle, seed=seed, needs_prompt=needs_prompt, images=images
+            train, shuffle=config.shuffle, seed=seed, needs_prompt=needs_prompt, images=limits
         ),
-        test=TaskSource(test, needs_prompt=needs_prompt, may_be_empty=True, images=images),
+        test=TaskSource(test, needs_prompt=needs_prompt, may_be_empty=True, images=limits),
         notes=tuple(notes),
     )
 
 
-def limits_of(config: DataConfig) -> ImageLimits:
+def image_limits(config: DataConfig) -> ImageLimits:
     """Return the limits on the images of rows."""
     return ImageLimits(
         pixels=config.max_image_pixels,
@@ -115,7 +115,7 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
             inspect.signature(target).bind(index=0, **bound)
             return GeneratedRows(target, **bound)
         inspect.signature(target).bind(**bound)
-        table = _by_number(target(**bound), where)
+        table = _numbered_rows(target(**bound), where)
     except TypeError as error:
         raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
     except ValueError as error:
@@ -131,14 +131,14 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     return rows
 
 
-def _by_number(rows: Any, where: str) -> Any:
-    """Return rows by number, after reading those of an iterator.
+def _numbered_rows(rows: Any, where: str) -> Any:
+    """Return rows that can be taken by number: those of an iterator as a list, others as they are.
 
     Raises ValueError for an iterator of too many rows, which may have no end.
     """
-    by_number = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    has_numbers = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
     # A set is not read, because it has another order in each process. The caller refuses it.
-    if by_number or isinstance(rows, Set) or not isinstance(rows, Iterable):
+    if has_numbers or isinstance(rows, Set) or not isinstance(rows, Iterable):
         return rows
     result = list(itertools.islice(rows, MAX_ITERATED + 1))
     if len(result) > MAX_ITERATED:
@@ -157,27 +157,30 @@ def _usable_rows(
     notes: list[str],
     needs_prompt: bool,
 ) -> Rows:
-    """Return the transformed rows that can become tasks. Rows without end are not checked yet."""
+    """Return the transformed rows that can become tasks.
+
+    Rows without end are checked when they are used instead.
+    """
     transformed = TransformedRows(rows, transform)
     if not isinstance(rows, GeneratedRows):
-        usable = _check_all(transformed, config, key, notes, needs_prompt)
+        usable = _check_finite(transformed, config, key, notes, needs_prompt)
         return RowSubset(transformed, usable.good)
     if config.where is not None:
         raise ValueError(
             f"data.where={config.where}: has no effect on {key}, whose rows have no end and are "
             "made one by one; leave it out"
         )
-    return transformed  # each row is checked when it is used
+    return transformed
 
 
-def _check_all(
+def _check_finite(
     rows: TransformedRows, config: DataConfig, key: str, notes: list[str], needs_prompt: bool
 ) -> RowCheck:
     """Check all rows of the dataset at `key`, and append notes on those that are left out."""
     if note := getattr(rows.rows, "note", None):
         notes.append(f"{key}: {note}")
-    images = limits_of(config)
-    usable = check_rows(rows, key, needs_prompt=needs_prompt, images=images)
+    limits = image_limits(config)
+    usable = check_rows(rows, key, needs_prompt=needs_prompt, images=limits)
     if config.where is not None:
         share = f"{usable.kept} of {len(rows)} rows of {key}"
         notes.append(f"data.where={config.where}: is true of {share}")
@@ -199,7 +202,7 @@ def check_needed_columns(
 ) -> None:
     """Raise ValueError for a column that a component needs and none of the first rows has.
 
-    `columns` maps components to the columns they need. `key` is that of the rows. Example:
+    `columns` maps components to the columns they need. `key` is the rows' setting. Example:
     ``check_needed_columns(tasks, {"reward.exact_match": ("answer",)}, "data.train")``.
     """
     row_columns = column_names(source)

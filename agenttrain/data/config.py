@@ -65,7 +65,8 @@ class CurriculumConfig:
                 f"data.curriculum.low={self.low}: needs 0 <= low <= high <= 1, and "
                 f"data.curriculum.high={self.high}"
             )
-        for name in () if self.enabled else field_names(CurriculumConfig):
+        unused_names = () if self.enabled else field_names(CurriculumConfig)
+        for name in unused_names:
             if (value := getattr(self, name)) != getattr(CurriculumConfig, name):
                 problems.append(
                     f"data.curriculum.{name}={value}: has no effect without "
@@ -137,6 +138,7 @@ class DataConfig:
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
+        """Check keys without an effect on these rows, and keys that exclude each other."""
         problems = []
         for name, group in GROUPS.items():
             value = getattr(self, name)
@@ -172,11 +174,13 @@ class DataConfig:
             problems.append(
                 f"data.test_seed={self.test_seed}: has no effect without data.test_fraction"
             )
-        for name in {"messages", "prompt"} & set(self.map) if self.prompt is not None else ():
-            problems.append(
+        mapped_questions = {"messages", "prompt"} & set(self.map)
+        if self.prompt is not None:
+            problems += [
                 f"data.map.{name}={self.map[name]}: data.prompt makes the question already; drop "
                 "one"
-            )
+                for name in mapped_questions
+            ]
         raise_problems(problems)
         return self
 
@@ -185,9 +189,13 @@ HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
 
 
 def names_test_rows(data: DataConfig) -> bool:
-    """Return True if data.test names rows: a path if it needs one, or another split of the same."""
-    has_path = data.test.get("_target_") in (FILE_ROWS, HUB_ROWS, ROLLOUT_ROWS)
-    if not has_path or data.test.get("path") is not None:
+    """Return True if data.test names rows of its own.
+
+    Rows that are read from a path need one, or another argument that data.train has not, such as
+    the split.
+    """
+    needs_path = data.test.get("_target_") in (FILE_ROWS, HUB_ROWS, ROLLOUT_ROWS)
+    if not needs_path or data.test.get("path") is not None:
         return bool(data.test)
     return any(value not in (None, data.train.get(name)) for name, value in data.test.items())
 
@@ -335,7 +343,9 @@ def check_hub(
 
 
 def known_rows(section: Mapping[str, Any]) -> int | None:
-    """Count the rows of a `data.train` or `data.test` section. None: that would not be cheap.
+    """Return the number of rows of a section `data.train` or `data.test`.
+
+    None if counting them would not be cheap.
 
     Example: 2 for a JSONL file of two lines, `sys.maxsize` for
     ``agenttrain.data.bundled.shop.row``.

@@ -11,14 +11,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 from agenttrain.data.config import CurriculumConfig
 from agenttrain.data.tasks import TaskSource
 from agenttrain.types import Rollout, Task
 
-Result = tuple[str, int, int]
-"""A group's outcome: the task's id, rollouts that succeeded, rollouts with a reward."""
+
+class Result(NamedTuple):
+    """Outcome of a group."""
+
+    task_id: str
+    successes: int
+    """Rollouts that succeeded."""
+    rewards: int
+    """Rollouts with a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,39 +101,42 @@ class Curriculum:
             # 1e-6: a sum of rewards may miss the threshold by rounding.
             successes = sum(reward >= self._config.success - 1e-6 for reward in rewards)
             if rewards:
-                results.append((group[0].task.task_id, successes, len(rewards)))
+                results.append(Result(group[0].task.task_id, successes, len(rewards)))
         return results
 
     def learn(self, cursor: int, results: Iterable[Result]) -> None:
-        """End the oldest step, which used the tasks up to `cursor`, with all of its results.
+        """Finish the oldest step that has no results yet, whose tasks end at `cursor`.
 
-        Closes it if it is this step.
+        `results` are those of all its groups. The step is closed first if it is still open.
         """
         success_counts, reward_counts = Counter[str](), Counter[str]()
-        for name, successes, count in results:
-            success_counts[name] += successes
-            reward_counts[name] += count
+        for task_id, successes, rewards in results:
+            success_counts[task_id] += successes
+            reward_counts[task_id] += rewards
         self.close(cursor)
         rows = dict.fromkeys(self._ahead.pop(0))
         self._steps += 1
         for row in rows:
-            name = self._source.row(row).task_id
+            task_id = self._source.row(row).task_id
             rate = self._measures[row].rate if row in self._measures else None
-            if reward_counts[name]:
-                new = success_counts[name] / reward_counts[name]
+            if reward_counts[task_id]:
+                new_rate = success_counts[task_id] / reward_counts[task_id]
                 memory = self._config.memory
-                rate = new if rate is None else memory * rate + (1 - memory) * new
+                rate = new_rate if rate is None else memory * rate + (1 - memory) * new_rate
             self._measures[row] = Measure(rate=rate, step=self._steps)
         if not self._step_rows:  # the next step has not begun, and can still use these results
             self._upcoming = self._rows()
 
     def metrics(self) -> dict[str, float]:
-        """Return the sizes of the pools. `new`, the rows never used, needs a finite dataset."""
+        """Return the sizes of the pools and the mean success, as metrics.
+
+        `curriculum/new`, the rows never used, is there for a finite dataset only.
+        """
         pools = Counter(self._pool(measure) for measure in self._measures.values())
         rates = [m.rate for m in self._measures.values() if m.rate is not None]
-        new = {"curriculum/new": float(len(self._source) - self._fresh)}
+        new_rows = {"curriculum/new": float(len(self._source) - self._fresh)}
         return {
-            **({} if self._source.endless else new),
+            **({} if self._source.endless else new_rows),
             **{f"curriculum/{pool}": float(pools[pool]) for pool in ("band", "easy", "hard")},
             "curriculum/unmeasured": float(pools["unmeasured"]),
             "curriculum/success": math.fsum(rates) / len(rates) if rates else math.nan,
@@ -146,7 +156,7 @@ class Curriculum:
         self._start, self._upcoming, self._step_rows = state["start"], self._rows(), []
 
     def _choose(self, offset: int, count: int) -> list[int]:
-        """Return `count` rows of this step from its `offset`-th on, after choosing new ones."""
+        """Return `count` rows of this step from its `offset`-th on; choose those not chosen yet."""
         if offset < 0:
             raise ValueError(f"curriculum: task {self._start + offset} belongs to an earlier step")
         while len(self._step_rows) < offset + count:
@@ -159,22 +169,22 @@ class Curriculum:
         # Rows of closed steps have no result yet, and come up again as rarely as hard ones.
         weights = {row: self._config.floor for rows in self._ahead for row in rows}
         for row, measure in sorted(self._measures.items()):
-            stale = self._steps - measure.step >= self._config.revisit
-            in_band = stale or self._pool(measure) == "band"
-            weights[row] = 1.0 if in_band else self._config.floor
+            is_stale = self._steps - measure.step >= self._config.revisit
+            in_band = self._pool(measure) == "band"
+            weights[row] = 1.0 if in_band or is_stale else self._config.floor
         # Measured rows in random order, weighted: the greater a row's weight, the nearer to the end
         # it stands and the earlier it is popped (Efraimidis and Spirakis 2006,
         # https://doi.org/10.1016/j.ipl.2005.11.003: by u^(1/weight), here by its logarithm).
         keys = {row: math.log(1 - rng.random()) / weight for row, weight in weights.items()}
         measured = sorted(keys, key=lambda row: -keys[row])[::-1]
-        fresh, step_rows = self._fresh, list[int]()
-        while measured or fresh < len(self._source):
+        next_new, step_rows = self._fresh, list[int]()
+        while measured or next_new < len(self._source):
             wants_new = rng.random() < self._config.explore
             # A row outside the band is rarer than a new one, too.
             rejected = measured and rng.random() >= weights[measured[-1]]
-            if fresh < len(self._source) and (wants_new or rejected or not measured):
-                step_rows.append(self._source.index(fresh))
-                fresh += 1
+            if next_new < len(self._source) and (wants_new or rejected or not measured):
+                step_rows.append(self._source.index(next_new))
+                next_new += 1
             else:
                 step_rows.append(measured.pop())
             yield step_rows[-1]

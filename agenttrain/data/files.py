@@ -50,7 +50,8 @@ class ArrowRows:
                     f"path={name}: the column {column!r} holds {type(feature).__name__.lower()}s, "
                     "and only texts and images can be trained on; take a dataset without it"
                 )
-        if table.format["type"] != "custom":  # a transform of the user's
+        has_transform = table.format["type"] == "custom"  # of the user's
+        if not has_transform:
             table = table.with_format(None)
         self._table = table if limit is None else table.select(range(min(limit, len(table))))
         self._name = name
@@ -60,6 +61,7 @@ class ArrowRows:
         return len(self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a fresh copy of a row; its block is decoded and kept for the next rows."""
         number, position = divmod(index, BLOCK)
         if self._block[0] != number:
             self._block = (number, self._table[number * BLOCK : (number + 1) * BLOCK])
@@ -119,7 +121,7 @@ def as_rows(table: Any, name: str) -> Any:
 
 def _frame_row(record: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a row of a data frame. Pandas' marks for no value (NaN, NaT, NA) become None."""
-    # Twice: `plain` would make a text of NaT, and it may turn a number into NaN.
+    # Checked before `plain`, which would make a text of NaT, and after it, for it may give NaN.
     row = {str(key): None if _is_missing(value) else plain(value) for key, value in record.items()}
     return {key: _without_none(None if _is_missing(value) else value) for key, value in row.items()}
 
@@ -132,7 +134,10 @@ def _is_missing(value: Any) -> bool:
 
 
 def _without_none(value: Any) -> Any:
-    """Drop the keys without a value of all mappings, whose keys pandas got from Arrow."""
+    """Drop keys without a value from all mappings in a value: Arrow has added them.
+
+    The content of a chat message stays, because templates read it.
+    """
     if isinstance(value, dict):
         return {
             key: _without_none(inner)
@@ -143,7 +148,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _with_files(table: Any, column: str, feature: Any) -> Any:
-    """Return the table with the images of a column, or of its lists, as files, not decoded."""
+    """Return the table with a column's images, single or in lists, as undecoded files."""
     inner = getattr(feature, "feature", None)
     if "Image" not in (type(feature).__name__, type(inner).__name__):
         return table
@@ -215,10 +220,12 @@ class _File:
     """
 
     def __init__(self, path: str, split: str | None, limit: int | None) -> None:
+        """Read the first `limit` rows of a file, or of a split of a folder."""
         file = check_row_file(path, split, limit)
         self._path = path
         self._table: ArrowRows | None = None
         self._lines: list[tuple[str, str]] = []
+        """Place and JSON text of each row, if the file is parsed here."""
         if file.suffix in (".jsonl", ".json") and file.is_file():
             self._lines = list(_json_texts(file, path))[:limit]
         elif file.suffix in CELLS and file.is_file():
@@ -242,6 +249,7 @@ class _File:
         return len(self._lines if self._table is None else self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a fresh copy of a row, with absolute paths of images. Raises BadRow."""
         if self._table is not None:
             return absolute_paths(self._table[index], self.folder)
         try:
@@ -279,8 +287,8 @@ def _cell_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
                 raise ValueError(f"path={path}: the file has no rows")
             names = [name or f"Unnamed: {number}" for number, name in enumerate(names)]
             if len(set(names)) < len(names):
-                twice = next(name for name in names if names.count(name) > 1)
-                raise ValueError(f"path={path}, line 1: names the column {twice!r} twice")
+                duplicate = next(name for name in names if names.count(name) > 1)
+                raise ValueError(f"path={path}, line 1: names the column {duplicate!r} twice")
             line = reader.line_num + 1
             for cells in reader:
                 if len(cells) > len(names):
@@ -382,7 +390,10 @@ class HubRows(ArrowRows):
 
 
 def _cells_as_texts(builder: Any) -> dict[str, Any]:
-    """Return the arguments with which `datasets` reads the CSV files of a dataset as texts."""
+    """Return the arguments with which `datasets` reads the cells of a CSV dataset as texts.
+
+    There are none for a dataset of another format, and for one that declares its columns.
+    """
     import datasets
     from datasets import StreamingDownloadManager
     from datasets.packaged_modules.csv.csv import Csv
@@ -421,9 +432,9 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def reading(describe: Callable[[Exception], str]) -> Iterator[None]:
-    """Hide progress bars in the block, and turn errors of `datasets` into a ValueError.
+    """Hide progress bars in the block, and turn an error of `datasets` into a ValueError.
 
-    `describe` returns its message.
+    `describe` returns the message for it.
     """
     import datasets
     from datasets.exceptions import DatasetsError

@@ -41,17 +41,20 @@ def with_images(
 ) -> list[dict[str, Any]]:
     """Return the messages with their images read and in place.
 
-    A part of a content is a text, ``{"type": "image", "image": …}``, OpenAI's ``{"type":
-    "image_url", "image_url": {"url": …}}``, or ``{"type": "image"}`` for the next image of the
-    `column`. Without a part of the last kind, the images of the column stand before the text of the
-    first user message. Values are those of `read_image`. Raises ValueError with the message, or the
-    number of the image, and the reason.
+    A message names an image by a part of its content: ``{"type": "image", "image": …}``, OpenAI's
+    ``{"type": "image_url", "image_url": {"url": …}}``, or ``{"type": "image"}`` for the next image
+    of the `column`. Without a part of the last kind, the images of the column are put before the
+    text of the first user message. Values are those of `read_image`. Raises ValueError with the
+    message, or the number of the image, and the reason.
     """
-    values = column if isinstance(column, list | tuple) else [] if column is None else [column]
+    values = column if isinstance(column, list | tuple) else [column]
+    if column is None:
+        values = []
     images = iter([_read(value, f"{COLUMN}[{i}]", limits) for i, value in enumerate(values)])
     result = [_read_message(message, images, limits) for message in messages]
     unplaced = list(images)
-    if unplaced and len(unplaced) == len(values):
+    names_none = len(unplaced) == len(values)
+    if unplaced and names_none:
         users = [message for message in result if message.get("role") == "user"]
         if not users:
             raise ValueError(f"{COLUMN}: there is no user message to show them in")

@@ -74,6 +74,7 @@ class TaskSource:
         self._needs_prompt, self._images = needs_prompt, images
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
         self._kept: Sequence[int] | None = None
+        """Numbers of the rows that `leave_out` has kept; None: all."""
         self.note: str | None = None
 
     def __len__(self) -> int:
@@ -85,15 +86,15 @@ class TaskSource:
         return len(self._rows) == sys.maxsize
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """Return `count` tasks from occurrence `start` on. The last row is followed by an epoch."""
+        """Return `count` tasks from occurrence `start` on. After the last row comes a new epoch."""
         return [self.row(self.index(n)) for n in range(start, start + count)]
 
     def index(self, occurrence: int) -> int:
-        """Return the row of an occurrence."""
+        """Return the index of the row that the `occurrence`-th task of a run uses."""
         epoch, position = divmod(occurrence, len(self))
         if not self._shuffle:
             return position
-        if self._epoch[0] != epoch:
+        if self._epoch[0] != epoch:  # the order of one epoch is kept
             order = list(range(len(self)))
             random.Random(f"{self._seed}-{epoch}").shuffle(order)
             self._epoch = (epoch, order)
@@ -113,7 +114,7 @@ class TaskSource:
     def place_of(self, task: Task) -> str | None:
         """Return the place of a task's row; None if the task is not of this source.
 
-        All rows are looked at, and of rows without end the one that the task's id names.
+        All rows are searched; of rows without end only the one whose number is the task's id.
         """
         rows: Iterable[int] = range(0 if self.endless else len(self))
         if self.endless and task.task_id.isdecimal():
@@ -130,7 +131,7 @@ class TaskSource:
         self._epoch = (-1, ())
 
     def _number(self, index: int) -> int:
-        """Return a row's number in the dataset, where those left out count."""
+        """Return the number in the dataset of the `index`-th row that was not left out."""
         return index if self._kept is None else self._kept[index]
 
 
@@ -194,10 +195,10 @@ def to_task(
         raise ValueError(f"data row {index}: {error}") from error
     for message in messages:
         if message["role"] != "tool" and all(message.get(key) is None for key in CONTENT_KEYS):
-            unread = sorted(key for key, value in message.items() if value is not None)
+            present_keys = sorted(key for key, value in message.items() if value is not None)
             raise ValueError(
                 f"data row {index}: the {message['role']} message has no `content`, only "
-                f"{', '.join(unread)}; write its text as `content`, calls as `tool_calls`"
+                f"{', '.join(present_keys)}; write its text as `content`, calls as `tool_calls`"
             )
     if COLUMN in row or any(isinstance(m.get("content"), list | tuple) for m in messages):
         try:
@@ -229,10 +230,9 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
-    """Return the tools of a row. None: it has no list of them.
+    """Return the tools that a row's column `tools` lists. None: the row has no such column.
 
-    The column `tools` lists names of tools of the run and the environment, and tools that only this
-    row has::
+    It lists names of tools of the run and the environment, and tools that only this row has::
 
         ["sql", {"name": "lookup_city", "description": "Find a city.", "executor": "lookup",
                  "parameters": {"type": "object", "properties": {"name": {"type": "string"}},
@@ -287,7 +287,7 @@ def _row_tool(item: Any, where: str) -> RowTool:
 
 
 def with_executor(tools: Any, executor: str) -> Any:
-    """Return a column `tools` in which this executor stands where a row's tool names none.
+    """Return a row's column `tools`, with this executor for each tool of the row that names none.
 
     A column that cannot be read is returned as it is: `read_tools` refuses it and names the row.
     """

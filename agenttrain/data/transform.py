@@ -77,7 +77,10 @@ class RowTransform:
         return bool(value)
 
     def _messages(self, row: Mapping[str, Any]) -> Any:
-        """Return the list of messages. A value that is no such list is returned as it is."""
+        """Return a row's messages: of `data.prompt`, else its own, after the system message.
+
+        A value that is no list of messages is returned as it is.
+        """
         messages = row.get("messages", row.get("prompt"))
         if self._prompt is not None:
             try:
@@ -88,7 +91,7 @@ class RowTransform:
             try:
                 json.loads(messages)
             except ValueError:
-                pass  # an ordinary text
+                pass  # a text that only begins like a list
             else:
                 name = "messages" if "messages" in row else "prompt"
                 raise BadRow(
@@ -191,7 +194,7 @@ def check_rows(
     needs_prompt: bool,
     images: ImageLimits | None = None,
 ) -> RowCheck:
-    """Try to make a task of every row of the dataset at `key`.
+    """Make a task of every row of the dataset at `key`; return which rows could become one.
 
     Without `needs_prompt`, a row may lack messages. Raises ValueError for a `data.where` that is
     true of no row, for a `data.map.…` that finds nothing in any row, because it is probably
@@ -223,8 +226,8 @@ def check_rows(
                 f"{image_count} images, each of which is read before the run starts; raise it, or "
                 f"take fewer rows: {key}.limit={index}"
             )
-        # The environment makes the question of a row without messages from its columns.
         question = rows.question(index) or _question(task.messages)
+        # Without messages an environment makes the question from the columns.
         identity = [question or dict(task.columns), task.user_turns]
         usable.keys.append(json.dumps(identity, default=str, sort_keys=True))
     if transform.where is not None and usable.left_out == len(rows):
@@ -232,7 +235,8 @@ def check_rows(
             f"data.where={transform.where.text}: is true of none of the {len(rows)} rows of {key}; "
             f"their columns are: {', '.join(sorted(source_columns)) or 'none'}"
         )
-    for name in transform.mapped if usable.good else ():
+    mapped_names = list(transform.mapped) if usable.good else []
+    for name in mapped_names:
         if name not in columns:
             raise ValueError(
                 f"data.map.{name}={transform.mapped[name]}: finds nothing in any row of {key}; "
@@ -242,7 +246,10 @@ def check_rows(
 
 
 def _question(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages without the answers of a demonstration, which ends with one."""
+    """Return the messages before the first answer, if they are a demonstration, else all.
+
+    A demonstration ends with an answer.
+    """
     if not messages or messages[-1]["role"] not in ("assistant", "tool"):
         return messages
     roles = [message["role"] for message in messages]
@@ -267,20 +274,22 @@ def report_bad_rows(usable: RowCheck, total: int, key: str, policy: OnBadRow) ->
 
 
 def hold_out(usable: RowCheck, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split the rows into those for training and a share of `fraction` that is held out.
+    """Return the rows for training, and a share of about `fraction` held out for evaluation.
 
     A row's side depends on its question only. So rows with the same question stay together, and a
     new row moves no other. Raises ValueError if a side would be empty.
     """
-    sides: tuple[list[int], list[int]] = ([], [])
+    training: list[int] = []
+    held_out: list[int] = []
     for index, key in zip(usable.good, usable.keys, strict=True):
         # The digest is a number in [0, 2**64): a fair draw that depends on the question alone.
         digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
-        sides[int.from_bytes(digest[:8]) < fraction * 2**64].append(index)
-    if not all(sides):
-        side = "training" if not sides[0] else "evaluation"
+        is_held_out = int.from_bytes(digest[:8]) < fraction * 2**64
+        (held_out if is_held_out else training).append(index)
+    if not training or not held_out:
+        side = "evaluation" if training else "training"
         raise ValueError(
             f"data.test_fraction={fraction}: leaves no row for {side}, of {len(usable.good)}; "
             "change it, or data.test_seed"
         )
-    return sides
+    return training, held_out

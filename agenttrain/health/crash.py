@@ -68,13 +68,12 @@ class Evidence:
             yield
         except (NotFinite, RewardError) as error:
             if isinstance(error, RewardError) and not error.rollouts:
-                raise  # an environment's reward: nothing can be repeated without its state
+                raise  # from an environment's reward, which cannot be repeated without its state
             if isinstance(error, RewardError) and not world.is_main:
                 bundle = bundle.with_name(f"{bundle.name}-rank-{world.rank}")
             outcome = f"To see it again: agenttrain replay {quote(str(bundle))}"
             bundle_rollouts = error.rollouts if isinstance(error, RewardError) else rollouts
-            trajectories = (each for rollout in bundle_rollouts for each in rollout.trajectories)
-            if any(trajectory.images for trajectory in trajectories):
+            if any(t.images for rollout in bundle_rollouts for t in rollout.trajectories):
                 outcome += " (it holds the images of its rollouts)"
             try:
                 if isinstance(error, RewardError):
@@ -98,7 +97,7 @@ class Evidence:
     def _write_files(
         self, bundle: Path, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]
     ) -> None:
-        """Write the files that need no other process."""
+        """Write all files of the bundle but the checkpoint, which needs all processes."""
         record = {
             "step": step,
             "stage": "reward" if isinstance(error, RewardError) else error.stage,

@@ -31,7 +31,7 @@ class Calls:
     """Number of each error text that the model read."""
 
     def problem(self, tool: str, config: ToolFailures) -> str | None:
-        """Return the problem with these calls. None: there is none, or they are too few."""
+        """Return the problem with these calls, or None if there is none or they are too few."""
         assert config.limit is not None
         if self.count < config.calls or self.failures < config.limit * self.count:
             return None
@@ -49,8 +49,8 @@ class Guards:
 
     config: GuardsConfig
     asynchronous: bool = False
-    """Rollouts may be older than the policy: `logprob_gap` judges the tokens of its own version,
-    if a step has any. Otherwise an older token is a fault that it reports."""
+    """Rollouts may be sampled under older weights. `logprob_gap` then judges only the tokens that
+    were sampled under the weights of the step, if there are any."""
     streak: int = 0
     _tripped: set[str] = field(default_factory=set)
     """Guards that have warned and are still beyond their limit."""
@@ -95,16 +95,16 @@ class Guards:
         for name, problem in problems.items():
             if problem is not None:
                 problem = f"{problem} guards.{name}.limit={getattr(guards, name).limit:g}"
-                # Figures of an asynchronous step are those of older tokens too, which are far off.
+                # In an asynchronous step, older tokens would decide the figures of the cause.
                 cause = None if self.asynchronous else likely_cause(metrics)
                 if name == "logprob_gap" and cause:
                     problem += f"; likely cause: {cause}"
             self._report(name, name, problem, f"step {step}", warn)
         if guards.tool_failures.limit is None:
             return
-        _count(rollouts, self._calls)
-        enough = guards.tool_failures.calls
-        tools = [tool for tool, calls in self._calls.items() if calls.count >= enough]
+        _add_calls(rollouts, self._calls)
+        min_calls = guards.tool_failures.calls
+        tools = [tool for tool, calls in self._calls.items() if calls.count >= min_calls]
         # Take all of them out before one stops the run: a later step counts from 0.
         tool_problems = {t: self._calls.pop(t).problem(t, guards.tool_failures) for t in tools}
         for tool, problem in tool_problems.items():
@@ -117,7 +117,7 @@ class Guards:
         if self.config.tool_failures.limit is None:
             return
         calls_by_tool: dict[str, Calls] = {}
-        _count(rollouts, calls_by_tool)
+        _add_calls(rollouts, calls_by_tool)
         for tool, calls in calls_by_tool.items():
             key = f"tool_failures {tool}"
             problem = calls.problem(tool, self.config.tool_failures)
@@ -138,7 +138,11 @@ class Guards:
     def _report(
         self, name: str, key: str, problem: str | None, when: str, warn: Callable[[str], None]
     ) -> None:
-        """Warn or stop as the guard `name` is set, once per `key` while it is beyond its limit."""
+        """Warn, or stop the run, as the action of the guard `name` says.
+
+        `key` is what the guard judges, such as a tool: it is warned of once, until it has no
+        problem any more.
+        """
         if problem is None:
             self._tripped.discard(key)
             return
@@ -149,8 +153,11 @@ class Guards:
             warn(f"guard: {when}: {problem}")
 
 
-def _count(rollouts: Sequence[Rollout], calls_by_tool: dict[str, Calls]) -> None:
-    """Add the rollouts' calls to the counts by tool. A row's own tool counts as its executor."""
+def _add_calls(rollouts: Sequence[Rollout], calls_by_tool: dict[str, Calls]) -> None:
+    """Add the rollouts' calls to the counts of their tools.
+
+    A call of a row's own tool counts for the tool that executed it.
+    """
     for rollout in rollouts:
         for result in rollout.tool_results:
             if result.error in NOT_THE_TOOLS:

@@ -64,18 +64,18 @@ class Stall:
 def end_run(stall: Stall, path: Path, record: Callable[[], None]) -> None:
     """Write the evidence to `path` and stderr, call `record`, kill all children, end this process.
 
-    Does not return. The exit code is STALLED.
+    `record` notes the stall in the run's summary. Does not return. The exit code is STALLED.
     """
 
     def write_to_stderr() -> None:
-        # Past Python's buffer, whose lock another thread may hold.
+        # Not through Python's buffer, whose lock another thread may hold.
         unsent = text.encode(errors="replace")
         while unsent:
             unsent = unsent[os.write(2, unsent) :]
 
-    def run(work: Callable[[], object]) -> None:
+    def run(write: Callable[[], object]) -> None:
         with suppress(Exception):
-            work()
+            write()
 
     try:
         try:
@@ -84,17 +84,17 @@ def end_run(stall: Stall, path: Path, record: Callable[[], None]) -> None:
             problem = f"(no table of rollouts: {error!r})"
             text = "\n".join([stall.message, problem, *stacks()]) + "\n"
         # One thread each: a full pipe must not delay the file, nor a slow disk the pipe.
-        works: tuple[Callable[[], object], ...] = (
+        writes: tuple[Callable[[], object], ...] = (
             lambda: path.write_text(text, encoding="utf-8", errors="replace"),
             record,
             write_to_stderr,
         )
-        until = time.monotonic() + WRITE_S
-        threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+        deadline = time.monotonic() + WRITE_S
+        threads = [threading.Thread(target=run, args=(write,), daemon=True) for write in writes]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(max(until - time.monotonic(), 0))
+            thread.join(max(deadline - time.monotonic(), 0))
         # Kill all descendants (engines, tools) but trackers, which report the stall and end.
         with suppress(psutil.Error):
             descendants = psutil.Process().children(recursive=True)
@@ -123,9 +123,9 @@ def stacks() -> Iterator[str]:
 
 
 def _attribute(awaitable: Any, *names: str) -> Any:
-    """Return the first of these attributes that is set: its name depends on the kind of awaitable.
+    """Return the first of these attributes that an awaitable has, or None.
 
-    None: it has none of them.
+    Coroutines, generators and asynchronous generators have other names for the same attribute.
     """
     values = (getattr(awaitable, name, None) for name in names)
     return next((value for value in values if value is not None), None)

@@ -27,8 +27,9 @@ class StopWhen:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """Return the settings and the mean that ended the run, for summary.json. None: it goes on.
+        """Return the settings and the mean that end the run, for summary.json, or None.
 
+        None means that the run goes on.
         Example: ``{"metric": "reward", "above": 0.93, "below": None, "patience": 5, "mean": 0.94}``
         """
         if not self.config.enabled or len(self.values) < self.config.patience:

@@ -43,7 +43,7 @@ class Watched(Protocol):
 
     @property
     def in_flight(self) -> InFlight:
-        """Their counter of progress and, if they are of this process, their asyncio tasks."""
+        """The rollouts' counter of progress and, if they are of this process, their tasks."""
         ...
 
     def waiting(self) -> list[Waiting]:
@@ -78,7 +78,7 @@ class Watchdog:
         config: WatchdogConfig | None = None,
         world: World | None = None,
     ) -> None:
-        """Take `world`: a process that waits for another makes progress while the other does."""
+        """With `world`, waiting for another process counts as progress."""
         self._folder, self._config = folder, config or WatchdogConfig()
         self._world, self.rank = world, 0 if world is None else world.rank
         self._phase: str | None = None
@@ -97,7 +97,7 @@ class Watchdog:
             self._over.clear()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
-            self._former_handler = _on_stop(_stop)
+            self._former_handler = _handle_stop_with(_stop)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -106,8 +106,8 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(LONGEST_TICK_S)
             faulthandler.cancel_dump_traceback_later()
-            _on_stop(self._former_handler)
-            self._beat(time.time())
+            _handle_stop_with(self._former_handler)
+            self._write_heartbeat(time.time())
 
     def begin(self, phase: str | None, step: int | None = None) -> None:
         """Enter a phase. The run has until the phase's deadline to progress."""
@@ -163,7 +163,7 @@ class Watchdog:
                 last_count, idle_s, last_progress = count, 0.0, time.time()
             if now - last_beat >= self._config.heartbeat_s:
                 last_beat = now
-                self._beat(last_progress)
+                self._write_heartbeat(last_progress)
             if now - last_arm >= ARM_S:
                 last_arm = now
                 _arm(deadline_s)
@@ -199,18 +199,21 @@ class Watchdog:
         return self._count + rollouts + waits
 
     def _waiting(self) -> list[Waiting]:
-        """Return the rollouts in flight. Nothing is locked, so the table is read until it stays."""
+        """Return the rollouts in flight.
+
+        Nothing is locked. The table is read again if the event loop changed it meanwhile.
+        """
         collector = self._collector
         for _ in range(READ_ATTEMPTS):
-            with suppress(RuntimeError):  # the event loop changed what was being read
+            with suppress(RuntimeError):  # a table changed while it was iterated over
                 return [] if collector is None else collector.waiting()
         return []
 
-    def _beat(self, last_progress: float) -> None:
-        """Write the heartbeat."""
+    def _write_heartbeat(self, last_progress: float) -> None:
+        """Write this process's heartbeat file."""
         assert self._folder is not None
-        kinds = Counter(waiting.kind for waiting in self._waiting())
-        beat = {
+        counts = Counter(waiting.kind for waiting in self._waiting())
+        heartbeat = {
             "time": time.time(),
             "pid": getpid(),
             "host": socket.gethostname(),
@@ -219,20 +222,23 @@ class Watchdog:
             "step": self._step,
             "since": self._since,
             "last_progress": last_progress,
-            "in_flight": {kind: kinds[kind] for kind in (ENGINE, TOOL, OTHER)},
+            "in_flight": {kind: counts[kind] for kind in (ENGINE, TOOL, OTHER)},
         }
         name = "heartbeat.json" if self.rank == 0 else f"heartbeat-{self.rank}.json"
         with suppress(OSError):  # a reader sees from its age that something is wrong
-            write_atomically(self._folder / name, json.dumps(beat) + "\n")
+            write_atomically(self._folder / name, json.dumps(heartbeat) + "\n")
 
 
 def longest_tick_s(deadline_s: float | None) -> float:
-    """Return the most time between two checks that counts: a pause of the process is no stall."""
+    """Return the most seconds between two checks that count as idle.
+
+    If there are more, the process itself was stopped, which is no stall.
+    """
     return min(LONGEST_TICK_S, max(TICK_S, (deadline_s or math.inf) / 4))
 
 
 def _arm(deadline_s: float | None) -> None:
-    """Restart the timer of C that ends the process if the watchdog's thread cannot run."""
+    """Restart faulthandler's timer, which ends the process if the watchdog's thread cannot run."""
     if deadline_s is None:
         faulthandler.cancel_dump_traceback_later()
         return
@@ -241,15 +247,18 @@ def _arm(deadline_s: float | None) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Stop at Ctrl-Z without the timer of C, which would go on. The next check restarts it."""
+    """Handle Ctrl-Z: cancel faulthandler's timer, which would go on, and stop the process.
+
+    The watchdog's next check restarts the timer.
+    """
     faulthandler.cancel_dump_traceback_later()
     kill(getpid(), signal.SIGSTOP)
 
 
-def _on_stop(handler: Any) -> Any:
+def _handle_stop_with(handler: Any) -> Any:
     """Install `handler` for SIGTSTP unless other code has one. Return the former handler."""
-    former = signal.getsignal(signal.SIGTSTP)
-    is_ours = former in (signal.SIG_DFL, _stop) and handler is not None
-    if is_ours and threading.current_thread() is threading.main_thread():
+    former_handler = signal.getsignal(signal.SIGTSTP)
+    may_install = former_handler in (signal.SIG_DFL, _stop) and handler is not None
+    if may_install and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTSTP, handler)
-    return former
+    return former_handler

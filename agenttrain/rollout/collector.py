@@ -214,7 +214,10 @@ async def collect(collector: Collector, request: BatchRequest) -> Collected:
 
 
 async def _score(rubric: Rubric, rollouts: Sequence[Rollout]) -> Sequence[str]:
-    """Score rollouts; return why some could not be. Raises RewardError."""
+    """Score rollouts; return the reasons of those that could not be scored. Raises RewardError.
+
+    A rollout whose outside agent failed gets 0 (`agent.on_failure=zero`).
+    """
     failed = [rollout for rollout in rollouts if rollout.stop_reason is StopReason.agent_failed]
     for rollout in failed:
         rollout.rewards, rollout.reward = dict.fromkeys(rubric.names, 0.0), 0.0
@@ -230,7 +233,11 @@ async def _score(rubric: Rubric, rollouts: Sequence[Rollout]) -> Sequence[str]:
 def _rollout_requests(
     collector: Collector, request: BatchRequest, collected: Collected
 ) -> list[RolloutRequest]:
-    """Return the single requests; count overlong prompts and bad rows. Raises ChatError."""
+    """Return the requests for single rollouts, task by task.
+
+    A task with an overlong prompt or a bad row gets none and is counted in `collected`. Raises
+    ChatError with the row's place, unless bad rows are skipped.
+    """
     requests: list[RolloutRequest] = []
     for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
@@ -269,14 +276,15 @@ async def _run_all(
     finished = 0
 
     async def run(request: RolloutRequest) -> Rollout | _NoRollout:
+        """Run one rollout behind the gate, verify its ledger and report the progress."""
         nonlocal finished
         result: Rollout | _NoRollout
         async with gate:
             await throttle.wait()  # so that thousands of starts do not stop the event loop
             try:
-                with collector.in_flight.tracked(request.rollout_id, engine) as tracked:
+                with collector.in_flight.tracked(request.rollout_id, engine) as tracked_engine:
                     attempt = collector.attempt or run_rollout
-                    result = await attempt(request, replace(collector, engine=tracked))
+                    result = await attempt(request, replace(collector, engine=tracked_engine))
                 if result.length:  # an environment that could not be started has no prompt
                     tools = RowTools(result.task, collector.toolbox, collector.environments)
                     schemas[result.rollout_id] = tools.schemas
@@ -305,7 +313,11 @@ def _group_results(
     results: Sequence[Rollout | _NoRollout],
     collected: Collected,
 ) -> int:
-    """Add the complete groups to `collected`; return the rollouts of groups not overlong."""
+    """Add the groups that can be trained on to `collected`; return the number of attempts.
+
+    A group with an overlong prompt or a broken ledger is left out and counted. Attempts are the
+    rollouts of all groups whose prompt is not overlong.
+    """
     by_place: dict[int, list[Rollout | _NoRollout]] = {}
     for request, result in zip(requests, results, strict=True):
         by_place.setdefault(request.place, []).append(result)
@@ -345,7 +357,10 @@ def check_usable(collected: Collected, tasks: int, attempts: int, max_context: i
 
 
 def _describe_failures(failed: Sequence[Rollout], attempts: int) -> str:
-    """Return an error's text: how all of `attempts` rollouts failed, and what to change."""
+    """Return an error message that counts the reasons of `attempts` failed rollouts.
+
+    `failed` has those whose group was kept; the others are in groups with a broken ledger.
+    """
     reasons = Counter(str(rollout.stop_reason) for rollout in failed)
     if len(failed) < attempts:
         reasons["in a group with a broken ledger"] = attempts - len(failed)
@@ -358,7 +373,10 @@ def _describe_failures(failed: Sequence[Rollout], attempts: int) -> str:
 
 
 def why_unrewarded(rollouts: Sequence[Rollout]) -> str | None:
-    """Return why the first rollout has no reward; None if any has one, "" without rollouts."""
+    """Return why no rollout has a reward, for the first one that could have one.
+
+    None if any rollout has a reward; "" if none could have one.
+    """
     if any(rollout.reward is not None for rollout in rollouts):
         return None
     first = next(filter(may_be_scored, rollouts), None)

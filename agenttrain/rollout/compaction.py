@@ -68,7 +68,7 @@ class Compaction(Protocol):
     """User's message between the summary and the turns kept."""
 
     def keep(self, turns: Sequence[PastTurn], room: int, chat: Chat) -> Sequence[PastTurn]:
-        """Choose, of the current context's turns, those that the new one keeps.
+        """Choose the turns of the current context that the new one keeps.
 
         They should take at most `room` tokens: a context that is still too long ends the rollout
         (`context_full`).
@@ -119,9 +119,9 @@ class DropToolResults:
 
     def _without_results(self, turn: PastTurn) -> PastTurn:
         contents = [reply["content"] for reply in turn.replies]
-        for place, reply in enumerate(turn.replies):
-            if reply["role"] == "tool" and len(contents[place]) > len(self.marker):
-                contents[place] = self.marker
+        for index, reply in enumerate(turn.replies):
+            if reply["role"] == "tool" and len(contents[index]) > len(self.marker):
+                contents[index] = self.marker
         return turn.with_contents(contents)
 
 
@@ -130,9 +130,9 @@ def make_compaction(limits: RolloutConfig) -> Compaction | None:
     if limits.compaction == NO_COMPACTION:
         return None
     path = COMPACTIONS.get(limits.compaction, limits.compaction)
-    kind = locate(path, key="rollout.compaction")
+    compaction_class = locate(path, key="rollout.compaction")
     try:
-        return cast("Compaction", kind(limits))
+        return cast("Compaction", compaction_class(limits))
     except Exception as error:
         raise ConfigError(
             f"rollout.compaction={limits.compaction}: making one failed: "
@@ -154,8 +154,9 @@ def check_compaction(limits: RolloutConfig, chat: Chat, max_context: int | None)
             f"{key}: the chat template cannot ask for a summary after a tool's reply ({error}); "
             "set rollout.compaction=drop_tool_results"
         ) from error
-    reasoning = chat.opens_reasoning("tool") != chat.opens_reasoning("user")
-    if compaction.request is not None and limits.keep_turns and reasoning:
+    # A kept turn then follows a user's message, though it was sampled after a tool's.
+    role_matters = chat.opens_reasoning("tool") != chat.opens_reasoning("user")
+    if compaction.request is not None and limits.keep_turns and role_matters:
         raise ConfigError(
             f"{key}: the chat template opens reasoning after a message of one role only, so that a "
             "turn kept behind the summary would begin otherwise than it was sampled; set "
@@ -173,7 +174,10 @@ def check_compaction(limits: RolloutConfig, chat: Chat, max_context: int | None)
 
 
 def summary_room(compaction: Compaction, limits: RolloutConfig, chat: Chat) -> int:
-    """Return the tokens that a summary may take, 0 without one. Raises ChatError."""
+    """Return the most tokens that a summary takes with its request; 0 without a request.
+
+    Raises ChatError if the template refuses a user's message after a tool's reply.
+    """
     if compaction.request is None:
         return 0
     call = ToolCall(id="call_0_0", name="f", arguments={})

@@ -144,6 +144,7 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
+        """Check the keys of compaction against each other."""
         chosen, problems = self.compaction, []
         if chosen != NO_COMPACTION and self.compact_at is None:
             problems.append(

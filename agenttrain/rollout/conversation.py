@@ -30,11 +30,14 @@ class Conversation:
     """
 
     def __init__(self, context: RolloutContext, request: RolloutRequest) -> None:
-        """The limit `timeout_s` holds for each message, for people think between them."""
+        """`request.task` has the messages that the conversation begins with.
+
+        The limit `timeout_s` holds for each message: people think between two of them.
+        """
         self.rollout: Rollout | None = None
         """The rollout so far; None before its first turn."""
         self._limit_s = context.limits.timeout_s
-        self._pass_on = context.on_messages
+        self._forward_messages = context.on_messages
         self._context = replace(
             context,
             limits=replace(context.limits, timeout_s=None),
@@ -72,7 +75,7 @@ class Conversation:
             raise
         finally:
             waiting.cancel()
-        if not done:
+        if not done:  # the time limit passed
             await self.aclose()
             if self.rollout is None:
                 request = self._request
@@ -93,10 +96,11 @@ class Conversation:
             await asyncio.wait((self._task,))
 
     async def _next(self, _: Message) -> str | None:
+        """Wait for the user's next message; the loop calls this after each answer."""
         self._waiting.set()
         return await self._texts.get()
 
     def _record(self, rollout: Rollout, messages: Sequence[Message]) -> None:
         self.rollout = rollout
-        if self._pass_on is not None:
-            self._pass_on(rollout, messages)
+        if self._forward_messages is not None:
+            self._forward_messages(rollout, messages)

@@ -77,6 +77,7 @@ def read_declared(folder: Path) -> tuple[Toolbox, Environments] | None:
 
 
 def _declared(toolbox: Toolbox) -> dict[str, Any]:
+    """Return a toolbox as JSON: schemas, limits and stop tools."""
     tools = [
         {"schema": toolbox.tool(name).schema, "limits": asdict(toolbox.limits(name))}
         for name in toolbox.names
@@ -85,6 +86,7 @@ def _declared(toolbox: Toolbox) -> dict[str, Any]:
 
 
 def _toolbox(declared: Mapping[str, Any]) -> Toolbox:
+    """Return the toolbox of a `_declared` object; its tools cannot be called."""
     tools = [DeclaredTool(tool["schema"]) for tool in declared["tools"]]
     limits = [
         {name: tool["limits"][name] for name in LIMITS if name in tool["limits"]}

@@ -42,15 +42,15 @@ CANCEL_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
-    """Whose turns a loop samples: those of the rollout's own agent, or of a sub-agent."""
+    """The agent whose turns a loop samples: the rollout's own, or a sub-agent."""
 
     session: str
-    """Name of its session in the engine."""
+    """Name of the agent's session in the engine."""
     parent: str | None = None
-    """Session of the agent that waits for it."""
+    """Session of the agent that waits for this one."""
     role: str = MAIN
     depth: int = 0
-    """Agents that wait for it."""
+    """Number of agents that wait for this one."""
     delegation: Delegation | None = None
 
 
@@ -65,27 +65,29 @@ class SubAgentRequest:
     max_turns: int | None
     max_tokens: int | None
 
-    def limits(self, limits: RolloutConfig) -> RolloutConfig:
+    def tighten(self, limits: RolloutConfig) -> RolloutConfig:
         """Return the sub-agent's limits. Raises ConfigError if the tool asks for too much."""
-        asked: dict[str, Any] = {
-            "max_turns": self.max_turns,
-            "max_completion_tokens": self.max_tokens,
-        }
-        for (key, value), name in zip(asked.items(), ("max_turns", "max_tokens"), strict=True):
-            most = getattr(limits, key)
-            if value is not None and not 1 <= value <= most:
+        changes: dict[str, Any] = {}
+        for argument, key, value in (
+            ("max_turns", "max_turns", self.max_turns),
+            ("max_tokens", "max_completion_tokens", self.max_tokens),
+        ):
+            if value is None:
+                continue
+            maximum = getattr(limits, key)
+            if not 1 <= value <= maximum:
                 raise ConfigError(
-                    f"tool {self.caller.tool}: delegate({name}={value}): from 1 to "
-                    f"rollout.{key}={most} are allowed; ask for less, or raise rollout.{key}"
+                    f"tool {self.caller.tool}: delegate({argument}={value}): from 1 to "
+                    f"rollout.{key}={maximum} are allowed; ask for less, or raise rollout.{key}"
                 )
-        given: dict[str, Any] = {key: v for key, v in asked.items() if v is not None}
-        return replace(limits, **given)
+            changes[key] = value
+        return replace(limits, **changes)
 
     def row_tools(self, context: RolloutContext, episode: Episode | None) -> RowTools:
         """Return the sub-agent's tools. Raises ConfigError for one that does not exist."""
         task = self.caller.task
-        own = {one.name: one for one in task.tools or () if isinstance(one, RowTool)}
-        task = replace(task, tools=tuple(own.get(name, name) for name in self.tools))
+        by_name = {tool.name: tool for tool in task.tools or () if isinstance(tool, RowTool)}
+        task = replace(task, tools=tuple(by_name.get(name, name) for name in self.tools))
         try:
             return RowTools(task, context.toolbox, context.environments, episode)
         except ValueError as error:
@@ -93,7 +95,10 @@ class SubAgentRequest:
 
 
 class CallOrder:
-    """Turns of one turn's calls: a call may delegate once all calls before it are answered."""
+    """Order in which the calls of a turn delegate.
+
+    A call may delegate once all calls before it are answered.
+    """
 
     def __init__(self, call_ids: Sequence[str]) -> None:
         self._answered = {call_id: asyncio.Event() for call_id in call_ids}
@@ -102,7 +107,7 @@ class CallOrder:
         """The call that has a sub-agent now."""
 
     def answered(self, call_id: str) -> None:
-        """Take note that a call has its result."""
+        """Record that a call has its result."""
         self._answered[call_id].set()
 
     @asynccontextmanager
@@ -133,10 +138,10 @@ class SubAgents:
         self._loop = asyncio.get_running_loop()
         self._running: set[asyncio.Task[Delegated]] = set()
         self.used = False
-        """True once a tool has asked for one."""
+        """True once a tool has asked for a sub-agent."""
         self.failure: Exception | None = None
-        """The fault of a sub-agent that is none of the policy's: the rollout ends with it, whatever
-        the tool makes of it."""
+        """First error of a sub-agent that is not the policy's fault. The rollout ends with it, even
+        if the tool handles it."""
         self.stop: StopReason | None = None
         """Why the rollout stops once the turn's calls are answered."""
 
@@ -145,8 +150,8 @@ class SubAgents:
         limit = self._limits.max_delegated_tokens
         if limit is None:
             return math.inf
-        delegated = [one for one in self._rollout.trajectories if one.delegation is not None]
-        return limit - sum(one.length - one.context_length for one in delegated)
+        delegated = [t for t in self._rollout.trajectories if t.delegation is not None]
+        return limit - sum(t.length - t.context_length for t in delegated)
 
     def check_depth(self, depth: int) -> None:
         """Raise ToolFailure, and stop the rollout, if agents may not delegate at this depth."""
@@ -181,7 +186,11 @@ class SubAgents:
         return trajectory
 
     async def run(self, sub_agent: Coroutine[Any, Any, Delegated]) -> Delegated:
-        """Run a sub-agent for a tool. Raises ToolFailure and ToolUnavailable."""
+        """Run a sub-agent in a task of its own, for a tool that awaits it.
+
+        Raises ToolFailure if a limit of the rollout ended it. Any other error is raised as
+        ToolUnavailable, and recorded for `check`.
+        """
         self.used = True
         task = asyncio.create_task(sub_agent)
         self._running.add(task)
@@ -195,7 +204,7 @@ class SubAgents:
             raise ToolUnavailable(f"its sub-agent failed: {error}") from error
 
     def check_loop(self, tool: str) -> None:
-        """Raise ToolUnavailable where no sub-agent can run: another event loop, after a failure."""
+        """Raise ToolUnavailable in another event loop than the rollout's, and after a failure."""
         self.used = True
         if asyncio.get_running_loop() is not self._loop:
             self.failure = ToolUnavailable(
@@ -206,13 +215,18 @@ class SubAgents:
             raise ToolUnavailable(f"a sub-agent of this rollout failed: {self.failure}")
 
     async def check(self, results: Sequence[ToolResult], order: CallOrder) -> None:
-        """Raise a sub-agent's failure, or ToolUnavailable for a tool that returned without it."""
-        running = order.delegating
-        if self.failure is None and running is not None:
+        """Raise the failure of a sub-agent, once the calls of its turn have `results`.
+
+        A sub-agent that still runs is ended. That is the tool's fault (ToolUnavailable) if it
+        returned without waiting, but not if the call failed, by a timeout for example.
+        """
+        delegating = order.delegating
+        if self.failure is None and delegating is not None:
             await self.aclose()
-            if not any(one.call.id == running and one.error for one in results):
+            failed = any(result.call.id == delegating and result.error for result in results)
+            if not failed:
                 self.failure = ToolUnavailable(
-                    f"call {running}: the tool returned while its sub-agent was running; await "
+                    f"call {delegating}: the tool returned while its sub-agent was running; await "
                     "context.delegate(…) before it returns"
                 )
         if self.failure is not None:

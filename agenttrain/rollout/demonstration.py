@@ -124,10 +124,15 @@ class _Conversation:
         rollout_id: str,
         sampled: Sequence[Completion] = (),
     ) -> None:
+        """Take the conversation's prompt. `sampled` are the completions of its last turns.
+
+        Without them all assistant messages are turns, and none is part of the prompt.
+        """
         task = replace(task, messages=tuple(owner.chat.normal_messages(task.messages)))
-        spoken = [i for i, m in enumerate(task.messages) if m["role"] == "assistant"]
-        self.sampled = sampled if len(sampled) <= len(spoken) else ()
-        first = spoken[-len(self.sampled)] if spoken else 0  # [-0]: the first of all
+        assistant_indices = [i for i, m in enumerate(task.messages) if m["role"] == "assistant"]
+        self.sampled = sampled if len(sampled) <= len(assistant_indices) else ()
+        # [-0] is the first of all.
+        first = assistant_indices[-len(self.sampled)] if assistant_indices else 0
         if not first:
             raise BadDemonstration(
                 "has nothing to learn: its messages need a question and, after it, an assistant "
@@ -154,8 +159,8 @@ class _Conversation:
             raise BadDemonstration(f"a message of the role {message['role']} stands in its place")
         end = next((i for i, m in enumerate(later) if m["role"] == "assistant"), len(later))
         replies, self.pending = later[:end], later[end:]
-        demonstrated = assistant_turn(message, number)
-        for call in demonstrated.calls:
+        demonstrated_turn = assistant_turn(message, number)
+        for call in demonstrated_turn.calls:
             if call.name not in self.tools.names:
                 raise BadDemonstration(
                     f"it calls the tool {call.name!r}, which the model is not shown"
@@ -163,14 +168,17 @@ class _Conversation:
                     f"{', '.join(self.tools.names) or 'none'}; add the tool to `tools` of the run, "
                     "or of the row where it lists its own"
                 )
-        turn, completion = self._append_sampled(demonstrated, number)
-        if demonstrated.calls:
+        turn, completion = self._append_sampled(demonstrated_turn, number)
+        if demonstrated_turn.calls:
             self._append_replies(turn, completion, message, replies)
         else:
             self._append_question(turn, completion, replies)
 
     def _append_sampled(self, turn: AssistantTurn, number: int) -> tuple[AssistantTurn, Completion]:
-        """Append a turn as if it had been sampled; return it as parsed from its ids."""
+        """Append a turn as if it had been sampled; return it as parsed from its tokens.
+
+        Its ids are the recorded ones if they parse to the turn, else those of the chat template.
+        """
         sent = self.trajectory.token_ids
         after = self.trajectory.messages[-1]["role"]
 
@@ -217,9 +225,9 @@ class _Conversation:
         replies: Sequence[Message],
     ) -> None:
         """Append the replies to the turn's calls; those of the last turn may be missing."""
-        if other := {reply["role"] for reply in replies} - {"tool"}:
-            raise BadDemonstration(f"a message of the role {other.pop()} follows its calls")
-        # In the order of the calls: by id, if all calls and replies have different ones.
+        if other_roles := {reply["role"] for reply in replies} - {"tool"}:
+            raise BadDemonstration(f"a message of the role {other_roles.pop()} follows its calls")
+        # Put the replies in the order of the calls, by id if all ids are there and differ.
         ids = [call.get("id") for call in message["tool_calls"]]
         by_id = {reply.get("tool_call_id"): reply for reply in replies}
         if len(by_id) == len(replies) == len(ids) and set(by_id) == set(ids):
@@ -260,9 +268,10 @@ class _Conversation:
     def _append_question(
         self, turn: AssistantTurn, completion: Completion, replies: Sequence[Message]
     ) -> None:
-        """Append the user's message after an answer; the last answer of the row has none."""
+        """Append the user's message after an answer. The last answer of the row has none."""
         roles = [message["role"] for message in replies]
-        if roles != ["user"] * bool(self.pending):
+        expected_roles = ["user"] if self.pending else []
+        if roles != expected_roles:
             raise BadDemonstration(
                 "one user message must follow an answer, unless it is the last message of the row; "
                 f"the roles that follow are: {', '.join(roles) or 'none'}"

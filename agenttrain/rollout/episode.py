@@ -23,7 +23,11 @@ REWARD = "environment"
 async def start_episode(
     rollout: Rollout, environments: Environments, *, seed: int, group_seed: int
 ) -> Episode | None:
-    """Start the task's environment and add its reset's messages. Raises ToolUnavailable."""
+    """Start the environment of the rollout's task, and add the messages of its reset to the task.
+
+    Returns None if the task has no environment. Raises StuckTools if abandoned calls pile up, and
+    ToolUnavailable if the environment cannot be started or neither row nor reset gives a message.
+    """
     environments.check_stuck()
     kind = environments.kind_of(rollout.task)
     if kind is None:
@@ -54,10 +58,10 @@ async def score_episode(rollout: Rollout, episode: Episode | None) -> None:
         return
     if not rollout.turns or rollout.stop_reason in unscored:
         return
-    given = copy_rollout(rollout)
+    rollout_copy = copy_rollout(rollout)  # user code must not change what is trained
     try:
-        value = await episode.reward(given, as_number)
-        check_unchanged(given, rollout)
+        value = await episode.reward(rollout_copy, as_number)
+        check_unchanged(rollout_copy, rollout)
     except ToolUnavailable:
         raise
     except ChangedRollout as error:  # our traceback would point away from the user's method

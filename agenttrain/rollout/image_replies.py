@@ -14,8 +14,11 @@ Parts = list[str | Image]
 _warned: set[str] = set()
 
 
-def readable(results: Sequence[ToolResult], chat: Chat) -> list[ToolResult]:
-    """Return the results; those with images are errors for a model that reads no images."""
+def refuse_unreadable_images(results: Sequence[ToolResult], chat: Chat) -> list[ToolResult]:
+    """Return the results; for a model that reads no images, those with images become errors.
+
+    The first such error of each tool is logged.
+    """
     if chat.placeholders is not None:
         return list(results)
     replaced = []
@@ -43,63 +46,62 @@ def fit_parts(
     room: int,
     max_result_tokens: Sequence[int],
 ) -> list[Message]:
-    """Shorten the replies' contents until their suffix, whose `length` this counts, fits `room`.
+    """Shorten the contents of replies until their suffix has at most `room` tokens.
 
-    The texts of all replies are cut before an image is left out, the last one first. Each reply
-    takes at most its `max_result_tokens`. If not even empty replies fit, they are empty.
+    `length` returns the tokens of the suffix of some replies. Texts are cut before an image is
+    left out, the last one first. Each reply takes at most its `max_result_tokens`. If not even
+    empty replies fit, they are empty.
     """
-    shown = [
-        _within(chat, parts(reply.get("content")), most)
-        for reply, most in zip(replies, max_result_tokens, strict=True)
+    reply_parts = [
+        _fit_reply(chat, parts(reply.get("content")), max_tokens)
+        for reply, max_tokens in zip(replies, max_result_tokens, strict=True)
     ]
 
-    def contents(all_parts: Sequence[Parts]) -> list[Message]:
+    def messages() -> list[Message]:
         return [
-            {**reply, "content": content_of(own)}
-            for reply, own in zip(replies, all_parts, strict=True)
+            {**reply, "content": content_of(own_parts)}
+            for reply, own_parts in zip(replies, reply_parts, strict=True)
         ]
 
-    while (excess := length(contents(shown)) - room) > 0:
-        texts = [(i, j) for i, own in enumerate(shown) for j, p in enumerate(own) if p and _text(p)]
-        pictures = [
-            (i, j) for i, own in enumerate(shown) for j, p in enumerate(own) if not _text(p)
-        ]
+    while (excess := length(messages()) - room) > 0:
+        # Places (reply i, part j) of what can still be shortened.
+        places = [(i, j) for i, own_parts in enumerate(reply_parts) for j in range(len(own_parts))]
+        images = [(i, j) for i, j in places if isinstance(reply_parts[i][j], Image)]
+        texts = [(i, j) for i, j in places if (i, j) not in images and reply_parts[i][j]]
         if texts:
             i, j = texts[-1]
-            text = str(shown[i][j])
-            left = max(len(chat.encode_plain(text)) - excess, 0)
-            shorter = chat.clip(text, left)
-            shown[i][j] = shorter if len(shorter) < len(text) else ""
-        elif pictures:
-            i, j = pictures[-1]
-            image = shown[i][j]
+            text = str(reply_parts[i][j])
+            shorter = chat.clip(text, max(len(chat.encode_plain(text)) - excess, 0))
+            reply_parts[i][j] = shorter if len(shorter) < len(text) else ""
+        elif images:
+            i, j = images[-1]
+            image = reply_parts[i][j]
             assert isinstance(image, Image)
-            shown[i][j] = _marker(chat, image, "there is no room for its")
+            reply_parts[i][j] = _marker(chat, image, "there is no room for its")
         else:
             break
-    return contents(shown)
+    return messages()
 
 
-def _text(part: str | Image) -> bool:
-    return isinstance(part, str)
+def _fit_reply(chat: Chat, reply_parts: Parts, max_tokens: int) -> Parts:
+    """Return the parts of a reply in at most `max_tokens` tokens.
 
-
-def _within(chat: Chat, values: Parts, most: int) -> Parts:
-    """Cut the texts of a reply, and leave out images, so that it takes at most `most` tokens."""
+    Texts are clipped, and a marker takes the place of an image that does not fit.
+    """
     assert chat.placeholders is not None
-    left = most
-    kept: Parts = []
-    for value in values:
-        if isinstance(value, Image):
-            tokens = chat.placeholders.tokens(value)
-            if tokens > left:
-                value = _marker(chat, value, f"max_result_tokens={most} is less than its")
-        if isinstance(value, str):
-            value = chat.clip(value, max(left, 0))
-            tokens = len(chat.encode_plain(value))
-        left -= tokens
-        kept.append(value)
-    return kept
+    remaining = max_tokens
+    fitted: Parts = []
+    for part in reply_parts:
+        if isinstance(part, Image):
+            tokens = chat.placeholders.tokens(part)
+            if tokens > remaining:
+                part = _marker(chat, part, f"max_result_tokens={max_tokens} is less than its")
+        if isinstance(part, str):  # a text, or the marker
+            part = chat.clip(part, max(remaining, 0))
+            tokens = len(chat.encode_plain(part))
+        remaining -= tokens
+        fitted.append(part)
+    return fitted
 
 
 def _marker(chat: Chat, image: Image, why: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain, groupby
+from typing import NamedTuple
 
 from agenttrain.chat.chat import Chat
 from agenttrain.types import (
@@ -21,8 +22,21 @@ from agenttrain.types import (
 )
 from agenttrain.utils.content import images_in
 
-Place = tuple[str, int, int]
-"""A rollout's id, the index of a trajectory and a turn of it."""
+
+class TurnKey(NamedTuple):
+    """Identity of a turn among all rollouts."""
+
+    rollout_id: str
+    trajectory: int
+    turn: int
+
+
+class ParsedTurn(NamedTuple):
+    """A parsed completion: its ids, the role of the message before it, and its message."""
+
+    token_ids: tuple[int, ...]
+    after: str
+    message_digest: bytes
 
 
 @dataclass(slots=True)
@@ -33,7 +47,7 @@ class ParsedTurns:
     of the message, which tools and reward functions may change later.
     """
 
-    _digests: dict[Place, tuple[tuple[int, ...], str, bytes]] = field(default_factory=dict)
+    _turns: dict[TurnKey, ParsedTurn] = field(default_factory=dict)
 
     def record(
         self,
@@ -46,8 +60,8 @@ class ParsedTurns:
     ) -> None:
         """Record that `token_ids`, sampled in `turn` after a message of role `after`, parse to
         `message`."""
-        place = trajectory.rollout_id, trajectory.index, turn
-        self._digests[place] = token_ids, after, _digest(message)
+        key = TurnKey(trajectory.rollout_id, trajectory.index, turn)
+        self._turns[key] = ParsedTurn(token_ids, after, _digest(message))
 
     def matches(
         self,
@@ -59,8 +73,8 @@ class ParsedTurns:
         after: str,
     ) -> bool:
         """Return True if exactly this was recorded; otherwise the ids have to be parsed again."""
-        place = trajectory.rollout_id, trajectory.index, turn
-        return self._digests.get(place) == (token_ids, after, _digest(message))
+        key = TurnKey(trajectory.rollout_id, trajectory.index, turn)
+        return self._turns.get(key) == (token_ids, after, _digest(message))
 
 
 def _digest(message: Message) -> bytes:
@@ -79,22 +93,23 @@ def verify(
     """
     parsed_turns = parsed_turns or ParsedTurns()
     for trajectory in rollout.trajectories:
-        shown = schemas_of(trajectory, schemas)
+        trajectory_schemas = schemas_of(trajectory, schemas)
         if trajectory.delegation is not None:
             index, turn = trajectory.delegation.caller
-            before = rollout.trajectories[: trajectory.index]
-            if not 0 <= index < len(before) or not 0 <= turn < before[index].turns:
+            earlier = rollout.trajectories[: trajectory.index]
+            if not 0 <= index < len(earlier) or not 0 <= turn < earlier[index].turns:
                 raise LedgerError(
                     f"{trajectory.name}: called from turn {turn} of trajectory {index}, which is "
                     "not there before it"
                 )
-        # The ids are those of the parent, if there is one, and of the spans.
+        # A trajectory's ids are its parent's up to the branch, if it has a parent, then its spans'.
         ids = trajectory.context(rollout.trajectories[: trajectory.index])
         for span in trajectory.spans:
             ids.extend(span.token_ids)
         if ids != trajectory.token_ids:
             raise LedgerError(f"{trajectory.name}: its ids are not those of its spans")
-        # The spans begin with the only prompt span; none is needed if the context has the prompt.
+        # The first span is the only prompt span. A trajectory with a parent may have none: its
+        # context has the prompt.
         first = trajectory.spans[0].origin if trajectory.spans else None
         prompts = sum(span.origin is Origin.prompt for span in trajectory.spans)
         valid = prompts == (first is Origin.prompt) and (prompts == 1 or trajectory.parent)
@@ -105,9 +120,9 @@ def verify(
         _check_images(trajectory, ids, chat)
         # Each assistant message with the role of the message before it, which parsing depends on.
         spoken = [
-            (message, trajectory.messages[place - 1]["role"])
-            for place, message in enumerate(trajectory.messages)
-            if place >= trajectory.prompt_messages and message["role"] == "assistant"
+            (message, trajectory.messages[position - 1]["role"])
+            for position, message in enumerate(trajectory.messages)
+            if position >= trajectory.prompt_messages and message["role"] == "assistant"
         ]
         sampled = trajectory.sampled_spans()
         turns = [list(spans) for _, spans in groupby(sampled, key=lambda span: span.turn)]
@@ -121,7 +136,7 @@ def verify(
             if parsed_turns.matches(trajectory, token_ids, message, turn=turn, after=after):
                 continue
             name = trajectory.turn_name(turn)
-            parsed = chat.parse(token_ids, shown, turn=name, after=after).message()
+            parsed = chat.parse(token_ids, trajectory_schemas, turn=name, after=after).message()
             if parsed != message:
                 raise LedgerError(
                     f"{_where(trajectory, spans[0])}: the sampled tokens decode to "
@@ -131,44 +146,46 @@ def verify(
 
 
 def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> None:
-    """Raise LedgerError unless the placeholders that nobody sampled are those of the images.
+    """Raise LedgerError unless images, their placeholders and the messages agree.
 
-    The images are those of the messages, in their order; each has as many placeholders, one after
-    the other, as the model makes vectors of it.
+    The images are those of the messages, in order. Each has as many successive placeholders as the
+    model makes vectors of it. Only sampled spans may hold further placeholders.
     """
     if chat.placeholders is None:
         if trajectory.images:
             raise LedgerError(f"{trajectory.name}: has images, and {chat.no_images}")
         return
     placeholder = chat.placeholders.token_id
-    placed = [image for span in trajectory.spans for image in _placed(trajectory, span)]
-    if placed != [one for one in trajectory.images if one.start >= trajectory.context_length]:
+    # Images before the branch belong to the parent's spans.
+    own_images = [image for span in trajectory.spans for image in _images_of(trajectory, span)]
+    if own_images != [i for i in trajectory.images if i.start >= trajectory.context_length]:
         raise LedgerError(f"{trajectory.name}: its images are not those of its spans")
-    for one in trajectory.images:
-        wanted = chat.placeholders.grid(one.image)
-        present = sum(token_id == placeholder for token_id in ids[one.start : one.end])
-        if wanted != one.grid or present != one.tokens:
+    for placed in trajectory.images:
+        grid = chat.placeholders.grid(placed.image)
+        count = sum(token_id == placeholder for token_id in ids[placed.start : placed.end])
+        if grid != placed.grid or count != placed.tokens:
             raise LedgerError(
-                f"{trajectory.name} position {one.start}: the {one.image} has {wanted} vectors, "
-                f"its span says {one.grid}, and {present} placeholders stand there"
+                f"{trajectory.name} position {placed.start}: the {placed.image} has {grid} "
+                f"vectors, its span says {placed.grid}, and {count} placeholders stand there"
             )
     context = [span for span in trajectory.spans if span.origin is not Origin.sampled]
     count = sum(token_id == placeholder for span in context for token_id in span.token_ids)
-    if count != sum(one.tokens for one in placed):
+    expected_count = sum(image.tokens for image in own_images)
+    if count != expected_count:
         raise LedgerError(
             f"{trajectory.name}: {count} placeholders of images, but its spans know images with "
-            f"{sum(one.tokens for one in placed)}"
+            f"{expected_count}"
         )
-    shown = [image.sha256 for image in images_in(trajectory.messages)]
-    known = [one.image.sha256 for one in trajectory.images]
-    if shown != known:
+    in_messages = [image.sha256 for image in images_in(trajectory.messages)]
+    in_spans = [placed.image.sha256 for placed in trajectory.images]
+    if in_messages != in_spans:
         raise LedgerError(
-            f"{trajectory.name}: its messages hold the images {[*map(_short, shown)]}, its spans "
-            f"{[*map(_short, known)]}"
+            f"{trajectory.name}: its messages hold the images {[*map(_short, in_messages)]}, its "
+            f"spans {[*map(_short, in_spans)]}"
         )
 
 
-def _placed(trajectory: Trajectory, span: Span) -> tuple[PlacedImage, ...]:
+def _images_of(trajectory: Trajectory, span: Span) -> tuple[PlacedImage, ...]:
     """Return a span's images at their positions in the trajectory."""
     return shift_images(span.images, _position(trajectory, span)) if span.images else ()
 
@@ -178,15 +195,21 @@ def _short(digest: str) -> str:
 
 
 def schemas_of(trajectory: Trajectory, schemas: Sequence[dict]) -> Sequence[dict]:
-    """Return the schemas that a trajectory's prompt shows; `schemas` are those of the task."""
-    delegation, own = trajectory.delegation, trajectory.schemas
-    if own is None and delegation is not None:
-        own = delegation.schemas
-    return schemas if own is None else [dict(schema) for schema in own]
+    """Return the tool schemas that a trajectory's prompt shows.
+
+    They are the trajectory's own, else those of its delegation, else `schemas`, the task's.
+    """
+    own_schemas = trajectory.schemas
+    if own_schemas is None and trajectory.delegation is not None:
+        own_schemas = trajectory.delegation.schemas
+    return schemas if own_schemas is None else [dict(schema) for schema in own_schemas]
 
 
 def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:
-    """Return the sampled ids of a turn; raise LedgerError unless they end as the spans say."""
+    """Return the ids of a turn's sampled spans.
+
+    Raises LedgerError unless the last span alone has a finish, and `stop` follows a stop token.
+    """
     token_ids = tuple(chain.from_iterable(span.token_ids for span in spans))
     finish = spans[-1].finish
     if finish is None or any(span.finish is not None for span in spans[:-1]):

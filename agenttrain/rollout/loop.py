@@ -39,7 +39,7 @@ from agenttrain.rollout.config import (
 )
 from agenttrain.rollout.delegation import Agent, CallOrder, SubAgentRequest, SubAgents
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
-from agenttrain.rollout.image_replies import readable
+from agenttrain.rollout.image_replies import refuse_unreadable_images
 from agenttrain.rollout.monitoring import Throttle
 from agenttrain.rollout.replies import Suffix, append_suffix, fit_replies, reply_message
 from agenttrain.rollout.request import RolloutContext, append_prompt
@@ -122,7 +122,7 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
                 raise EngineError(f"TimeoutError: {error}") from error
             rollout.stop_reason = StopReason.timeout
         await score_episode(rollout, episode)
-    except EngineDead:
+    except EngineDead:  # an EngineError too, but no later rollout could succeed
         raise
     except (EngineError, ToolUnavailable) as error:
         if isinstance(error, ToolUnavailable) and limits.on_tool_failure is OnToolFailure.error:
@@ -157,47 +157,49 @@ class _Loop:
         sub_agents: SubAgents,
         agent: Agent,
     ) -> None:
+        """Continue the rollout's last trajectory, which was begun for `agent`."""
         self.rollout, self.request, self.tools, self.episode = rollout, request, tools, episode
         self.context, self.sub_agents, self.agent = context, sub_agents, agent
         self.engine, self.chat, self.limits = context.engine, context.chat, context.limits
         self.throttle = context.throttle or Throttle()
         self.parsed_turns = context.parsed_turns
         self.user, self.on_messages = context.user, context.on_messages
-        self.first = self.trajectory = rollout.trajectories[-1]  # begun for this agent
+        self.first = self.trajectory = rollout.trajectories[-1]
         self._turns = 0
         """Completions of this agent."""
-        self._begins = self.trajectory.prompt_length
-        """Tokens of the trajectory that do not count as spent: its prompt, what is shown again."""
+        self._uncounted = self.trajectory.prompt_length
+        """Tokens of the trajectory that `max_completion_tokens` does not count: the prompt, and
+        what a compaction repeats."""
         self._tokens_before = 0
-        """Sampled and tool tokens of the trajectories that came before."""
+        """Tokens that it counts in this agent's earlier trajectories."""
         self._dialogue = Dialogue(context.simulated_user, request.sampling.seed)
         self._calls_made: list[ToolCall] = []
         self._compaction = make_compaction(context.limits)
-        self._past: list[PastTurn] = []
+        self._past_turns: list[PastTurn] = []
         """The turns of the current context, if it may be compacted."""
         self._reserved = 0
-        """Tokens at the end of the engine's context that are kept free for a summary."""
+        """Tokens of the engine's context that are reserved for a summary."""
         if self._compaction is not None:
             self._reserved = summary_room(self._compaction, context.limits, context.chat)
         self._task: Task | None = None
         """The rollout's copy of its task, which its tools may change."""
 
     async def run(self) -> StopReason:
-        """Sample a turn, parse it, answer it; repeat until there is a reason to stop."""
+        """Sample turns and answer them until there is a reason to stop; return the reason."""
         reason: StopReason | None = None
         while reason is None:
             if self._must_compact():
                 reason = await self._compact()
                 continue
-            budget = min(self.limits.max_turn_tokens, self._room())
+            budget = min(self.limits.max_turn_tokens, self._remaining_tokens())
             if budget <= 0:
-                return self._reason_without_room()
+                return self._limit_reached()
             turn, completion = await self._sample(budget)
-            reason = _reason_cut(completion) or await self._reply_to(turn, completion)
+            reason = _reason_if_cut_off(completion) or await self._reply_to(turn, completion)
         return reason
 
     async def _sample(self, budget: int) -> tuple[AssistantTurn, Completion]:
-        """Sample a turn of the trajectory, in at most `budget` tokens; append and parse it."""
+        """Sample a turn of at most `budget` tokens; append it to the trajectory and parse it."""
         rollout, trajectory = self.rollout, self.trajectory
         state = None if self.episode is None else await self.episode.state()
         sent = trajectory.token_ids
@@ -238,73 +240,84 @@ class _Loop:
         return turn, completion
 
     async def _compact(self) -> StopReason | None:
-        """Replace the context by a shorter one, in a new trajectory; return a reason to stop.
+        """Begin a new trajectory with a shorter context.
 
-        What was sampled keeps its ids. A user's message that is not answered yet stands in place of
-        "Go on …" and of the turns kept::
+        Returns a reason to stop if it cannot be made or is still too long, else None. If the
+        compaction asks for a summary, the policy first samples it, in a branch of the long
+        trajectory. Sampled tokens keep their ids. The new context is::
 
             prompt of the task | summary | "Go on …" | kept turn, replies | kept turn, replies | …
+
+        A user's message that is not answered yet takes the place of "Go on …" and the kept turns.
         """
-        compaction, main, limit = self._compaction, self.trajectory, self.limits.compact_at or 0
+        compaction, long, limit = self._compaction, self.trajectory, self.limits.compact_at or 0
         assert compaction is not None
-        role, by = self.agent.role, self.agent.delegation
+        role, delegation = self.agent.role, self.agent.delegation
         first = self.first
         ids = [*first.token_ids[: first.prompt_length]]
         messages = [*first.messages[: first.prompt_messages]]
-        self._tokens_before += main.length - self._begins
+        self._tokens_before += long.length - self._uncounted
         if compaction.request is not None:
             if len(ids) >= limit:
                 return StopReason.context_full
-            last, request = self._past[-1], request_message(compaction)
+            last, request = self._past_turns[-1], request_message(compaction)
             unanswered = last.replies[-1]["role"] == "user"
             replies = [] if unanswered else [*last.replies]
             suffix = self._suffix(last.turn, [*replies, request], last.completion)
-            position = main.length - sum(len(own) for _, own in last.suffix or ())
-            self.trajectory = self.rollout.branch(main.index, position, role=SUMMARY, delegation=by)
-            before = len(main.messages) - len(last.replies)
-            self.trajectory.messages += [*main.messages[:before], *replies]
+            # Branch after the last completion: the request is rendered together with its replies.
+            position = long.length - sum(len(span_ids) for _, span_ids in last.suffix or ())
+            self.trajectory = self.rollout.branch(
+                long.index, position, role=SUMMARY, delegation=delegation
+            )
+            before = len(long.messages) - len(last.replies)
+            self.trajectory.messages += [*long.messages[:before], *replies]
             self.trajectory.prompt_messages = before + len(replies) + 1
-            for origin, own in suffix:
-                self.trajectory.append_context(own, origin)
+            for origin, span_ids in suffix:
+                self.trajectory.append_context(span_ids, origin)
             self._add(request)
-            self._begins = self.trajectory.length
-            budget = min(self.limits.summary_tokens, self._room())
+            self._uncounted = self.trajectory.length
+            budget = min(self.limits.summary_tokens, self._remaining_tokens())
             if budget <= 0:
-                return self._reason_without_room()
+                return self._limit_reached()
             summary, completion = await self._sample(budget)
-            if reason := _reason_cut(completion):
+            if reason := _reason_if_cut_off(completion):
                 return reason
             if self._calls_to_answer(summary) or not summary.content.strip():
                 return StopReason.invalid_summary
             resume: Message = {"role": "user", "content": compaction.resume}
             if unanswered:
-                self._past, resume = [], last.replies[-1]
+                self._past_turns, resume = [], last.replies[-1]
             ids += completion.token_ids
             suffix = self._suffix(summary, [resume], completion)
-            ids += [token_id for _, own in suffix for token_id in own]
+            ids += [token_id for _, span_ids in suffix for token_id in span_ids]
             messages += [summary.message(), resume]
-            self._tokens_before += self.trajectory.length - self._begins
-        self._past = [*compaction.keep(self._past, limit - len(ids), self.chat)]
-        for past in self._past:
+            self._tokens_before += self.trajectory.length - self._uncounted
+        self._past_turns = [*compaction.keep(self._past_turns, limit - len(ids), self.chat)]
+        for past in self._past_turns:
             ids += past.ids(self.chat)
             messages += [past.turn.message(), *past.replies]
         if len(ids) > limit:
             return StopReason.context_full
-        shared = common_prefix(np.array(main.token_ids), np.array(ids))
-        self.trajectory = self.rollout.branch(main.index, shared, role=role, delegation=by)
+        shared = common_prefix(np.array(long.token_ids), np.array(ids))
+        self.trajectory = self.rollout.branch(long.index, shared, role=role, delegation=delegation)
         self.trajectory.append_context(ids[shared:], Origin.prompt)
         self.trajectory.messages += messages
         self.trajectory.prompt_messages = len(messages)
-        self._begins = len(ids)
+        self._uncounted = len(ids)
         return None
 
     def _must_compact(self) -> bool:
-        """Return True if the context has grown too long and a turn is left to use a shorter one."""
-        grown = self._past and self.trajectory.length > (self.limits.compact_at or 0)
-        return bool(grown) and (self._may_summarise() or not self._reserved)
+        """Return True if the context has turns, is longer than `compact_at` and may be compacted.
+
+        A summary is a turn itself, so `max_turns` has to allow it and one turn after it.
+        """
+        if not self._past_turns or self.trajectory.length <= (self.limits.compact_at or 0):
+            return False
+        needs_summary = self._reserved > 0
+        return not needs_summary or self._may_summarise()
 
     def _may_summarise(self) -> bool:
-        """Return True if there may be a summary, and a turn after it."""
+        """Return True if the compaction has summaries and `max_turns` allows one and a turn."""
         return self._reserved > 0 and self._turns + 1 < self.limits.max_turns
 
     def _suffix(
@@ -335,28 +348,36 @@ class _Loop:
         turn, rewards = self.trajectory.turns - 1, self.trajectory.turn_rewards
         rewards[turn] = rewards.get(turn, 0.0) + value
 
-    def _room(self) -> int:
+    def _remaining_tokens(self) -> int:
         """Return the number of tokens that may still follow, sampled or not."""
-        spent = self._tokens_before + self.trajectory.length - self._begins
-        room = min(self.limits.max_completion_tokens - spent, self._context_left())
-        return int(min(room, self.sub_agents.tokens_left())) if self.agent.depth else room
+        spent = self._tokens_before + self.trajectory.length - self._uncounted
+        remaining = min(self.limits.max_completion_tokens - spent, self._remaining_context())
+        if self.agent.depth:
+            return int(min(remaining, self.sub_agents.tokens_left()))
+        return remaining
 
-    def _context_left(self) -> int:
-        """Return the room in the engine's context, without what a summary of it will need."""
-        free = self.trajectory.role == SUMMARY or not self._may_summarise()
-        reserved = 0 if free else self._reserved
+    def _remaining_context(self) -> int:
+        """Return the free tokens of the engine's context, less those reserved for a summary."""
+        may_follow = self.trajectory.role != SUMMARY and self._may_summarise()
+        reserved = self._reserved if may_follow else 0
         return self.engine.max_context - reserved - self.trajectory.length
 
-    def _reason_without_room(self) -> StopReason:
-        """Return the limit that leaves the least room: the engine's context or the rollout's."""
-        room = self._room()
-        if self.agent.depth and self.sub_agents.tokens_left() <= room:
+    def _limit_reached(self) -> StopReason:
+        """Return the stop reason of the token limit that is the closest.
+
+        Where limits are equally close: sub-agents' tokens, then the context, then the rollout's.
+        """
+        remaining = self._remaining_tokens()
+        if self.agent.depth and self.sub_agents.tokens_left() <= remaining:
             return StopReason.max_delegated_tokens
-        full = self._context_left() <= room
+        full = self._remaining_context() <= remaining
         return StopReason.context_full if full else StopReason.max_tokens
 
     async def _reply_to(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
-        """Append the replies to a turn's calls, or the user's reply; return a reason to stop."""
+        """Run a turn's calls and append their replies; without calls, append the user's next turn.
+
+        Returns the reason to stop, or None if the model is to sample another turn.
+        """
         calls = self._calls_to_answer(turn)
         if not calls:
             return await self._append_user_turn(turn, completion)
@@ -374,6 +395,7 @@ class _Loop:
         for result in results:
             if result.reward is not None:
                 self._reward_turn(result.reward, f"tool {result.call.name}")
+        # A sub-agent's limit comes first, then the stop tool, then the limits on calls.
         reason = self.sub_agents.stop
         reason = reason or (StopReason.stop_tool if stops else self._reason_after_calls(results))
         # Clipped so that the replies and one sampled token still fit.
@@ -382,7 +404,7 @@ class _Loop:
             turn,
             [reply_message(result) for result in results],
             completion=completion,
-            room=self._room() - int(reason is None),
+            room=self._remaining_tokens() - int(reason is None),
             max_result_tokens=[
                 self.tools.limits(result.call.name).max_result_tokens
                 or self.limits.max_result_tokens
@@ -404,7 +426,7 @@ class _Loop:
         append_suffix(self.trajectory, suffix, replies, self.chat)
         self._add(*replies)
         if self._compaction is not None:
-            self._past.append(
+            self._past_turns.append(
                 PastTurn(turn=turn, completion=completion, replies=tuple(replies), suffix=suffix)
             )
 
@@ -416,11 +438,14 @@ class _Loop:
     async def _append_user_turn(
         self, turn: AssistantTurn, completion: Completion
     ) -> StopReason | None:
-        """Append the user's next message after an answer; `completed` if there is none.
+        """Append the user's next message after an answer of the model.
 
-        The task's scripted user turns come first, then those of the environment, then those of the
-        simulated user. A context with a `user` of its own has those alone, and a sub-agent has
-        none.
+        Returns the reason to stop: `completed` if the user says nothing more, a limit, or that of
+        the environment. None: the model is to sample another turn.
+
+        Messages come from the task's scripted user turns first, then from the environment, then
+        from the simulated user. If the context has a `user`, all messages come from there. A
+        sub-agent has no user.
         """
         if self.agent.depth:
             return StopReason.completed
@@ -439,12 +464,13 @@ class _Loop:
                 self._reward_turn(reply.value, f"environment {self.episode.kind.name}: its user")
                 reply = reply.content
             text = reply
-        over = None if self.episode is None else self.episode.stop_reason
-        if text is None and over is None and self.user is None:
+        # An environment that has ended may still say something, which no turn will answer.
+        episode_end = None if self.episode is None else self.episode.stop_reason
+        if text is None and episode_end is None and self.user is None:
             text = await self._dialogue.reply(self.rollout.task)
         if text is None:
-            return over or StopReason.completed
-        if over is None and self._turns >= self.limits.max_turns:
+            return episode_end or StopReason.completed
+        if episode_end is None and self._turns >= self.limits.max_turns:
             return StopReason.max_turns
         question: Message = {"role": "user", "content": text}
         suffix = self.chat.suffix(
@@ -452,15 +478,17 @@ class _Loop:
             [question],
             completion_ids=completion.token_ids,
             finish=completion.finish,
-            generation_prompt=over is None,
+            generation_prompt=episode_end is None,
         )
         # A tool's text may be clipped to fit, a question may not: it would be another question.
-        if sum(len(ids) for _, ids in suffix) + int(over is None) <= self._room():
+        # If a turn follows, one token of it has to fit too.
+        needed = sum(len(ids) for _, ids in suffix) + int(episode_end is None)
+        if needed <= self._remaining_tokens():
             self._append(turn, completion, [question], suffix)
             self._dialogue.say(text)
-        elif over is None:
-            return self._reason_without_room()
-        return over
+        elif episode_end is None:
+            return self._limit_reached()
+        return episode_end
 
     def _reason_not_to_run(
         self, turn: AssistantTurn, calls: list[ToolCall], completion: Completion
@@ -486,23 +514,31 @@ class _Loop:
             generation_prompt=True,
         )
         # No tool runs whose reply cannot be shown: its wrapper and one sampled token must fit.
-        return self._reason_without_room() if wrapper + 1 > self._room() else None
+        return self._limit_reached() if wrapper + 1 > self._remaining_tokens() else None
 
     async def _execute(self, calls: list[ToolCall], *, stops: bool) -> list[ToolResult]:
-        """Run the calls of a turn. Calls over a limit get an error result instead."""
+        """Run the calls of a turn; return one result per call, in call order.
+
+        Calls over a limit do not run and get an error result. `stops`: one of the calls is to a
+        stop tool, and no limit on the rollout's calls holds.
+        """
         surplus: list[ToolCall] = []
         if not stops and self.chat.one_call_per_turn:
             calls, surplus = calls[:1], calls[1:]
         refusals = over_limits(
             calls,
             self.rollout.tool_results,
-            most=None if stops else self.limits.max_tool_calls,
-            own_limit=lambda name: (
+            max_calls=None if stops else self.limits.max_tool_calls,
+            tool_limit=lambda name: (
                 None if name in self.tools.stop_tools else self.tools.limits(name).max_calls
             ),
         )
 
+        allowed = [call for call, refusal in zip(calls, refusals, strict=True) if refusal is None]
+        order = CallOrder([call.id for call in allowed])
+
         def context_of(call: ToolCall) -> ToolContext:
+            """Return the context that a call's tool gets, with the rollout's copy of its task."""
             if self._task is None:
                 self._task = copy_task(self.rollout.task)
             return ToolContext(
@@ -514,14 +550,12 @@ class _Loop:
                 run_policy=partial(self._delegate, order),
             )
 
-        allowed = [call for call, refusal in zip(calls, refusals, strict=True) if refusal is None]
-        order = CallOrder([call.id for call in allowed])
-        answers = await self.tools.execute(allowed, context_of, order.answered)
+        executed = await self.tools.execute(allowed, context_of, order.answered)
         if self.sub_agents.used:
-            await self.sub_agents.check(answers, order)
-        outcomes = iter(answers)
+            await self.sub_agents.check(executed, order)
+        executed_results = iter(executed)
         results = [
-            next(outcomes)
+            next(executed_results)
             if refusal is None
             else ToolResult(call=call, content=f"Error: {refusal}", error=ToolError.limit)
             for call, refusal in zip(calls, refusals, strict=True)
@@ -535,30 +569,36 @@ class _Loop:
             for call in surplus
         ]
         if any(result.parts for result in results):
-            results = readable(results, self.chat)
+            results = refuse_unreadable_images(results, self.chat)
         self.rollout.tool_results.extend(results)
         return results
 
     async def _delegate(
-        self, order: CallOrder, caller: ToolContext, messages: Sequence[Message], **asked: Any
+        self, order: CallOrder, caller: ToolContext, messages: Sequence[Message], **options: Any
     ) -> Delegated:
-        """Implement `ToolContext.delegate` for a call of the last turn."""
+        """Implement `ToolContext.delegate` for a call of the last turn.
+
+        `options` are the other arguments of `delegate`. Calls delegate one at a time, in `order`.
+        """
         self.sub_agents.check_loop(caller.tool)
         async with order.turn(caller.call_id):
             copies: list[Message] = copy_value([*messages])
-            request = SubAgentRequest(caller=caller, messages=copies, **asked)
+            request = SubAgentRequest(caller=caller, messages=copies, **options)
             return await self.sub_agents.run(self._run_sub_agent(request))
 
     async def _run_sub_agent(self, request: SubAgentRequest) -> Delegated:
         """Run the policy on the request's messages, in a trajectory of its own."""
         depth = self.agent.depth + 1
         self.sub_agents.check_depth(depth)
-        context = replace(self.context, limits=request.limits(self.context.limits))
+        context = replace(self.context, limits=request.tighten(self.context.limits))
         tools = request.row_tools(context, self.episode)
         prompt = self.chat.prompt_ids(request.messages, tools.schemas)
         if len(prompt) >= self.engine.max_context:
-            full = StopReason.context_full
-            return Delegated(content="", stop_reason=full, messages=tuple(request.messages))
+            return Delegated(
+                content="",
+                stop_reason=StopReason.context_full,
+                messages=tuple(request.messages),
+            )
         delegation = Delegation(
             caller=(self.trajectory.index, self.trajectory.turns - 1),
             call_id=request.caller.call_id,
@@ -584,15 +624,18 @@ class _Loop:
             await self.engine.release(agent.session)
         if reason in (StopReason.max_delegated_tokens, StopReason.aborted):
             raise self.sub_agents.stopped(reason)
-        said = copy_value(loop.trajectory.messages)
-        answer = said[-1]["content"] if said[-1]["role"] == "assistant" else ""
-        return Delegated(content=answer, stop_reason=reason, messages=tuple(said))
+        messages = copy_value(loop.trajectory.messages)
+        answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+        return Delegated(content=answer, stop_reason=reason, messages=tuple(messages))
 
     def _reason_after_calls(self, results: list[ToolResult]) -> StopReason | None:
-        """Return the reason to stop after a turn's calls were answered."""
-        over = None if self.episode is None else self.episode.stop_reason
-        if over is not None or any(result.done for result in results):
-            return over or StopReason.environment_done
+        """Return the reason to stop after a turn's calls were answered, or None.
+
+        The end of the environment comes first, then the limit on calls, then that on invalid calls.
+        """
+        episode_end = None if self.episode is None else self.episode.stop_reason
+        if episode_end is not None or any(result.done for result in results):
+            return episode_end or StopReason.environment_done
         max_calls = self.limits.max_tool_calls
         limited = any(result.error is ToolError.limit for result in results)
         if limited and max_calls is not None and len(self.rollout.tool_results) > max_calls:
@@ -603,8 +646,8 @@ class _Loop:
         return StopReason.max_invalid_calls if limit is not None and invalid > limit else None
 
 
-def _reason_cut(completion: Completion) -> StopReason | None:
-    """Return the reason to stop if the engine did not let the completion end; None: it ended."""
+def _reason_if_cut_off(completion: Completion) -> StopReason | None:
+    """Return the reason to stop if the engine cut off the completion, else None."""
     if completion.finish is Finish.length:
         return StopReason.max_tokens
     return StopReason.aborted if completion.finish is Finish.abort else None

@@ -102,7 +102,10 @@ class InFlight:
 
     @contextmanager
     def tracked(self, rollout_id: str, engine: Engine) -> Iterator[Engine]:
-        """Count the rollout as in flight for the block; it must use the engine that this yields."""
+        """List the rollout as in flight for the block; yield the engine that it has to use.
+
+        That engine records the rollout's requests.
+        """
         flight = self._flights[rollout_id] = Flight(rollout_id=rollout_id)
         began = flight.since
         try:
@@ -118,7 +121,10 @@ class InFlight:
             flight.calls.append((call.tool, call.since, time.monotonic()))
 
     def waiting(self, calls: Iterable[RunningCall]) -> list[Waiting]:
-        """Return all rollouts, the longest wait first; `calls` are those of all toolboxes."""
+        """Return what each rollout in flight waits for, the longest wait first.
+
+        `calls` are the running calls of all toolboxes.
+        """
         now = time.monotonic()
         running: dict[str, list[RunningCall]] = {}
         for call in calls:
@@ -128,9 +134,9 @@ class InFlight:
             kind, what, since = OTHER, "its environment, or agenttrain's own code", flight.since
             if flight.in_engine:
                 kind, what = ENGINE, "the engine"
-            elif own := running.get(flight.rollout_id):
-                kind, since = TOOL, min(call.since for call in own)
-                what = ", ".join(f"tool {call.tool} ({call.call_id})" for call in own)
+            elif rollout_calls := running.get(flight.rollout_id):
+                kind, since = TOOL, min(call.since for call in rollout_calls)
+                what = ", ".join(f"tool {call.tool} ({call.call_id})" for call in rollout_calls)
             waiting.append(
                 Waiting(
                     rollout_id=flight.rollout_id,
@@ -140,7 +146,7 @@ class InFlight:
                     seconds=now - since,
                 )
             )
-        return sorted(waiting, key=lambda one: -one.seconds)
+        return sorted(waiting, key=lambda entry: -entry.seconds)
 
     def tasks(self) -> list[tuple[str, asyncio.Task]]:
         """Return each rollout's id with the asyncio task that drives it."""
@@ -209,15 +215,15 @@ class LoopMonitor:
     """
 
     def __init__(self, limit_s: float, blocking: Callable[[float], str | None]) -> None:
-        """Take `blocking(seconds)`, which returns the tool that has held the loop for that long.
+        """`blocking(seconds)` returns the tool that has held the loop for that long, or None.
 
-        Only such a tool is warned of. Lag alone is not: many rollouts that become ready together
-        cause it too.
+        Lag without such a tool gives no warning: many rollouts that become ready together cause it
+        too.
         """
         self.max_lag_s = 0.0
         self._limit_s = limit_s
         self._blocking = blocking
-        self._over = threading.Event()
+        self._ended = threading.Event()
 
     async def __aenter__(self) -> LoopMonitor:
         self._last_beat = time.monotonic()
@@ -238,7 +244,7 @@ class LoopMonitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over.set()
+        self._ended.set()
         self._measure()
         self._beating.cancel()
 
@@ -254,7 +260,8 @@ class LoopMonitor:
         self._last_beat = now
 
     def _warn_of_blocking(self) -> None:
-        while not self._over.wait(self._limit_s / 4):
+        """Warn of the first tool that blocks the loop; runs in the monitor's thread."""
+        while not self._ended.wait(self._limit_s / 4):
             name = self._blocking(self._limit_s)
             if name is None:
                 continue
@@ -280,7 +287,7 @@ class Throttle:
     """Resumes at most `at_once` rollouts per pass of the event loop, first come first served.
 
     An engine or a tool may answer thousands of rollouts together. If all of them resumed in one
-    pass, time limits would pass meanwhile, although the work that they limit is done.
+    pass, it would take so long that time limits expired although the work was done in time.
     """
 
     at_once: int = AT_ONCE
@@ -322,34 +329,39 @@ heaps."""
 
 
 class _Heap:
-    """Owner of the frozen heap of this process, if it is frozen."""
+    """State of this process's heap, of which there is one."""
 
-    ours = False
+    frozen_here = False
     """True while a `light_gc` has frozen it."""
-    theirs = False
-    """True if other code has frozen it. Once True, it is not counted again: the count walks the
-    frozen heap, which takes a tenth of a second with vLLM, which freezes its own."""
+    frozen_elsewhere = False
+    """True if other code, such as vLLM's, has frozen it. It stays True: counting the frozen objects
+    again takes a tenth of a second."""
 
 
 @contextmanager
 def light_gc() -> Iterator[None]:
     """Freeze existing objects and collect new ones less often for the block.
 
-    A full collection blocks the event loop for a third of a second with torch imported, and would
-    come every second. Does nothing in a process that has frozen its heap already.
+    A full collection visits every object of the process, which blocks the event loop for a third of
+    a second with torch and transformers imported. Rollouts make so many objects that it would come
+    about every second.
+
+    Objects that exist already are frozen until the end of the block. Does nothing inside another
+    `light_gc`, or if other code has frozen the heap.
     """
-    _Heap.theirs = _Heap.theirs or (not _Heap.ours and gc.get_freeze_count() > 0)
-    if _Heap.ours or _Heap.theirs:
+    if not (_Heap.frozen_here or _Heap.frozen_elsewhere):
+        _Heap.frozen_elsewhere = gc.get_freeze_count() > 0
+    if _Heap.frozen_here or _Heap.frozen_elsewhere:
         yield
         return
     thresholds = gc.get_threshold()
-    _Heap.ours = True
+    _Heap.frozen_here = True
     gc.freeze()
     if thresholds[0]:  # 0: collections are switched off
         gc.set_threshold(max(YOUNG, thresholds[0]), *thresholds[1:])
     try:
         yield
     finally:
-        _Heap.ours = False
+        _Heap.frozen_here = False
         gc.unfreeze()
         gc.set_threshold(*thresholds)

@@ -60,12 +60,12 @@ class RolloutRows:
         for index in range(len(self._file)):
             record = self._record(index)
             rewarded += record["reward"] is not None
-            reason = _left_out(record, min_reward)
+            reason = _why_left_out(record, min_reward)
             if reason is None:
                 self._selected.append(index)
             else:
                 reasons[reason] += 1
-        listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         if min_reward is not None and not rewarded:
             raise ValueError(
                 f"min_reward={min_reward}: none of the {len(self._file)} rollouts has a reward; "
@@ -76,13 +76,13 @@ class RolloutRows:
             if min_reward is not None:
                 argument, lower = f"min_reward={min_reward}", "lower it, or "
             raise ValueError(
-                f"{argument}: leaves none of {len(self._file)} rollouts: {listed}; {lower}take the "
-                "files of more steps"
+                f"{argument}: leaves none of {len(self._file)} rollouts: {left_out}; {lower}take "
+                "the files of more steps"
             )
         self.note = f"{len(self._selected)} of {len(self._file)} rollouts"
-        """Numbers of the rollouts, and of those left out by reason."""
-        if listed:
-            self.note += f"; left out: {listed}"
+        """How many rollouts are selected, and how many are left out for each reason."""
+        if left_out:
+            self.note += f"; left out: {left_out}"
         self._selected = self._selected[:limit]
 
     def __len__(self) -> int:
@@ -90,8 +90,8 @@ class RolloutRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a fresh copy of a row."""
-        place = self._selected[index]
-        record = RecordedRollout(with_pictures(self._record(place), self._file.folder(place)))
+        line = self._selected[index]
+        record = RecordedRollout(with_pictures(self._record(line), self._file.folder(line)))
         row = {
             **record["columns"],
             "task_id": record["task_id"],
@@ -127,8 +127,8 @@ class RolloutRows:
         return RecordedRollout(record)
 
 
-def _left_out(record: Mapping[str, Any], min_reward: float | None) -> str | None:
-    """Return why a recorded rollout is no row; None: it is one."""
+def _why_left_out(record: Mapping[str, Any], min_reward: float | None) -> str | None:
+    """Return why a recorded rollout is left out of the rows, or None if it is one of them."""
     if record["stop_reason"] in NOT_ENDED:
         return f"ended by {record['stop_reason']}"
     if min_reward is None:
@@ -153,11 +153,11 @@ def read_again(record: Mapping[str, Any], task: Task, rollout_id: str) -> Rollou
 def difference(
     rollout: Rollout, messages: Sequence[Mapping[str, Any]], chat: Chat, schemas: Sequence[dict]
 ) -> str | None:
-    """Return why a run would not show the model a recorded rollout in its ids; None: it would.
+    """Return why this run would give a recorded rollout other ids, or None if it gives the same.
 
     The run has `chat` and the tools of `schemas`, and the row's `messages`, which its settings may
     have changed. The prompt and the context between sampled turns are rendered again, and the
-    sampled ids have to read as the recorded messages. What follows the last sampled token teaches
+    sampled ids have to parse to the recorded messages. What follows the last sampled token teaches
     nothing and may differ.
     """
     main = rollout.trajectories[0]
@@ -169,27 +169,35 @@ def difference(
             return "the tokenizer, the chat template or the tools of this run give another prompt"
         verify(rollout, chat, schemas)
         for trajectory in rollout.trajectories:
-            shown = schemas_of(trajectory, schemas)
-            if trajectory.delegation is not None and trajectory.parent is None:
-                prompt = chat.rendered_ids(trajectory.messages[: trajectory.prompt_messages], shown)
+            trajectory_schemas = schemas_of(trajectory, schemas)
+            has_own_prompt = trajectory.delegation is not None and trajectory.parent is None
+            if has_own_prompt:
+                prompt = chat.rendered_ids(
+                    trajectory.messages[: trajectory.prompt_messages], trajectory_schemas
+                )
                 if list(trajectory.token_ids[: trajectory.prompt_length]) != prompt:
                     return f"this run gives {trajectory.name} another prompt"
-            if (turn := _other_context(trajectory, chat, shown)) is not None:
+            if (turn := _first_changed_context(trajectory, chat, trajectory_schemas)) is not None:
                 return f"this run gives other ids than those after turn {turn} of {trajectory.name}"
     except (ChatError, LedgerError) as error:
         return str(error)
     return None
 
 
-def _other_context(trajectory: Trajectory, chat: Chat, schemas: Sequence[dict]) -> int | None:
-    """Return the first turn after which `chat` would give the next one another context."""
-    spoken = [
-        place
-        for place, message in enumerate(trajectory.messages)
-        if place >= trajectory.prompt_messages and message["role"] == "assistant"
+def _first_changed_context(
+    trajectory: Trajectory, chat: Chat, schemas: Sequence[dict]
+) -> int | None:
+    """Return the first turn that `chat` would follow by other ids than were recorded, or None.
+
+    What follows the last turn is not compared.
+    """
+    assistant_positions = [
+        position
+        for position, message in enumerate(trajectory.messages)
+        if position >= trajectory.prompt_messages and message["role"] == "assistant"
     ]
-    places = iter(spoken)
-    following = iter([*spoken[1:], None])
+    positions = iter(assistant_positions)
+    next_positions = iter([*assistant_positions[1:], None])
     expected: list[int] | None = None
     turn = 0
     for is_sampled, run in groupby(trajectory.spans, key=lambda s: s.origin is Origin.sampled):
@@ -199,14 +207,14 @@ def _other_context(trajectory: Trajectory, chat: Chat, schemas: Sequence[dict]) 
             if expected is not None and ids != expected:
                 return turn
             continue
-        turn, place, end = spans[0].turn, next(places), next(following)
+        turn, position, next_position = spans[0].turn, next(positions), next(next_positions)
         finish = spans[-1].finish
-        if end is None or finish is None:
+        if next_position is None or finish is None:
             return None
-        after = trajectory.messages[place - 1]["role"]
+        after = trajectory.messages[position - 1]["role"]
         suffix = chat.suffix(
             chat.parse(ids, schemas, turn=trajectory.turn_name(turn), after=after),
-            trajectory.messages[place + 1 : end],
+            trajectory.messages[position + 1 : next_position],
             completion_ids=ids,
             finish=finish,
             generation_prompt=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from agenttrain.chat.chat import Chat
 from agenttrain.rollout.image_replies import fit_parts
@@ -19,6 +20,15 @@ from agenttrain.types import (
 from agenttrain.utils.content import content_of, images_in
 
 Suffix = list[tuple[Origin, list[int]]]
+
+
+class RenderedReplies(NamedTuple):
+    """Replies to a turn, clipped, and the suffix that they make."""
+
+    replies: list[Message]
+    suffix: Suffix
+    length: int
+    """Tokens of the suffix."""
 
 
 def reply_message(result: ToolResult) -> Message:
@@ -41,13 +51,13 @@ def fit_replies(
     max_result_tokens: Sequence[int],
     generation_prompt: bool,
 ) -> tuple[list[Message], Suffix]:
-    """Clip the replies' texts; return the replies and their suffix ids, at most `room` tokens.
+    """Return clipped replies and their suffix, which has at most `room` tokens.
 
     `max_result_tokens` has one limit per reply. If not even empty replies fit, which can happen
     only without a generation prompt (the reply of a stop tool), the suffix itself is cut.
     """
 
-    def suffix_of(clipped: list[Message]) -> tuple[list[Message], Suffix, int]:
+    def render(clipped: list[Message]) -> RenderedReplies:
         suffix = chat.suffix(
             turn,
             clipped,
@@ -55,10 +65,10 @@ def fit_replies(
             finish=completion.finish,
             generation_prompt=generation_prompt,
         )
-        return clipped, suffix, sum(len(ids) for _, ids in suffix)
+        return RenderedReplies(clipped, suffix, sum(len(ids) for _, ids in suffix))
 
-    def render(texts: Sequence[str]) -> tuple[list[Message], Suffix, int]:
-        return suffix_of(
+    def render_texts(texts: Sequence[str]) -> RenderedReplies:
+        return render(
             [{**reply, "content": text} for reply, text in zip(replies, texts, strict=True)]
         )
 
@@ -66,52 +76,55 @@ def fit_replies(
         fitted = fit_parts(
             chat,
             replies,
-            length=lambda clipped: suffix_of([*clipped])[2],
+            length=lambda clipped: render([*clipped]).length,
             room=room,
             max_result_tokens=max_result_tokens,
         )
-        clipped, suffix, length = suffix_of(fitted)
+        rendered = render(fitted)
     else:
         full = [str(reply["content"]) for reply in replies]
-        texts = [chat.clip(text, most) for text, most in zip(full, max_result_tokens, strict=True)]
-        clipped, suffix, length = render(texts)
-        while length > room and any(texts):
+        limits = list(max_result_tokens)
+        texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]
+        rendered = render_texts(texts)
+        while rendered.length > room and any(texts):
             # A template may lengthen a text (JSON escapes), so one cut may not be enough.
             lengths = [len(chat.encode_plain(text)) for text in texts]
-            limits = shares(lengths, max(sum(lengths) - (length - room), 0))
+            excess = rendered.length - room
+            limits = split_room(lengths, max(sum(lengths) - excess, 0))
             texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]
-            clipped, suffix, length = render(texts)
-    if generation_prompt and length > room:
+            rendered = render_texts(texts)
+    if generation_prompt and rendered.length > room:
         raise LedgerError(
-            f"the suffix of {length} tokens exceeds the {room} left, though its empty form fitted"
+            f"the suffix of {rendered.length} tokens exceeds the {room} left, though its empty "
+            "form fitted"
         )
-    fitting: Suffix = []
-    for origin, token_ids in suffix:
-        fitting.append((origin, token_ids[: max(room, 0)]))
+    suffix: Suffix = []
+    for origin, token_ids in rendered.suffix:
+        suffix.append((origin, token_ids[: max(room, 0)]))
         room -= len(token_ids)
-    return clipped, fitting
+    return rendered.replies, suffix
 
 
 def append_suffix(
     trajectory: Trajectory, suffix: Suffix, replies: Sequence[Message], chat: Chat
 ) -> None:
-    """Append the suffix of `replies` to a trajectory, each of their images with its span."""
-    images = [] if chat.placeholders is None else [*images_in(replies)]
+    """Append the suffix of `replies` to a trajectory.
+
+    A span that begins with a placeholder is the next image of the replies.
+    """
+    placeholders = chat.placeholders
+    images = [] if placeholders is None else [*images_in(replies)]
     for origin, token_ids in suffix:
         placed: tuple[PlacedImage, ...] = ()
-        if (
-            images
-            and chat.placeholders is not None
-            and token_ids[:1] == [chat.placeholders.token_id]
-        ):
-            placed = chat.placeholders.place(token_ids, [images.pop(0)])
+        if images and placeholders is not None and token_ids[:1] == [placeholders.token_id]:
+            placed = placeholders.place(token_ids, [images.pop(0)])
         trajectory.append_context(token_ids, origin, placed)
 
 
-def shares(lengths: Sequence[int], room: int) -> list[int]:
+def split_room(lengths: Sequence[int], room: int) -> list[int]:
     """Split `room` so that short texts stay complete and long ones share what is left equally.
 
-    Example: ``shares([2, 9, 9], 12) == [2, 5, 5]``
+    Example: ``split_room([2, 9, 9], 12) == [2, 5, 5]``
     """
     granted = [0] * len(lengths)
     left = room

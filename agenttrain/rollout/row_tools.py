@@ -63,15 +63,15 @@ class RowTools:
     ) -> None:
         """Take the tools that `task` lists, all of them if it lists none.
 
-        Not `executed`: calls are demonstrated, so that a tool of the row needs no executor. Raises
-        ValueError for tools that the row cannot have.
+        With `executed` False no call is run, as in demonstrations, and a tool of the row needs no
+        executor. Raises ValueError for tools that the row cannot have.
         """
         self._toolbox = toolbox
         self._methods = environments.toolbox_of(environments.kind_of(task))
         self._episode = episode
         declared = (*toolbox.names, *self._methods.names)
         listed = declared if task.tools is None else task.tools
-        self.own = {tool.name: tool for tool in listed if isinstance(tool, RowTool)}
+        self.row_tools = {tool.name: tool for tool in listed if isinstance(tool, RowTool)}
         self.names = tuple(tool.name if isinstance(tool, RowTool) else tool for tool in listed)
         for tool in listed:
             if isinstance(tool, str) and tool not in declared:
@@ -79,66 +79,77 @@ class RowTools:
                     f"tools: there is no tool {tool!r}{did_you_mean(tool, declared)}; the tools "
                     f"are: {', '.join(declared) or 'none'}"
                 )
-        twice = next((name for name in self.names if self.names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"tools: {twice!r} is there twice; a name can have one meaning only")
+        duplicate = next((name for name in self.names if self.names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ValueError(
+                f"tools: {duplicate!r} is there twice; a name can have one meaning only"
+            )
         self._arguments = {
-            name: self._check_own(tool, executed=executed) for name, tool in self.own.items()
+            name: self._check_row_tool(tool, executed=executed)
+            for name, tool in self.row_tools.items()
         }
         self.schemas: list[dict[str, Any]] = [
             {
                 "type": "function",
                 "function": {
                     "name": name,
-                    "description": self.own[name].description,
-                    "parameters": dict(self.own[name].parameters),
+                    "description": self.row_tools[name].description,
+                    "parameters": dict(self.row_tools[name].parameters),
                 },
             }
-            if name in self.own
+            if name in self.row_tools
             else self._declared_schema(name)
             for name in self.names
         ]
         """Schemas as the model sees them, in the row's order."""
-        stops = toolbox.stop_tools | self._methods.stop_tools
-        self.stop_tools = frozenset(name for name in self.names if self._executor(name) in stops)
+        stop_tools = toolbox.stop_tools | self._methods.stop_tools
+        self.stop_tools = frozenset(n for n in self.names if self._executor(n) in stop_tools)
 
     async def execute(
         self,
         calls: Sequence[ToolCall],
         context_of: ContextOf,
-        answered: Callable[[str], None] = lambda call_id: None,
+        on_answered: Callable[[str], None] = lambda call_id: None,
     ) -> list[ToolResult]:
-        """Run calls, in call order. `answered` gets the id of each call with a result."""
-        steps = [self._prepare(call) for call in calls]
-        for step in steps:
-            if isinstance(step, ToolResult):
-                answered(step.call.id)
-        methods = [step for step in steps if isinstance(step, _Step) and step.method]
-        others = [step for step in steps if isinstance(step, _Step) and not step.method]
+        """Run calls; return one result per call, in call order. Faults are error results.
+
+        `on_answered` is called with the id of each call that has its result.
+        """
+        # A call that cannot run has its result already.
+        prepared = [self._prepare(call) for call in calls]
+        for item in prepared:
+            if isinstance(item, ToolResult):
+                on_answered(item.call.id)
+        steps = [item for item in prepared if isinstance(item, _Step)]
+        methods = [step for step in steps if step.is_method]
+        other_steps = [step for step in steps if not step.is_method]
 
         async def run_methods() -> list[ToolResult]:
+            """Run the calls to the environment one after the other, until its episode ends."""
             results: list[ToolResult] = []
             for step in methods:
-                over = self._episode is not None and self._episode.done
-                if over or any(result.done for result in results):
+                ended = self._episode is not None and self._episode.done
+                if ended or any(result.done for result in results):
                     text = "Error: the episode is over; this call was not run"
                     results.append(ToolResult(call=step.call, content=text, error=ToolError.limit))
-                    answered(step.call.id)
+                    on_answered(step.call.id)
                 else:
-                    results += await _run(self._methods, [step], context_of, answered)
+                    results += await _run(self._methods, [step], context_of, on_answered)
             return results
 
-        of_environment: list[ToolResult] = []
+        method_results: list[ToolResult] = []
         if methods:
-            of_environment, of_run = await asyncio.gather(
-                run_methods(), _run(self._toolbox, others, context_of, answered)
+            method_results, other_results = await asyncio.gather(
+                run_methods(), _run(self._toolbox, other_steps, context_of, on_answered)
             )
         else:  # most turns: spared the cost of two asyncio tasks
-            of_run = await _run(self._toolbox, others, context_of, answered)
-        outcomes = {True: iter(of_environment), False: iter(of_run)}
-        results = [
-            step if isinstance(step, ToolResult) else next(outcomes[step.method]) for step in steps
-        ]
+            other_results = await _run(self._toolbox, other_steps, context_of, on_answered)
+        from_methods, from_others = iter(method_results), iter(other_results)
+        results = []
+        for item in prepared:
+            if isinstance(item, _Step):
+                item = next(from_methods if item.is_method else from_others)
+            results.append(item)
         return [replace(r, stop=True) if r.call.name in self.stop_tools else r for r in results]
 
     def limits(self, name: str) -> ToolLimits:
@@ -150,15 +161,15 @@ class RowTools:
 
     def _prepare(self, call: ToolCall) -> _Step | ToolResult:
         """Return the step that runs a call, or the call's error result."""
-        if call.malformed is not None:
-            return _Step(call=call, passed=call, method=False)
+        if call.malformed is not None:  # the toolbox answers it with the error
+            return _Step(call=call, executed_call=call, is_method=False)
         if call.name not in self.names:
             hint = did_you_mean(call.name, self.names)
             text = f"unknown tool {call.name!r}{hint}; tools: {', '.join(self.names) or 'none'}"
             return ToolResult(call=call, content=f"Error: {text}", error=ToolError.unknown_tool)
-        passed = call
-        if call.name in self.own:
-            executor = self.own[call.name].executor
+        executed_call = call
+        if call.name in self.row_tools:
+            executor = self.row_tools[call.name].executor
             try:
                 arguments = self._arguments[call.name].read(call.arguments)
             except InvalidArguments as error:
@@ -166,18 +177,19 @@ class RowTools:
                 return ToolResult(call=call, content=text, error=ToolError.invalid_arguments)
             if DISPATCHED.issubset(_parameters(self._declared_schema(executor))):
                 arguments = {"name": call.name, "arguments": arguments}
-            passed = replace(call, name=executor, arguments=arguments)
-        return _Step(call=call, passed=passed, method=passed.name in self._methods.names)
+            executed_call = replace(call, name=executor, arguments=arguments)
+        is_method = executed_call.name in self._methods.names
+        return _Step(call=call, executed_call=executed_call, is_method=is_method)
 
     def _executor(self, name: str) -> str:
         """Return the name of the declared tool that does the work of a visible one."""
-        return self.own[name].executor if name in self.own else name
+        return self.row_tools[name].executor if name in self.row_tools else name
 
     def _declared_schema(self, name: str) -> dict[str, Any]:
         toolbox = self._methods if name in self._methods.names else self._toolbox
         return toolbox.schemas([name])[0]
 
-    def _check_own(self, tool: RowTool, *, executed: bool) -> ArgumentSchema:
+    def _check_row_tool(self, tool: RowTool, *, executed: bool) -> ArgumentSchema:
         """Return the reader of a row tool's arguments. Raises ValueError if nothing can run it."""
         declared = (*self._toolbox.names, *self._methods.names)
         where = f"tools: {tool.name!r}"
@@ -195,20 +207,19 @@ class RowTools:
         if not executed:
             return arguments
         executor = self._declared_schema(tool.executor)
-        takes = _parameters(executor)
-        if DISPATCHED.issubset(takes):
+        accepted = _parameters(executor)
+        if DISPATCHED.issubset(accepted):
             return arguments
         resolver = SchemaResolver(executor["function"].get("parameters") or {})
         required = resolver.expand(resolver.root).get("required", [])
-        wrong = [n for n in arguments.names if n not in takes] or [
-            n for n in required if n not in arguments.required
-        ]
-        if wrong:
+        unknown = [name for name in arguments.names if name not in accepted]
+        missing = [name for name in required if name not in arguments.required]
+        if unknown or missing:
             raise ValueError(
                 f"{where}: its parameters do not fit its executor {tool.executor!r}, which takes "
-                f"{', '.join(takes) or 'none'} ({', '.join(required) or 'none'} required): "
-                f"{', '.join(wrong)} is the difference; change the row, or let the executor take "
-                "`name: str, arguments: dict`"
+                f"{', '.join(accepted) or 'none'} ({', '.join(required) or 'none'} required): "
+                f"{', '.join(unknown or missing)} is the difference; change the row, or let the "
+                "executor take `name: str, arguments: dict`"
             )
         return arguments
 
@@ -218,8 +229,8 @@ class _Step:
     """A call of the model's, and the call of a declared tool that answers it."""
 
     call: ToolCall
-    passed: ToolCall
-    method: bool
+    executed_call: ToolCall
+    is_method: bool
     """True if the declared tool is a method of the environment."""
 
 
@@ -227,16 +238,18 @@ async def _run(
     toolbox: Toolbox,
     steps: Sequence[_Step],
     context_of: ContextOf,
-    answered: Callable[[str], None],
+    on_answered: Callable[[str], None],
 ) -> list[ToolResult]:
+    """Run steps concurrently; return their results, each under the model's own call."""
+
     async def run(step: _Step) -> ToolResult:
         try:
-            (result,) = await toolbox.execute([step.passed], lambda _: context_of(step.call))
+            (result,) = await toolbox.execute([step.executed_call], lambda _: context_of(step.call))
         finally:
-            answered(step.call.id)
-        if step.passed is step.call:
+            on_answered(step.call.id)
+        if step.executed_call is step.call:
             return result
-        return replace(result, call=step.call, executor=step.passed.name)
+        return replace(result, call=step.call, executor=step.executed_call.name)
 
     if len(steps) == 1:  # most turns: spared the cost of a task
         return [await run(steps[0])]
@@ -292,14 +305,15 @@ def check_collisions(toolbox: Toolbox, environments: Environments) -> None:
 
 
 def tool_sets(toolbox: Toolbox, environments: Environments) -> list[Schemas]:
-    """Return the tool sets of rows that list none: the run's tools with each environment's."""
-    run = toolbox.schemas()
-    return [run + methods.schemas() for methods in environments.toolboxes.values()] or [run]
+    """Return the tool sets of rows that list no tools: the run's, with each environment's."""
+    schemas = toolbox.schemas()
+    return [schemas + methods.schemas() for methods in environments.toolboxes.values()] or [schemas]
 
 
 def checked_rows(source: TaskSource) -> int:
-    """Return how many rows of a source are checked before a run: of an endless one the first."""
-    return COLUMN_SAMPLE if len(source) == sys.maxsize else min(len(source), CHECKED)
+    """Return how many rows of a source are checked before a run, from the first on."""
+    is_endless = len(source) == sys.maxsize
+    return COLUMN_SAMPLE if is_endless else min(len(source), CHECKED)
 
 
 def row_tool_sets(
@@ -310,7 +324,11 @@ def row_tool_sets(
     *,
     executed: bool = True,
 ) -> Iterator[Schemas]:
-    """Yield the tool sets of the rows of `source`, each once. Raises RowError."""
+    """Yield each different tool set of rows that list their tools; check `checked_rows(source)`.
+
+    `executed` is that of `RowTools`. Raises RowError, which begins with `key` (data.train) and
+    names the row.
+    """
     seen: set[str] = set()
     for index in range(checked_rows(source)):
         try:
@@ -319,9 +337,9 @@ def row_tool_sets(
         except ValueError as error:
             reason = str(error).removeprefix(f"data row {index}: ")
             raise RowError(f"{key}: {source.where(index)}: {reason}") from error
-        names = json.dumps(tools.schemas)
-        if task.tools is not None and names not in seen:
-            seen.add(names)
+        key_of_set = json.dumps(tools.schemas)
+        if task.tools is not None and key_of_set not in seen:
+            seen.add(key_of_set)
             yield tools.schemas
 
 
@@ -329,7 +347,10 @@ KEY = "rollout.structured_calls=true"
 
 
 def check_grammars(chat: Chat, sets: Iterable[Sequence[Mapping[str, Any]]]) -> None:
-    """Raise ChatError, naming the tool, if calls to one of these tools have no grammar."""
+    """Raise ChatError, naming the tool, if calls to one of these tools have no grammar.
+
+    A rollout fails if its row has another tool without a grammar.
+    """
     chat.grammar(())  # raises if the format of calls has no grammar at all
     tools = {repr(schema): schema for schemas in sets for schema in schemas}
     for schema in tools.values():

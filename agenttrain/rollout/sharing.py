@@ -81,8 +81,8 @@ class _ShareSummary:
 
     groups: tuple[GroupInfo, ...]
     tasks: int
-    empty: str | None
-    """Why the process has no rollout to learn from, although it has tasks."""
+    why_empty: str | None
+    """Why the process has no rollout to learn from, although it has tasks; None: it has one."""
 
 
 async def collect_share(
@@ -94,12 +94,12 @@ async def collect_share(
     is_informative: Callable[[Group], bool] = lambda group: True,
     minibatches: int = 1,
 ) -> tuple[Collected, list[GroupInfo]]:
-    """Collect this process's share of a request; also return a summary of all groups, in order.
+    """Collect this process's share of a request; also return the summaries of all groups, in order.
 
     All processes pass the same request, for tasks at the places 0, 1, …. Every minibatch's tasks
-    are spread evenly over the processes. An error of one process is raised in all: the others
-    raise PeerFailed, which names it. Raises NoRollouts when no process has a rollout, unless the
-    request `may_be_empty`; Preempted.
+    are spread evenly over the processes. Raises NoRollouts when no process has a rollout, unless
+    the request `may_be_empty`, and Preempted. Any other error of one process is raised in all: the
+    others raise PeerFailed, which names it.
     """
     tasks = request.tasks
     owners = assign_tasks([costs.expected(task) for task in tasks], peers.size, minibatches)
@@ -125,10 +125,10 @@ async def collect_share(
         )
         for place, group in zip(collected.places, collected.groups, strict=True)
     ]
-    reason = None if no_rollouts is None else str(no_rollouts)
-    summary = _ShareSummary(groups=tuple(groups), tasks=len(share.tasks), empty=reason)
+    why_empty = None if no_rollouts is None else str(no_rollouts)
+    summary = _ShareSummary(groups=tuple(groups), tasks=len(share.tasks), why_empty=why_empty)
     summaries = peers.exchange([summary], "the end of the rollouts", failure, patient=True)
-    reasons = [summary.empty for summary in summaries if summary.tasks]
+    reasons = [summary.why_empty for summary in summaries if summary.tasks]
     if reasons and all(reasons):
         raise no_rollouts or NoRollouts(str(reasons[0]), collected)
     infos = [info for summary in summaries for info in summary.groups]
@@ -172,7 +172,7 @@ class Costs:
 
     column: str | None = None
     """Column whose values are kinds of tasks (`eval.group_by`), beside the environment."""
-    _seen: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _measured: dict[str, tuple[float, int]] = field(default_factory=dict)
     """(sum of the groups' mean tokens, number of groups) by kind."""
 
     def kind(self, task: Task) -> str:
@@ -183,33 +183,33 @@ class Costs:
     def learn(self, costs: Sequence[tuple[str, float]]) -> None:
         """Add (kind, mean tokens of a rollout) of groups."""
         for kind, tokens in costs:
-            total, count = self._seen.get(kind, (0.0, 0))
-            self._seen[kind] = (total + tokens, count + 1)
+            total, count = self._measured.get(kind, (0.0, 0))
+            self._measured[kind] = (total + tokens, count + 1)
 
     def copy(self) -> Self:
         """Return an independent copy."""
         duplicate = copy(self)
-        duplicate._seen = dict(self._seen)
+        duplicate._measured = dict(self._measured)
         return duplicate
 
     def state_dict(self) -> dict[str, Any]:
         """Return the costs of all kinds as JSON."""
-        return {"seen": {kind: [total, count] for kind, (total, count) in self._seen.items()}}
+        return {"seen": {kind: [total, count] for kind, (total, count) in self._measured.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self._seen = {kind: (total, count) for kind, (total, count) in state["seen"].items()}
+        self._measured = {kind: (total, count) for kind, (total, count) in state["seen"].items()}
 
     def expected(self, task: Task) -> float:
         """Return the expected tokens of a rollout of the task, its prompt included."""
         texts = (message.get("content") or "" for message in task.messages)
         prompt = sum(len(text) for text in texts) / CHARACTERS
-        total, count = self._seen.get(self.kind(task), (0.0, 0))
+        total, count = self._measured.get(self.kind(task), (0.0, 0))
         if count:
             return prompt + total / count
         # A kind without measurements is expected to cost the mean of all groups so far.
-        total = sum(kind_total for kind_total, _ in self._seen.values())
-        count = sum(kind_count for _, kind_count in self._seen.values())
+        total = sum(kind_total for kind_total, _ in self._measured.values())
+        count = sum(kind_count for _, kind_count in self._measured.values())
         return prompt + (total / count if count else UNKNOWN)
 
 

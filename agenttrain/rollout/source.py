@@ -64,10 +64,11 @@ class RolloutSource:
             peers=self.peers,
             costs=self.costs.copy(),
         )
-        # Why this process has no reward, or None if it has one; "" if it has no rollout.
+        # One reason per process: None if it has a reward, "" if it has no rollout to score.
         reasons = self.peers.exchange([why_unrewarded(batch.rollouts)], "the rewards of a step")
         if None not in reasons:
-            raise nothing_to_learn(step, next(filter(None, reasons), ""), batch.collected)
+            first_reason = next((reason for reason in reasons if reason), "")
+            raise nothing_to_learn(step, first_reason, batch.collected)
         batch.stuck = len(self.collector.stuck)
         if not self.algorithm.resamples:
             batch.metrics = {}
@@ -88,7 +89,7 @@ class RolloutSource:
 
     def finish(self, batch: StepBatch) -> None:
         """Move the cursor to the tasks of the next step; update costs and curriculum."""
-        assert batch.costs is not None, "it is a batch of this source"
+        assert batch.costs is not None, "every batch of a RolloutSource has costs"
         self.cursor += batch.tasks
         self.costs = batch.costs
         if self.curriculum is not None:
@@ -138,7 +139,7 @@ def merge_batches(
     metrics = {**step_metrics(names, collected, seconds), **training}
     metrics["tools/stuck"] = sum(batch.stuck for batch in batches)
     first = batches[0]
-    if first.ahead:  # they were not sampled in the rollout phase alone
+    if first.ahead:  # also sampled outside the rollout phase: divide by the whole step's seconds
         tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
         metrics["tokens_per_s"] = tokens / sum(seconds.values())
     return {**metrics, **first.metrics}, collected.rollouts
@@ -170,14 +171,15 @@ class Demonstrations:
     def demonstrate(self, source: TaskSource, start: int, count: int) -> StepBatch:
         """Make rollouts of this process's share of `count` rows, from row `start` on.
 
-        Of n processes the one of rank r takes the rows r, n + r, 2n + r, … Each row is a group of
-        one rollout. Bad rows count as dropped. Raises BadDemonstration, in all processes.
+        The process of rank r takes every n-th row from the r-th on, for n processes. Each row is a
+        group of one rollout. Bad rows count as dropped. Raises BadDemonstration, in all processes.
         """
         collected = Collected()
         rows = list(source.tasks(start, count))
         failure: BadDemonstration | None = None
         for place, task in enumerate(rows, start):
-            if (place - start) % self.peers.size != self.peers.rank:
+            in_share = (place - start) % self.peers.size == self.peers.rank
+            if not in_share:
                 continue
             try:
                 rollout = self.demonstrator(task, f"{place}/{task.task_id}")

@@ -70,6 +70,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: returns [1, T, heads, head size] and no weights.
 
+    States are [1, heads, T, head size], of T packed tokens in the layout `blocks`.
     `sliding_window` includes the token itself. `s_aux` [heads] are the scores of the sinks. Raises
     UnsupportedAttention for other masks, caches, dropout and unknown keywords.
     """
@@ -87,10 +88,11 @@ def packed_attention(
     scoring = Scoring(scale=scaling, window=window, softcap=softcap, sinks=s_aux)
     states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, d]
     if blocks.use_varlen and (kernel := varlen_kernel()) is not None:
-        short = in_format(*states)
-        if takes(short[0], short[2], scoring):
+        query_T, key_T, value_T = in_format(*states)
+        if takes(query_T, value_T, scoring):
             count_call(Kernel.varlen)
-            return attend_varlen(*short, blocks.varlen, scoring, kernel)[None], None
+            output = attend_varlen(query_T, key_T, value_T, blocks.varlen, scoring, kernel)
+            return output[None], None
     # Split once: the gradient of a slice is as large as the tensor that it was taken from.
     sizes = [block.tokens for block in blocks.blocks]
     queries, keys, values = (tensor.split(sizes) for tensor in states)
@@ -115,7 +117,8 @@ class _Select(torch.autograd.Function):
     """Select tokens by position, with a gradient that is a selection too instead of a scatter-add.
 
     `sources` [selected] holds the position that each selected token comes from, `places` [tokens]
-    one place that each token went to, and `unselected` the positions that went nowhere, if any.
+    one index among the selected for each token, and `unselected` the positions that are not
+    selected, if any.
 
     For a token that is selected several times, only the place in `places` contributes to its
     gradient. That is exact here: the other places are padding, to which nothing attends and whose
@@ -139,15 +142,18 @@ class _Select(torch.autograd.Function):
 
 
 def _lay_out(block: Block, tokens: Tensor, blocks: Sequence[Tensor] = ()) -> Tensor:
-    """Lay out a block's tokens [tokens, heads, d] as [segments, heads, length, d]."""
+    """Lay out a block's tokens [tokens, heads, d] as [segments, heads, length, d].
+
+    Given the tokens of all `blocks`, put the shared prefix before each segment.
+    """
     if block.padding.numel():
         tokens = _Select.apply(tokens, block.gather, block.scatter, None)
     padded = tokens.unflatten(0, (block.segments, block.length)).transpose(1, 2)
     if not blocks or not block.prefix:
         return padded
     prefix = [
-        blocks[index][start:end].transpose(0, 1).expand(block.segments, -1, -1, -1)
-        for index, start, end in block.prefix
+        blocks[part.block][part.start : part.end].transpose(0, 1).expand(block.segments, -1, -1, -1)
+        for part in block.prefix
     ]
     return torch.cat((*prefix, padded), dim=2)
 
@@ -166,7 +172,7 @@ def _check_supported(
     )
     if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
         unsupported.append("is_causal=False")
-    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:  # a batch, or keys from a cache
         unsupported.append(f"queries {tuple(query.shape)} over keys {tuple(key.shape)}")
     if unsupported:
         raise UnsupportedAttention(
@@ -242,13 +248,18 @@ class Scoring:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Compute causal attention of the last m of n positions: [B, h, m, d of values]."""
+    """Compute causal attention of queries that are the last m of n positions.
+
+    Shapes: query [B, h, m, d], key and value [B, k, n, d], result [B, h, m, d of values], for B
+    segments, h heads and k heads of keys and values.
+    """
     queries, offset = query.shape[2], key.shape[2] - query.shape[2]
     if is_slow_backward(query):
         # Without autocast, which would cast the states back to bfloat16.
         with torch.autocast("cpu", enabled=False):
             exact = attend(query.float(), key.float(), value.float(), scoring)
         return exact.to(query.dtype)
+    # Parts save scores that are computed and dropped. A GPU's causal kernel computes none of them.
     in_parts = query.device.type == "cpu" or offset or scoring.window or scoring.softcap
     size = QUERIES if in_parts else queries
     parts = []
@@ -294,7 +305,10 @@ def _call_kernel(
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return [m, n], True where a query attends to a key. None for plain causal attention."""
+    """Return True where a query attends to a key, [queries, keys].
+
+    The queries are the last positions. None stands for plain causal attention of all positions.
+    """
     offset = keys - queries
     has_window = window is not None and window < keys
     if offset == 0 and not has_window:
@@ -357,40 +371,41 @@ VarlenKernel = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Varlen:
-    """Layout of a microbatch in the form that the kernel takes."""
+    """Layout of a microbatch's B segments as torch's `varlen_attn` takes it."""
 
-    queries_B: Tensor
+    cu_seqlens_q: Tensor
     """[B + 1] int32: packed position at which each segment starts, and the end."""
-    keys_B: Tensor
-    """[B + 1] int32: the same for its keys, the prefix included."""
-    longest_query: int
-    longest_key: int
-    gather_U: Tensor | None
-    """Packed position of every key. None if no prefix is shared: keys are the packed tokens."""
+    cu_seqlens_k: Tensor
+    """[B + 1] int32: the same in the list of keys, where each segment follows its prefix."""
+    max_seqlen_q: int
+    max_seqlen_k: int
+    key_positions_U: Tensor | None
+    """Packed position of every key: a shared prefix is repeated for each segment after it. None if
+    no prefix is shared: keys are the packed tokens."""
 
 
 def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
-    """Lay out segments that stand one after the other.
+    """Return the layout of segments that are packed one after the other.
 
     Example: for segments of 5, 3, 2 and 1 tokens, the last two with the second as prefix, the keys
     are ``0 … 4 | 5 6 7 | 5 6 7 8 9 | 5 6 7 10``.
     """
-    queries = [segment.length for segment in segments]
-    keys = [segment.prefix_length + segment.length for segment in segments]
-    gather = None
-    if keys != queries:
-        gather = torch.cat([packed_positions(segment) for segment in segments])
-        gather = gather.to(device, non_blocking=True)
-    queries_B, keys_B = (
+    query_lengths = [segment.length for segment in segments]
+    key_lengths = [segment.prefix_length + segment.length for segment in segments]
+    key_positions_U = None
+    if key_lengths != query_lengths:
+        key_positions_U = torch.cat([packed_positions(segment) for segment in segments])
+        key_positions_U = key_positions_U.to(device, non_blocking=True)
+    cu_seqlens_q, cu_seqlens_k = (
         torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
-        for lengths in (queries, keys)
+        for lengths in (query_lengths, key_lengths)
     )
     return Varlen(
-        queries_B=queries_B,
-        keys_B=keys_B,
-        longest_query=max(queries),
-        longest_key=max(keys),
-        gather_U=gather,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max(query_lengths),
+        max_seqlen_k=max(key_lengths),
+        key_positions_U=key_positions_U,
     )
 
 
@@ -415,7 +430,10 @@ class PackedTree:
 
 @cache
 def varlen_kernel() -> VarlenKernel | None:
-    """Return the kernel of the installed torch. None if it lacks one or a keyword in `NEEDED`."""
+    """Return torch's kernel for sequences of any length.
+
+    None if the installed torch lacks it, or one of its keywords in `NEEDED`.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -438,7 +456,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def takes(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Return True if the kernel supports this attention of states [T, h, d]."""
+    """Return True if `varlen_kernel` supports this attention of states [T, h, d]."""
     plain = scoring.softcap is None and scoring.sinks is None
     size = query.shape[-1]
     return (
@@ -454,23 +472,25 @@ def attend_varlen(
     scoring: Scoring,
     varlen_kernel: VarlenKernel,
 ) -> Tensor:
-    """Compute causal attention of each segment to its prefix and itself, [T, h, d].
+    """Compute causal attention of each segment to its prefix and itself, in one call.
+
+    Shapes: query and result [T, h, d], key and value [T, k, d], for T packed tokens, h heads and k
+    heads of keys and values.
 
     torch's `varlen_attn` (FlashAttention) supports causal attention in 16 bits, with a window or
-    without. Layers with soft caps or sinks, float32, and CPUs use `attend` block by block.
-
-    If a segment has more keys than queries, FlashAttention aligns the last of both, as needed here.
+    without. Layers with soft caps or sinks, float32, and CPUs use `attend` block by block. If a
+    segment has more keys than queries, FlashAttention aligns the last of both, as needed here.
     """
-    if varlen.gather_U is not None:
-        key, value = (state.index_select(0, varlen.gather_U) for state in (key, value))
+    if varlen.key_positions_U is not None:
+        key, value = (state.index_select(0, varlen.key_positions_U) for state in (key, value))
     return varlen_kernel(
         query,
         key,
         value,
-        varlen.queries_B,
-        varlen.keys_B,
-        varlen.longest_query,
-        varlen.longest_key,
+        varlen.cu_seqlens_q,
+        varlen.cu_seqlens_k,
+        varlen.max_seqlen_q,
+        varlen.max_seqlen_k,
         scale=scoring.scale,
         # The kernel counts the keys before a query's own, `Scoring.window` includes that one.
         window_size=CAUSAL if scoring.window is None else (scoring.window - 1, 0),

@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,10 @@ SequenceKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSequence:
-    """One trajectory as tensors, all of them derived from the trajectory's spans."""
+    """One trajectory as tensors, all of them derived from the trajectory's spans.
+
+    Shapes: T all tokens, S sampled tokens.
+    """
 
     rollout: Rollout
     trajectory: Trajectory
@@ -126,8 +129,8 @@ def make_sequences(rollout: Rollout) -> list[TrainingSequence]:
 def stand_in() -> TrainingSequence:
     """Return a sequence without a sampled token, for a process that has no sequence of its own.
 
-    Such a process still has to run as many forward and backward passes as the others, because
-    these contain collectives. Its loss is an empty sum and adds nothing.
+    Forward and backward passes contain collectives, so every process has to run as many as the
+    others. The loss of a stand-in is an empty sum and adds nothing.
     """
     task = Task(task_id="stand-in", messages=())
     rollout = Rollout(task=task, rollout_id="stand-in", group_id="stand-in", sample=0)
@@ -143,13 +146,17 @@ def stand_in() -> TrainingSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """Sequences packed into one forward pass."""
+    """Sequences packed into one forward pass.
+
+    Shapes: T all tokens, S sampled tokens, B sequences.
+    """
 
     sequences: tuple[TrainingSequence, ...]
     token_ids_T: Tensor
     segments: tuple[Segment, ...]
     """Layout of the tokens: one segment per branch of the prefix trees."""
     targets_S: Tensor
+    """Packed positions whose next token was sampled."""
     labels_S: Tensor
     """The sampled tokens."""
     behaviour_S: Tensor
@@ -182,8 +189,8 @@ def pack(
     """Pack sequences into microbatches of at most `token_budget` tokens.
 
     Common prefixes of at least `least` tokens are shared and count once. With `least` None no
-    prefix is shared. A sequence over the budget gets a microbatch of its own. Neighbours have
-    similar lengths, which makes packed attention cheaper. Sequences of equal length keep their
+    prefix is shared. A sequence over the budget gets a microbatch of its own. Sequences of similar
+    length are packed together, which makes attention cheaper. Sequences of equal length keep their
     order. The microbatch with the most tokens comes first, so that a run that will run out of
     memory does so at once.
     """
@@ -196,14 +203,17 @@ def pack(
 def _pack_trees(
     candidates: Sequence[TrainingSequence], trees: tuple[Branch, ...], device: torch.device
 ) -> Microbatch:
-    """Pack prefix trees over some of the candidates, level by level from the roots."""
+    """Pack the sequences of some prefix trees, whose indices are those of `candidates`.
+
+    Each branch becomes a segment, level by level from the roots.
+    """
     segments: list[Segment] = []
     pieces: list[Tensor] = []
     sources: list[tuple[Layout | None, Branch]] = []
-    leaves: list[tuple[TrainingSequence, Segment]] = []  # with its last segment
+    leaves: list[tuple[TrainingSequence, Segment]] = []  # each sequence with its last segment
     level: list[tuple[Segment | None, Sequence[Branch]]] = [(None, trees)]
     while level:
-        below: list[tuple[Segment | None, Sequence[Branch]]] = []
+        next_level: list[tuple[Segment | None, Sequence[Branch]]] = []
         for parent, siblings in level:
             segment_of: dict[int, Segment] = {}
             # Attention takes neighbours of similar length in one call.
@@ -216,8 +226,8 @@ def _pack_trees(
                 pieces.append(candidates[branch.first].token_ids_T[branch.start : branch.end])
                 sources.append((candidates[branch.first].layout, branch))
                 leaves += [(candidates[ending], segment_of[index]) for ending in branch.ending]
-            below += [(segment_of[i], branch.children) for i, branch in enumerate(siblings)]
-        level = [(parent, siblings) for parent, siblings in below if siblings]
+            next_level += [(segment_of[i], branch.children) for i, branch in enumerate(siblings)]
+        level = [(parent, siblings) for parent, siblings in next_level if siblings]
 
     sequences = tuple(sequence for sequence, _ in leaves)
     targets = [packed_positions(segment)[sequence.targets_S] for sequence, segment in leaves]
@@ -242,7 +252,11 @@ def _pack_trees(
 def _packed_images(
     sources: Sequence[tuple[Layout | None, Branch]], device: torch.device
 ) -> PackedImages:
-    """Return the images and positions of branches that stand one after the other."""
+    """Return the images and positions of branches that are packed one after the other.
+
+    `sources` has each branch after the layout of a sequence that it belongs to, None without an
+    image.
+    """
     positions: list[Tensor] = []
     pieces: list[Piece] = []
     start = 0
@@ -295,6 +309,14 @@ class Segment:
         return sum(segment.length for segment in self.prefix)
 
 
+class BlockSlice(NamedTuple):
+    """Tokens `start` to `end` - 1 of the block with this index."""
+
+    block: int
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """Neighbouring segments of one parent and similar length, padded at their ends."""
@@ -305,9 +327,8 @@ class Block:
     segments: int
     length: int
     """Tokens of the longest segment."""
-    prefix: tuple[tuple[int, int, int], ...]
-    """The prefix's segments: (index of the block, first token of that block, token after the
-    last)."""
+    prefix: tuple[BlockSlice, ...]
+    """The prefix's segments, the first one first."""
     gather: Tensor
     """[segments x length] Token of the block at every padded position. Padding repeats the last
     token of its segment."""
@@ -318,31 +339,34 @@ class Block:
 
 
 def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:
-    """Make blocks of segments that stand one after the other from packed position 0."""
+    """Divide segments that are packed one after the other from position 0 into blocks.
+
+    Shapes: N segments of a block, L padded positions of each.
+    """
     # Segments of one block, the longest first.
-    alike: list[list[Segment]] = []
+    runs: list[list[Segment]] = []
     for segment in segments:
-        longest = alike[-1][0] if alike else segment
-        similar = SHORTEST * longest.length <= segment.length <= longest.length
-        if alike and longest.parent == segment.parent and similar:
-            alike[-1].append(segment)
+        longest = runs[-1][0] if runs else segment
+        is_similar = SHORTEST * longest.length <= segment.length <= longest.length
+        if runs and longest.parent == segment.parent and is_similar:
+            runs[-1].append(segment)
         else:
-            alike.append([segment])
+            runs.append([segment])
 
     blocks: list[Block] = []
-    for run in alike:
+    for run in runs:
         longest, start = run[0], run[0].start
         prefix = []
         for part in longest.prefix:
             index = bisect_right(blocks, part.start, key=lambda block: block.start) - 1
             start_in_block = part.start - blocks[index].start
-            prefix.append((index, start_in_block, start_in_block + part.length))
+            prefix.append(BlockSlice(index, start_in_block, start_in_block + part.length))
         # Made on the host: on a GPU `nonzero` would wait for all work that is queued there.
-        steps_L = torch.arange(longest.length)
-        lengths_B1 = torch.tensor([segment.length for segment in run])[:, None]
-        starts_B1 = torch.tensor([segment.start - start for segment in run])[:, None]
-        is_token = (steps_L < lengths_B1).flatten()
-        gather = (starts_B1 + torch.minimum(steps_L, lengths_B1 - 1)).flatten()
+        position_L = torch.arange(longest.length)
+        lengths_N1 = torch.tensor([segment.length for segment in run])[:, None]
+        starts_N1 = torch.tensor([segment.start - start for segment in run])[:, None]
+        is_token = (position_L < lengths_N1).flatten()
+        gather = (starts_N1 + torch.minimum(position_L, lengths_N1 - 1)).flatten()
         blocks.append(
             Block(
                 start=start,
@@ -359,7 +383,7 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
 
 
 def one_after_the_other(lengths: Sequence[int]) -> tuple[Segment, ...]:
-    """Return the segments of sequences of these lengths that share nothing."""
+    """Return segments of these lengths, packed one after the other without a shared prefix."""
     segments, start = [], 0
     for length in lengths:
         segments.append(Segment(start, length))

@@ -142,7 +142,11 @@ class Checkpoints:
         return None if self._writing is None else self._writing.step
 
     def finish(self, world: World, *, wait: bool = True) -> Path | None:
-        """Complete the begun checkpoint, with `wait` once it is written; return its folder."""
+        """Complete the checkpoint that was begun and return its folder. All processes together.
+
+        Returns None if none was begun, or, without `wait`, while a process is still writing. Raises
+        what `save` does.
+        """
         writing = self._writing
         if writing is None:
             return None
@@ -163,7 +167,7 @@ class Checkpoints:
             with world.together(f"{name}: the complete checkpoint", *UNWRITABLE, patient=True):
                 if world.is_main:
                     files = [weights for _, weights in shares if weights is not None]
-                    if files:
+                    if files:  # the weights are in several files
                         (part / INDEX).write_text(json.dumps(weights_index(files), indent=2) + "\n")
                     (part / "state.json").write_text(json.dumps(writing.state))
                     seal(part, {n: d for digests, _ in shares for n, d in digests.items()})
@@ -184,7 +188,10 @@ class Checkpoints:
         *,
         copies: bool,
     ) -> Writing:
-        """Make the folder and its small files. Return the `Writing` of the large ones."""
+        """Make the unfinished folder with its small files; return the `Writing` of the large ones.
+
+        The snapshot in it lacks the weights, which `Snapshot.take_weights` adds.
+        """
         world, model = policy.world, policy.model
         self.finish(world)
         rng = random_states() if rng is None else rng
@@ -222,7 +229,7 @@ class Checkpoints:
         return self._load(policy, path)
 
     def _load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Do what `load` does with a checkpoint that was verified."""
+        """Restore a checkpoint that was verified, as `load` does."""
         world = policy.world
         with world.together(f"{path.name}: its content", CheckpointError, patient=True):
             try:
@@ -245,10 +252,10 @@ class Checkpoints:
         return json.loads((path / "state.json").read_text())
 
     def load_latest(self, policy: Policy) -> dict[str, Any]:
-        """Restore the newest intact checkpoint. Warn of newer ones, naming what is wrong.
+        """Restore the newest intact checkpoint, and warn of newer ones that are not intact.
 
-        Newer ones are renamed `.corrupt-step-<step>`, since the run will write those steps again.
-        Raises CheckpointError, and renames nothing, if no checkpoint is intact.
+        Those are renamed `.corrupt-step-<step>`, since the run will write these steps again. Raises
+        CheckpointError, and renames nothing, if no checkpoint is intact.
         """
         path = self._newest_intact(policy.world)
         state = self._load(policy, path)
@@ -270,12 +277,12 @@ class Checkpoints:
         # to another machine, and then the processes would verify different checkpoints.
         names = [path.name for path in newest_first(self.folder)] if world.is_main else []
         for name in world.broadcast(names, "the checkpoints"):
-            problem = None
+            local_problem = None
             try:
                 verify(self.folder / name, world.rank, world.size)
             except CheckpointError as error:
-                problem = str(error)
-            problems = world.exchange([problem], f"{name}: its files", patient=True)
+                local_problem = str(error)
+            problems = world.exchange([local_problem], f"{name}: its files", patient=True)
             problem = next((problem for problem in problems if problem is not None), None)
             if problem is None:
                 return self.folder / name
@@ -294,19 +301,22 @@ class Checkpoints:
             self._prune(newest_first(self.folder)[0])
 
     def _link(self, name: str, path: Path) -> None:
-        """Point the link `name` to a checkpoint, without a moment in which there is no link."""
+        """Point the link `name` to a checkpoint, atomically."""
         part = self.folder / f".{name}.part"
         part.unlink(missing_ok=True)
         part.symlink_to(path.name)
         link = self.folder / name
-        # A tool that follows links has copied the run, with a folder in the link's place.
+        # A copy of the run by a tool that follows links has a folder in the link's place.
         if link.is_dir() and not link.is_symlink():
             put_aside(link, f".former-{name}")
         part.replace(link)
         sync(self.folder)
 
     def _prune(self, written: Path) -> None:
-        """Remove old checkpoints, except `written` (perhaps not the newest) and the best."""
+        """Remove all checkpoints but `written`, the newest others up to `keep`, and the best.
+
+        `written` is not the newest in a run that was resumed from an older checkpoint.
+        """
         best = self.folder / BEST
         protected = {written, self.folder / best.readlink()} if best.is_symlink() else {written}
         older = [path for path in newest_first(self.folder) if path != written]
@@ -355,7 +365,10 @@ class Writing:
 
 @contextmanager
 def as_not_written(part: Path) -> Iterator[None]:
-    """Turn errors of torch, safetensors and tokenizers on a full disk into NotWritten."""
+    """Turn errors of torch, safetensors and tokenizers while they write into NotWritten.
+
+    An OSError stays one. If it names no file, it gets the name of the folder `part`.
+    """
     try:
         yield
     except OSError as error:
@@ -402,9 +415,8 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Restore the states that `random_states` returned.
 
-    The machine may have other GPUs than the one that saved the states. Then the state of this
-    process's GPU goes to its current GPU, and the states of the others to as many other GPUs as
-    there are.
+    On a machine with other GPUs, this process's current GPU gets the state of the one it used, and
+    the other states go to as many GPUs as there are.
     """
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -416,10 +428,10 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     if count:
         device = torch.cuda.current_device()
         # Older checkpoints lack `cuda_device`: assume the same GPU.
-        former = states.get("cuda_device", device if device < len(gpu_states) else 0)
+        saved_device = states.get("cuda_device", device if device < len(gpu_states) else 0)
         for index in range(min(len(gpu_states), count)):
             torch.cuda.set_rng_state(gpu_states[index], index)
-        torch.cuda.set_rng_state(gpu_states[former], device)
+        torch.cuda.set_rng_state(gpu_states[saved_device], device)
 
 
 def seed_random(seed: int) -> None:

@@ -69,7 +69,11 @@ def loading_options(folder: Path) -> dict[str, Any]:
 
 
 def set_stop_tokens(model: Any, token_ids: Sequence[int]) -> None:
-    """Make `token_ids` the model's ends of sequence, also in the files saved with it."""
+    """Make `token_ids` the end-of-sequence tokens of the model and of files that are saved of it.
+
+    Whatever generates with these files then stops where training does. A config that has the same
+    ids in another order stays as it is.
+    """
     ids: int | list[int] = token_ids[0] if len(token_ids) == 1 else list(token_ids)
     for settings in (model.config, model.config.get_text_config(), model.generation_config):
         if not hasattr(settings, "eos_token_id"):  # no such key, or no generation_config.json
@@ -80,13 +84,13 @@ def set_stop_tokens(model: Any, token_ids: Sequence[int]) -> None:
 
 
 def auto_class(folder: Path) -> Any:
-    """Return the class of transformers that loads the model of a folder: one that sees, or not."""
+    """Return transformers' class that loads the model of a folder, with images or without."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    sees = config.get("model_type") in SEEING
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    reads_images = config.get("model_type") in SEEING
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def latest(folder: Path) -> Path:
@@ -112,7 +116,10 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def verify(path: Path, index: int = 0, count: int = 1) -> None:
-    """Raise CheckpointError unless all files are as written; `count` processes share them."""
+    """Raise CheckpointError, naming the file, unless all files are as they were written.
+
+    `count` processes may verify a checkpoint together: process `index` reads its part of the files.
+    """
     try:
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -128,10 +135,10 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
             raise CheckpointError(f"{path / name}: {error}") from error
     for name in sorted(files, key=lambda name: (-sizes[name], name))[index::count]:
         try:
-            read = digest(path / name)
+            current_digest = digest(path / name)
         except OSError as error:
             raise CheckpointError(f"{path / name}: {error}") from error
-        if read != files[name]:
+        if current_digest != files[name]:
             raise CheckpointError(f"{path / name}: its content is not what was written")
     for pattern in READ_BY_LOADERS:
         for extra in path.glob(pattern):
@@ -140,7 +147,11 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
 
 
 def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
-    """Write the manifest and force all files to disk. `digests`: sha256 known from writing."""
+    """Write the manifest, apply the umask to all files, force everything to disk.
+
+    `digests` has the sha256 of files, by name, that were hashed while they were written. Such files
+    are on disk already.
+    """
     written_digests = digests or {}
     files = sorted(path for path in part.rglob("*") if path.is_file())
     names = {str(path.relative_to(part)): path for path in files}
@@ -165,7 +176,10 @@ def copy_mode(example: Path, files: Iterable[Path]) -> None:
 
 
 def replace(part: Path, path: Path) -> None:
-    """Rename the finished folder `part` to `path`. `recover` completes a torn rename."""
+    """Rename the finished folder `part` to `path`. A former folder of that name is removed last.
+
+    If the process dies meanwhile, `recover` completes or undoes the renaming.
+    """
     former = path.with_name(f".{path.name}.former")
     shutil.rmtree(former, ignore_errors=True)
     if path.exists():
@@ -180,7 +194,7 @@ def recover(folder: Path) -> None:
     for former in folder.glob(f".{PREFIX}*.former"):
         path = folder / former.name[1:].removesuffix(".former")
         if not path.exists():
-            with suppress(FileNotFoundError):  # another process of the run did it
+            with suppress(FileNotFoundError):  # another process of the run has renamed it
                 former.rename(path)
     for pattern in (f".{PREFIX}*.part", f"{PRUNED}*"):
         for leftover in folder.glob(pattern):

@@ -141,9 +141,10 @@ class OptimizerConfig:
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
+        """Check the options of the schedule, and its end against the learning rate."""
         key = "optimizer.schedule_options"
-        kind = SCHEDULE_OPTIONS[self.schedule]
-        option_names = field_names(kind)
+        options_class = SCHEDULE_OPTIONS[self.schedule]
+        option_names = field_names(options_class)
         takes = f"it takes {', '.join(option_names)}" if option_names else "it takes none"
         unknown = [name for name in self.schedule_options if name not in option_names]
         problems = [
@@ -154,19 +155,19 @@ class OptimizerConfig:
         valid_options = {n: value for n, value in self.schedule_options.items() if n not in unknown}
         options = None
         try:
-            options = validated(kind, valid_options, key)
+            options = validated(options_class, valid_options, key)
         except ConfigError as error:
             problems += str(error).splitlines()
-        # With these, the schedule would raise the learning rate that it is to lower.
-        least, end = getattr(options, "min_lr", None), getattr(options, "lr_end", None)
-        if least is not None and least > self.lr:
+        # With a higher end, the schedule would raise the learning rate that it is to lower.
+        min_lr, lr_end = getattr(options, "min_lr", None), getattr(options, "lr_end", None)
+        if min_lr is not None and min_lr > self.lr:
             problems.append(
-                f"{key}.min_lr={least}: must be at most optimizer.lr={self.lr}; lower it or raise "
+                f"{key}.min_lr={min_lr}: must be at most optimizer.lr={self.lr}; lower it or raise "
                 "the rate"
             )
-        if end is not None and end >= self.lr:
+        if lr_end is not None and lr_end >= self.lr:
             problems.append(
-                f"{key}.lr_end={end}: must be below optimizer.lr={self.lr}, from which the rate "
+                f"{key}.lr_end={lr_end}: must be below optimizer.lr={self.lr}, from which the rate "
                 "falls to it"
             )
         raise_problems(problems)

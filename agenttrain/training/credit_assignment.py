@@ -38,9 +38,9 @@ def assign_advantages(
 ) -> MetricParts:
     """Set the advantages of every rollout; None for one without a reward. Return their metrics.
 
-    `penalties` (rollout id -> KL over its sampled tokens) are subtracted from the rewards, times
-    beta, before the baseline. `reward_weights` are the rubric's; a missing function has weight 1.
-    Statistics of the batch are taken over all processes.
+    `penalties` has the KL over each rollout's sampled tokens, by rollout id. Times beta it is
+    subtracted from the reward before the baseline. `reward_weights` are the rubric's; a missing
+    function has weight 1. Statistics of the batch are taken over all processes.
     """
 
     def penalty_of(rollout: Rollout) -> float:
@@ -84,9 +84,9 @@ def assign_advantages(
 def gather_if_batchwise(
     groups: list[list[Item]], config: AlgorithmConfig, world: World
 ) -> tuple[int, list[list[Item]]]:
-    """Return the groups over which statistics are taken, and the index of this rank's first one.
+    """Return the index of this rank's first group, and the groups that statistics are taken over.
 
-    They are all ranks' groups if `scale` or `advantage` is `batch`, else this rank's.
+    These are all ranks' groups if `scale` or `advantage` is `batch`, else this rank's.
     """
     batchwise = config.scale is Scale.batch or config.advantage is Advantage.batch
     if world.size == 1 or not batchwise:
@@ -118,14 +118,15 @@ def _assign_by_turn(
     config: AlgorithmConfig,
     world: World,
 ) -> MetricParts:
-    """Set advantages by turn from `rewards`, those of the rollouts; return their metrics."""
+    """Set an advantage for each turn, from the turns' `rewards`; return the metrics."""
     first, all_rewards = gather_if_batchwise(rewards, config, world)
     result = turn_advantages(all_rewards, config)
-    local = slice(first, first + len(groups))
+    local = slice(first, first + len(groups))  # the groups of this process
     by_turn: list[list[float]] = [[] for _ in range(VARIANCES)]
     for group, advantages_G in zip(groups, result.advantages[local], strict=True):
         for rollout, advantages_K in zip(group, advantages_G, strict=True):
             set_advantages(rollout, advantages_K)
+            # Later turns than the first VARIANCES have no metric.
             for values, advantage in zip(by_turn, advantages_K or (), strict=False):
                 values.append(advantage)
     turn_rewards = [

@@ -32,9 +32,13 @@ class EqualLayers:
 
 @dataclass(slots=True)
 class _Kind:
+    """Equal layers, of which the first `RUNS` run."""
+
     position: int = -1
+    """Position of the last one that ran."""
     runs: int = 0
     saved_bytes: int = 0
+    """Bytes that the last run saved."""
     keeps_shape: bool = False
     """Its output is one tensor, of the shape and format of its input."""
 
@@ -50,23 +54,26 @@ def equal_layers_run_twice(
     """
     skipped, kinds = EqualLayers(), dict[Hashable, _Kind]()
 
-    def held() -> int:
+    def total_bytes() -> int:
         return saved_bytes() + skipped.saved_bytes
 
     def forward_of(layer: nn.Module, position: int) -> Callable[..., Any]:
+        """Return a forward pass that runs the layer, or skips it after two equal ones."""
         kind = kinds.setdefault(_signature(layer), _Kind())
         forward = layer.forward
 
         def run_or_skip(*args: Any, **kwargs: Any) -> Any:
+            """Stand in for the layer's `forward`."""
             hidden = args[0] if args else kwargs.get("hidden_states")
             if kind.runs >= RUNS and kind.keeps_shape and isinstance(hidden, Tensor):
                 skipped.twins[position] = kind.position
                 skipped.saved_bytes += kind.saved_bytes
                 return hidden.clone()  # the next layer saves an input of its own, as always
-            before = held()
+            before = total_bytes()
             output = forward(*args, **kwargs)
-            kind.runs, kind.position, kind.saved_bytes = kind.runs + 1, position, held() - before
-            kind.keeps_shape = _alike(hidden, output)
+            kind.runs, kind.position = kind.runs + 1, position
+            kind.saved_bytes = total_bytes() - before
+            kind.keeps_shape = _have_same_form(hidden, output)
             return output
 
         return run_or_skip
@@ -80,7 +87,7 @@ def equal_layers_run_twice(
             del layer.forward
 
 
-def _alike(hidden: Any, output: Any) -> bool:
+def _have_same_form(hidden: Any, output: Any) -> bool:
     """Return True for two tensors of one shape and format."""
     if not isinstance(hidden, Tensor) or not isinstance(output, Tensor):
         return False

@@ -59,9 +59,9 @@ def empty_model(
 ) -> PreTrainedModel:
     """Return a config's model without storage, with adapters of `lora` or those in a folder."""
     with init_empty_weights(include_buffers=True):
-        sees = config.model_type in SEEING
-        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        model = kind.from_config(config, dtype=dtype)
+        reads_images = config.model_type in SEEING
+        auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+        model = auto_class.from_config(config, dtype=dtype)
         if adapters is not None:
             add_saved_adapters(model, adapters)
         if lora.rank:
@@ -123,11 +123,12 @@ class Saved:
 
     def __call__(self, tokens: int) -> int:
         """Return the bytes for a rollout of that many tokens."""
-        longest = self._longest
+        longest, half = self._longest, self._longest // 2
         if tokens <= longest:
             return self._trace(tokens)
-        half, full = self._trace(longest // 2), self._trace(longest)
-        return full + round((full - half) / (longest - longest // 2) * (tokens - longest))
+        half_bytes, full_bytes = self._trace(half), self._trace(longest)
+        bytes_per_token = (full_bytes - half_bytes) / (longest - half)
+        return full_bytes + round(bytes_per_token * (tokens - longest))
 
     def _trace(self, tokens: int) -> int:
         """Return the bytes that autograd saves in a forward pass over fake tensors (cached)."""
@@ -148,6 +149,7 @@ class Saved:
         saved_bytes = 0
 
         def save(tensor: Tensor) -> Tensor:
+            """Count a storage that autograd saves, once and without the weights."""
             nonlocal saved_bytes
             storage = tensor.untyped_storage()
             if storage._cdata not in weights and storage._cdata not in saved:
@@ -187,7 +189,7 @@ def _traceable_experts() -> Iterator[None]:
 
 
 def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Return how many numbers a token's key and its value have, for every layer that caches them.
+    """Return how many numbers of a token each layer's KV cache holds, as (key, value).
 
     Example: 2 heads of size 64 in 3 layers: ``[(128, 128)] * 3``.
     """
@@ -201,6 +203,7 @@ def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
         ids = torch.zeros(1, 2, dtype=torch.long)
         keywords = {"past_key_values": cache, "use_cache": True}
         functional_call(net, dict(state), (ids,), keywords)
+        # A skipped layer has an empty cache: take that of the equal layer that ran.
         caches = [cache.layers[skipped.twins.get(n, n)] for n in range(len(cache.layers))]
         # Layers of convolutions have a state of one size, and no keys.
         key_layers = [layer for layer in caches if getattr(layer, "keys", None) is not None]
@@ -222,11 +225,13 @@ def head_bytes(
     size = 2 if autocast else head.weight.element_size()
     tile_tokens, tile_logits = CPU_TILE if device == "cpu" else GPU_TILE
     height = max(1, min(tile_tokens, tokens))
-    tile = height * min(entries, max(1, tile_logits // height)) * FLOAT32
+    tile_bytes = height * min(entries, max(1, tile_logits // height)) * FLOAT32
     logits_bytes, budget = tokens * entries * FLOAT32, budget_mb * 2**20
-    tiles = (TILES if logits_bytes > budget else TILES - 1) * tile
-    weight = head.weight.numel() if head.weight.requires_grad else 0
+    tiles_bytes = (TILES if logits_bytes > budget else TILES - 1) * tile_bytes
+    trained_numbers = head.weight.numel() if head.weight.requires_grad else 0
     # The weight's gradient is summed in float32 and cast to the weight's format at the end.
-    cast = weight * size if size != FLOAT32 else 0
-    states = tokens * hidden * (size + FLOAT32)
-    return min(logits_bytes, budget) + weight * FLOAT32 + max(tiles, cast) + states
+    cast_bytes = trained_numbers * size if size != FLOAT32 else 0
+    gradient_bytes = trained_numbers * FLOAT32
+    states_bytes = tokens * hidden * (size + FLOAT32)
+    kept_bytes = min(logits_bytes, budget)
+    return kept_bytes + gradient_bytes + max(tiles_bytes, cast_bytes) + states_bytes

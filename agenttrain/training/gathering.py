@@ -41,6 +41,7 @@ def gather_by_layer(
     prefixes = {name for name, module in model.named_modules() if id(module) in layer_ids}
 
     def layer_of(weight: tuple[str, Tensor]) -> str:
+        """Return the name of a weight's layer, or of the weight itself outside of layers."""
         parts = weight[0].split(".")
         owners = (".".join(parts[:count]) for count in range(1, len(parts)))
         return next((owner for owner in owners if owner in prefixes), weight[0])
@@ -57,36 +58,40 @@ class PackedPart(NamedTuple):
     """Place of a tensor's part in the buffer of each process."""
 
     shape: torch.Size
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     dtype: torch.dtype
     rows: int
-    """Rows of the largest part."""
+    """Rows of the largest part: the last process may have fewer."""
     offset: int
+    """First byte in the buffer."""
     size: int
     """Bytes of the largest part."""
 
 
 def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the full tensors, gathered by one collective call of all processes."""
-    by_rows = [tensor for tensor in tensors if _is_by_rows(tensor)]
-    places, total = _places(by_rows)
-    buffers = _gather_buffers(by_rows, places, total) if by_rows else None
-    packed = [_is_by_rows(tensor) for tensor in tensors]
-    unpacked_tensors = iter([tensor for tensor in tensors if not _is_by_rows(tensor)])
-    packed_places = iter(places)
+    """Yield the full tensors, those that are sharded by rows from one collective call.
+
+    All processes call it together. A tensor that is sharded otherwise needs a call of its own.
+    """
+    row_sharded = [tensor for tensor in tensors if _is_row_sharded(tensor)]
+    packed_parts, total = _packed_parts(row_sharded)
+    buffers = _gather_buffers(row_sharded, packed_parts, total) if row_sharded else None
+    is_packed = [_is_row_sharded(tensor) for tensor in tensors]
+    unpacked_tensors = iter([tensor for tensor in tensors if not _is_row_sharded(tensor)])
+    places = iter(packed_parts)
     # The buffers hold copies: tensors that the caller has cast for this call can be freed now.
-    del tensors, by_rows
-    for is_packed in packed:
-        if not is_packed or buffers is None:
+    del tensors, row_sharded
+    for packed in is_packed:
+        if not packed or buffers is None:
             yield full_tensor(next(unpacked_tensors))
             continue
-        place = next(packed_places)
+        place = next(places)
         parts = buffers[:, place.offset : place.offset + place.size].view(place.dtype)
         # A copy, unless the tensor is alone in the buffer.
         yield parts.reshape(len(buffers) * place.rows, *place.shape[1:])[: place.shape[0]]
 
 
-def _is_by_rows(tensor: Tensor) -> TypeGuard[DTensor]:
+def _is_row_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return True if the tensor's rows lie on the processes of the mesh's last dimension."""
     if not isinstance(tensor, DTensor):
         return False
@@ -94,15 +99,15 @@ def _is_by_rows(tensor: Tensor) -> TypeGuard[DTensor]:
     return sharding.is_shard(0) and all(placement.is_replicate() for placement in replicas)
 
 
-def _places(tensors: Sequence[DTensor]) -> tuple[list[PackedPart], int]:
-    """Return the place of each tensor in the buffer, and the bytes of the buffer."""
-    places, offset = [], 0
+def _packed_parts(tensors: Sequence[DTensor]) -> tuple[list[PackedPart], int]:
+    """Return the place of each tensor's part in a process's buffer, and the buffer's bytes."""
+    packed_parts, offset = [], 0
     for tensor in tensors:
         rows = ceil(tensor.shape[0] / tensor.device_mesh.size(tensor.device_mesh.ndim - 1))
         size = rows * prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        places.append(PackedPart(tensor.shape, tensor.dtype, rows, offset, size))
+        packed_parts.append(PackedPart(tensor.shape, tensor.dtype, rows, offset, size))
         offset += ceil(size / ALIGNMENT) * ALIGNMENT
-    return places, offset
+    return packed_parts, offset
 
 
 def _gather_buffers(tensors: Sequence[DTensor], places: Sequence[PackedPart], total: int) -> Tensor:

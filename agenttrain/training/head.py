@@ -80,7 +80,7 @@ def linear_logprobs(
         labels_S,
         transform,
         keep and torch.is_grad_enabled(),
-        compiled if compile else _as_it_is,
+        compiled if compile else _uncompiled,
     )
     return logprobs_S, entropy_S if entropy_grad else entropy_S.detach()
 
@@ -89,7 +89,7 @@ Prepare = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a function as it is to be called: itself, or compiled."""
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
@@ -107,6 +107,7 @@ class _LinearLogprobs(torch.autograd.Function):
         keep: bool,
         prepare: Prepare,
     ) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropies, [S] each, tile by tile; with `keep`, save the logits."""
         ctx.set_materialize_grads(False)
         device = hidden_SH.device.type
         cast = torch.is_autocast_enabled(device) and hidden_SH.dtype is not torch.float64
@@ -134,6 +135,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_S: Tensor | None, grad_entropy_S: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden states, weight and bias, summed tile by tile."""
         hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *logits_of_tiles = (
             ctx.saved_tensors
         )
@@ -181,6 +183,7 @@ class _Product:
     def __init__(
         self, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, type: torch.dtype
     ) -> None:
+        """Choose the tokens and vocabulary entries of a tile for the device."""
         self.type = type
         self.exact = torch.promote_types(torch.float32, type)
         self.hidden_SH, self.weight_VH, self.bias_V = hidden_SH.to(type), weight_VH, bias_V
@@ -208,7 +211,7 @@ class _Product:
 
 
 class _Statistics:
-    """Sums of each token's softmax over the tiles so far, with d = logit - highest_S."""
+    """Sums over the tiles so far, for each token's softmax, with d = logit - highest_S."""
 
     def __init__(self, labels_S: Tensor, type: torch.dtype, fold: Callable[..., None]) -> None:
         """`fold` is `_fold`, or compiled."""
@@ -216,6 +219,7 @@ class _Statistics:
         zeros_S = torch.zeros(labels_S.shape, dtype=type, device=labels_S.device)
         self.labels_S = labels_S
         self.highest_S = zeros_S + LOWEST
+        """Highest logit."""
         self.exp_S = zeros_S
         """Sum of exp(d)."""
         self.product_S = zeros_S.clone()
@@ -232,10 +236,11 @@ class _Statistics:
 
 
 def _fold(logits: Tensor, highest: Tensor, exp: Tensor, product: Tensor) -> None:
-    """Add the logits [C, N] of a tile to the sums [C] of its tokens, in place.
+    """Add the logits of a tile, [tokens, vocabulary entries], to its tokens' sums, in place.
 
-    The sums are relative to the highest logit so far. With s = former highest - highest, the former
-    sum of exp(d) becomes e^s sum, and that of exp(d) d becomes e^s (sum + s sum of exp(d)).
+    `exp` is the sum of exp(d) and `product` that of exp(d) d, with d = logit - highest so far. The
+    former sums are first made relative to the new highest logit: with s = former highest - highest
+    they become e^s exp and e^s (product + s exp).
     """
     former_highest = highest.clone()
     torch.maximum(former_highest, logits.amax(-1), out=highest)
@@ -247,9 +252,10 @@ def _fold(logits: Tensor, highest: Tensor, exp: Tensor, product: Tensor) -> None
 
 
 def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
-    """Return each label's index in the tile, and True if it is inside. Outside, any index will do.
+    """Return each label's index in the tile, and True for the labels that are inside it.
 
-    Without a selection by mask the shapes do not depend on values, so nothing waits for the GPU.
+    A label outside gets some valid index: the caller masks its value. Without a selection by mask
+    the shapes do not depend on values, so nothing waits for the GPU.
     """
     local = labels_C - vocabulary.start
     size = vocabulary.stop - vocabulary.start
@@ -259,7 +265,9 @@ def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
 def _slope(
     log_p: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
-    """Return d loss / d logits of a tile, [C, N], in place of `log_p`. Others are [C, 1].
+    """Return d loss / d logits of a tile, [C, N], computed in place of `log_p`.
+
+    The other arguments are [C, 1], for C tokens and N vocabulary entries.
 
     d logprob / d logit_j = [j is the label] - p_j, whose first term the caller adds.
     d entropy / d logit_j = -p_j * (log p_j + entropy)

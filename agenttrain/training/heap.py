@@ -46,10 +46,10 @@ def return_free_memory(least: int = LEAST_FREE) -> None:
 
 
 def map_large_blocks() -> None:
-    """Have the C library map every large block, so that a freed one is the system's at once.
+    """Have the C library map every large block, so that a freed one returns to the system at once.
 
-    For layers that are gathered and dropped one after the other: with blocks of some megabytes in
-    the heap, a process of four grew to the size of the whole model.
+    For sharded layers, which are gathered and dropped one after the other: with blocks of some
+    megabytes in the heap, each of four processes grew to the size of the whole model.
     """
     library: Any = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):

@@ -61,7 +61,7 @@ def hidden_with_images(
 
 
 def _select_pieces(pieces: tuple[Piece, ...], places_T: Tensor) -> list[Piece]:
-    """Return the pieces that lie at these packed positions, each with its index in `places_T`."""
+    """Return the pieces at these packed positions, each starting at its index in `places_T`."""
     place_of = {place: index for index, place in enumerate(places_T.tolist())}
     return [
         piece._replace(start=place_of[piece.start]) for piece in pieces if piece.start in place_of

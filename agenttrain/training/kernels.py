@@ -80,7 +80,7 @@ def sdpa_kernel(
 
 
 def in_format(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast states to autocast's format, if it is on: torch chooses a kernel before it casts."""
+    """Return the states in autocast's format, if it is on: torch casts after it chose a kernel."""
     device = query.device.type
     if not torch.is_autocast_enabled(device):
         return query, key, value
@@ -91,11 +91,11 @@ def in_format(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 def fit(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Change states and scale so that a fused kernel takes them and computes the same attention.
+    """Return states and scale that a fused kernel takes, for the same attention.
 
     Where torch would choose `math`, keys and values are repeated for the heads of their queries,
-    and heads are padded with zeros, which change no score. The output is as wide as the padded
-    values.
+    and heads are padded with zeros, which change no score. The attention's output is then as wide
+    as the padded values.
     """
     query, key, value = in_format(query, key, value)
     if sdpa_kernel(query, key, value, mask, causal=mask is None) is not Kernel.math:
@@ -130,9 +130,10 @@ class _Counting(TorchFunctionMode):
         arguments: tuple[Any, ...] = (),
         keywords: dict[str, Any] | None = None,
     ) -> Any:
+        """Call a function of torch; count the kernel first if it is attention."""
         keywords = keywords or {}
         if function is scaled_dot_product_attention:
-            # A function, so that Python sorts positional and keyword arguments.
+            # A function, so that Python matches positional and keyword arguments to names.
             def chosen_kernel(
                 query: Tensor,
                 key: Tensor,

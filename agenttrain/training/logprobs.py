@@ -114,7 +114,10 @@ class Scorer(nn.Module):
             self.choose_layout(model.device)
 
     def inside(self, function: Callable[[PreTrainedModel], Value]) -> Value:
-        """Call a function of the model with its weights gathered, as FSDP2 does for `forward`."""
+        """Call a function with the model while its weights are gathered.
+
+        FSDP2 gathers sharded weights for this method as it does for `forward`.
+        """
         return function(self.model)
 
     def choose_layout(
@@ -131,7 +134,8 @@ class Scorer(nn.Module):
         check_head(model, **where, key=self._key)
         all_have_kernel = all(world.gather([has_kernel(device)], "whether there is a kernel"))
         reason = None
-        for varlen in (True, False) if all_have_kernel else (False,):
+        choices = (True, False) if all_have_kernel else (False,)
+        for varlen in choices:
             self.varlen = varlen
             reason = why_not_packed(model, varlen=varlen, **where)
             # One process that cannot pack is enough: all of them must run as many passes.
@@ -194,13 +198,17 @@ class Scorer(nn.Module):
     def pack(
         self, sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device
     ) -> list[Microbatch]:
-        """Pack sequences of one kind of length into microbatches, with shared prefixes."""
-        kinds: dict[tuple[int, ...], list[TrainingSequence]] = {}
+        """Pack sequences into microbatches of at most `token_budget` tokens.
+
+        Common prefixes are shared where that pays. Their tokens then count once. Sequences whose
+        lengths have different rotary frequencies never share a microbatch.
+        """
+        by_kind: dict[tuple[int, ...], list[TrainingSequence]] = {}
         for sequence in sequences:
-            kinds.setdefault(self.lengths.kind(sequence.length), []).append(sequence)
+            by_kind.setdefault(self.lengths.kind(sequence.length), []).append(sequence)
         microbatches: list[Microbatch] = []
-        for alike in kinds.values():
-            microbatches += pack(alike, token_budget, device, least=self.least_shared)
+        for same_kind in by_kind.values():
+            microbatches += pack(same_kind, token_budget, device, least=self.least_shared)
         return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
     @contextmanager
@@ -270,8 +278,9 @@ def pack_evenly(
 ) -> list[Microbatch]:
     """Pack sequences, into the same number of microbatches in every process of `peers`.
 
-    Processes that hold a part of each weight meet in every forward pass. So those with fewer
-    microbatches get stand-ins, which add nothing to the loss. `peers` None: the passes are alone.
+    Processes that hold a part of each weight gather them together in every forward pass. So those
+    with fewer microbatches get stand-ins, which add nothing to the loss. With `peers` None other
+    processes take no part in the passes.
     """
     microbatches = scorer.pack(sequences, token_budget, device) if sequences else []
     if peers is not None:
@@ -340,6 +349,7 @@ def head_logprobs(
     size = max(1, CHUNK_LOGITS // vocabulary)
 
     def score_chunk(hidden_SH: Tensor, labels_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropies of some tokens; the backward pass calls this again."""
         output_SV = head(hidden_SH)
         logits_SV = transform(output_SV.to(torch.promote_types(torch.float32, output_SV.dtype)))
         logprobs_SV = logits_SV.log_softmax(-1)
@@ -351,12 +361,12 @@ def head_logprobs(
         checkpoint(score_chunk, hidden, labels, use_reentrant=False)
         for hidden, labels in zip(hidden_SH.split(size), labels_S.split(size), strict=True)
     ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    chunk_logprobs, chunk_entropies = zip(*parts, strict=True)
+    return torch.cat(chunk_logprobs), torch.cat(chunk_entropies)
 
 
 def logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Read the transform from head output to logits from the model's config, at temperature 1."""
+    """Return the transform from the head's output to logits, at temperature 1, by the config."""
     config: Any = model.config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):
@@ -375,7 +385,11 @@ def check_head(
     inside: Inside | None = None,
     key: str = "model.path",
 ) -> None:
-    """Raise UnsupportedModel if the model changes its logits as `logit_transform` cannot."""
+    """Raise UnsupportedModel unless head and `logit_transform` give the model's own logits.
+
+    Otherwise training would silently use wrong logits. `device` and `inside` are those of
+    `why_not_packed`. `key` is the setting that names the model.
+    """
     token_ids_T = torch.arange(4, device=device or model.device)
 
     def compute_both(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -411,7 +425,11 @@ def packed_hidden(
     *,
     varlen: bool = False,
 ) -> Tensor:
-    """Run one forward pass inside `packing(model)`, [T, H]. Positions count per sequence."""
+    """Return the last hidden states of packed segments by one forward pass, [T, H].
+
+    Call it inside `packing(model)`. Positions count from 0 in each sequence. With `varlen` the
+    kernel for sequences of any length is used, which the device must have.
+    """
     device = token_ids_T.device
     output = backbone(model)(
         input_ids=token_ids_T[None],
@@ -425,7 +443,10 @@ def packed_hidden(
 def separate_hidden(
     model: PreTrainedModel, token_ids_T: Tensor, segments: Sequence[Segment]
 ) -> Tensor:
-    """Run one forward pass per segment after its prefix, [T, H], with the model's own attention."""
+    """Return the last hidden states of packed segments by one forward pass each, [T, H].
+
+    A pass runs a segment after its prefix, with the model's own attention.
+    """
     pieces = []
     for segment in segments:
         sequence_T = token_ids_T[packed_positions(segment)]
@@ -452,7 +473,7 @@ def why_not_packed(
     device: torch.device | None = None,
     inside: Inside | None = None,
 ) -> str | None:
-    """Try packing. Return the reason if it would change the model's results, else None.
+    """Try packing on a few tokens; return why it changes the model's results, or None.
 
     States along the sequence would be carried from one rollout into the next. `varlen` is that of
     `packed_hidden`, `inside` calls a function of the model while its weights are gathered.
@@ -460,8 +481,8 @@ def why_not_packed(
     device = device or model.device
     inside = inside or (lambda function: function(model))
     # The kernel takes 16 bits: float32 weights reach it under autocast only.
-    cast = varlen and model.dtype is torch.float32
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cast)
+    needs_cast = varlen and model.dtype is torch.float32
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=needs_cast)
     token_ids_T = trial_ids(model, device)
     training = model.training
     model.eval()
@@ -492,7 +513,7 @@ def why_not_packed(
         return f"the kernel for sequences of any length fails ({error})"
     finally:
         model.train(training)
-    exact = packed_TH.dtype in EXACT and not cast
+    exact = packed_TH.dtype in EXACT and not needs_cast
     tolerance = 1e-4 if exact else 5e-2
     packed_TH, separate_TH = packed_TH.float(), separate_TH.float()
     gap = (packed_TH - separate_TH).abs().max().item() / separate_TH.abs().max().item()
@@ -540,7 +561,7 @@ class LengthLimits:
     """Limits with a set of frequencies for each longer length."""
 
     def kind(self, length: int) -> tuple[int, ...]:
-        """Return the kind of a length. Lengths of one kind have the same frequencies.
+        """Return the kind of a length, which is equal for lengths with the same frequencies.
 
         Example: with long=(4096,) lengths 10 and 4096 are (0,), 4097 and 9000 are (1,).
         """
@@ -551,7 +572,7 @@ class LengthLimits:
 
 
 def length_limits(model: PreTrainedModel) -> LengthLimits:
-    """Read the limits from the model's config. Most models have none."""
+    """Return the length limits of a model's config. Most models have none."""
     config: Any = model.config.get_text_config()
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     # One dict for all layers, or one for each type of layer.

@@ -50,7 +50,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
         conversions = getattr(model, CONVERSIONS, None) or ()
         patterns = [p for conversion in conversions for p in conversion.source_patterns]
         if any(PEFT in pattern for pattern in patterns):
-            # They describe the adapters' file. Without them, those of the model's family are used.
+            # These conversions are for the adapters' file. Without them, the model's files get
+            # those of the model's family.
             setattr(model, CONVERSIONS, None)
     else:
         # peft ignores a target that does not exist as long as another one does.
@@ -76,9 +77,10 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
         except ValueError as error:
             raise ValueError(f"model.lora.targets={targets}: {error}") from error
     # Embedding and head may be one weight: the adapter of one layer must not change the other.
-    outer: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    has_adapter = any(isinstance(module, BaseTunerLayer) for module in outer)
-    if has_adapter and outer[0].weight is outer[1].weight:
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    has_adapter = any(isinstance(module, BaseTunerLayer) for module in (embedding, head))
+    if has_adapter and embedding.weight is head.weight:
         raise ValueError(
             f"model.lora.targets={targets}: embedding and head of {type(model).__name__} "
             "are one weight (tie_word_embeddings), into which an adapter of one of them cannot be "
@@ -96,14 +98,18 @@ def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load_saved_adapters(model: Any, folder: Path) -> None:
-    """Load the adapters in a folder onto a model, which keeps the names of its files."""
+    """Load the adapters in a folder onto a model that has none.
+
+    transformers records the conversions of the last files that it loaded. The model keeps those of
+    its own files.
+    """
     conversions = getattr(model, CONVERSIONS, None)
     model.load_adapter(str(folder))
     setattr(model, CONVERSIONS, conversions)
 
 
 def _check_same_adapters(model: Any, settings: LoraSettings) -> None:
-    """Raise ValueError unless the adapters that a model was loaded with are those of `settings`."""
+    """Raise ValueError if a model was loaded with other adapters than `settings` ask for."""
     config = model.peft_config[ADAPTER]
     if (config.r, config.lora_alpha) != (settings.rank, settings.alpha):
         remedy = f"model.lora.rank={config.r} model.lora.alpha={config.lora_alpha:g}"
@@ -148,13 +154,13 @@ def adapted_weights(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def delta(layer: Any, weight: Tensor) -> Tensor:
-    """Return the change that a layer's adapters make to its weight, or to this process's rows."""
+    """Return the change that a layer's adapters make to its weight, sharded as the weight is."""
     experts = getattr(layer, "num_experts", 1)
     if experts == 1 or not isinstance(weight, DTensor):
         change: Tensor = layer.get_delta_weight(ADAPTER)
         return change
     # Packed experts: E experts, R rank, I inputs, O outputs. A row of the weight is an expert, but
-    # a row of an adapter's matrix is not, so that the matrices are gathered before they are cut.
+    # a row of an adapter's matrix is not, so the matrices are gathered before they are sliced.
     a, b = (full_tensor(m[ADAPTER].weight) for m in (layer.lora_A, layer.lora_B))
     rows = slice(*own_rows(weight))
     a_ERI = a.reshape(experts, -1, a.shape[-1])[rows]
@@ -193,7 +199,7 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_adapter_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the files beside the adapters that transformers needs to load them onto their base."""
+    """Write the settings that transformers needs to load the adapters onto their base model."""
     config: Any = model.peft_config[ADAPTER]
     config.save_pretrained(folder)
     if model.generation_config is not None:  # has the tokens that end a turn
@@ -217,8 +223,8 @@ def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """Load the base model of a folder of adapters and merge the adapters into its weights.
 
     They are added in float32, whatever the files' formats, and the sum is cast once: to `dtype`,
-    or for ``auto`` to the format of the adapters, which is that of their training. The ends of
-    sequence are the folder's.
+    or for ``auto`` to the format of the adapters, which is that of their training. The
+    end-of-sequence tokens are those of the folder.
     """
     from peft import PeftModel
 
@@ -228,9 +234,9 @@ def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     if (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-        ends = model.generation_config.eos_token_id
-        if ends is not None:
-            set_stop_tokens(model, ends if isinstance(ends, list) else [ends])
+        eos_ids = model.generation_config.eos_token_id
+        if eos_ids is not None:
+            set_stop_tokens(model, eos_ids if isinstance(eos_ids, list) else [eos_ids])
     return cast(model, adapter_dtype(folder) if isinstance(dtype, str) else dtype)
 
 
@@ -240,7 +246,7 @@ def adapter_dtype(folder: Path) -> torch.dtype:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast the weights to a format, but for those that transformers keeps in float32."""
+    """Cast the weights to a format, except those that transformers keeps in float32."""
     dtype_plan = model._get_dtype_plan(dtype)
     for name, weight in model.named_parameters():
         if dtype_plan.keys().isdisjoint(name.split(".")):

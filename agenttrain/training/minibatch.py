@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from agenttrain.algorithms.loss import LossInputs
 from agenttrain.algorithms.losses import top_entropy_mask
 from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence
 from agenttrain.training.world import World
+
+
+class ScoredMicrobatch(NamedTuple):
+    """A microbatch with its logprobs and entropies from before the update, [S sampled tokens]."""
+
+    microbatch: Microbatch
+    logprobs_S: Tensor
+    entropy_S: Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,19 +47,19 @@ class Minibatch:
     """Weight of the entropy of each of these tokens."""
     losses: list[Tensor] = field(default_factory=list)
     """Loss of each microbatch."""
-    scores: list[tuple[Microbatch, Tensor, Tensor]] = field(default_factory=list)
-    """Each microbatch with its logprobs and entropies from before the update, [S] each."""
+    scores: list[ScoredMicrobatch] = field(default_factory=list)
     entropy: list[Tensor] = field(default_factory=list)
     """Sum of each microbatch's entropies over the tokens that the bonus acts on."""
 
     def trained(self, config: AlgorithmConfig) -> list[TrainingSequence]:
         """Return the sequences that have a gradient; the others need no forward pass."""
-        every_token_counts = config.kl_in_loss is not None or config.has_bonus
+        # KL and entropy have a gradient also where the advantage is 0.
+        has_other_terms = config.kl_in_loss is not None or config.has_bonus
         return [
             sequence
             for sequence in self.sequences
             if sequence.weight > 0
-            and (every_token_counts or any(sequence.trajectory.advantages or ()))
+            and (has_other_terms or any(sequence.trajectory.advantages or ()))
         ]
 
     def record(self, microbatch: Microbatch, inputs: LossInputs, loss: Tensor) -> None:
@@ -59,39 +67,40 @@ class Minibatch:
         assert inputs.entropy_S is not None
         entropy_S = inputs.entropy_S.detach()
         self.losses.append(loss.detach())
-        self.scores.append((microbatch, inputs.logprobs_S.detach(), entropy_S))
-        acting_S = entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S
-        self.entropy.append(acting_S.sum())
+        self.scores.append(ScoredMicrobatch(microbatch, inputs.logprobs_S.detach(), entropy_S))
+        with_bonus_S = entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S
+        self.entropy.append(with_bonus_S.sum())
 
 
 def top_entropy(
     sequences: Sequence[TrainingSequence], share: float, world: World
 ) -> dict[SequenceKey, Tensor]:
-    """Return `Minibatch.kept`: the tokens of highest entropy among those of all processes.
+    """Return the mask of the top `share` of tokens by entropy, [S] for each of `sequences`.
 
-    Ties go to the earlier position, then to the rollout with the lower id. Neither depends on which
-    process holds a rollout or on what is packed with it.
+    Tokens of all processes are compared. Ties go to the earlier position, then to the rollout with
+    the lower id. Neither depends on which process holds a rollout or on what is packed with it.
     """
-    entropies: list[tuple[tuple[Any, ...], Tensor]] = [
+    # (group, sample, sequence key), which sorts alike in every process, and the entropies.
+    local: list[tuple[tuple[Any, ...], Tensor]] = [
         ((sequence.rollout.group_id, sequence.rollout.sample, sequence.key), sequence.old_entropy_S)
         for sequence in sequences
         if sequence.weight > 0 and sequence.old_entropy_S is not None
     ]
-    shares = world.gather([entropies], "the entropies of an update")
-    all_entropies = [pair for pairs in shares for pair in pairs]
-    order_of = {name: i for i, name in enumerate(sorted(name for name, _ in all_entropies))}
-    entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in all_entropies)])
+    by_rank = world.gather([local], "the entropies of an update")
+    entropies = [entry for entries in by_rank for entry in entries]
+    order_of = {key: i for i, key in enumerate(sorted(key for key, _ in entropies))}
+    entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in entropies)])
     # Unique numbers that sort by position in the sequence first, then by sequence.
     place_N = torch.cat(
         [
             torch.zeros(0, dtype=torch.long),
-            *(torch.arange(len(e)) * len(order_of) + order_of[name] for name, e in all_entropies),
+            *(torch.arange(len(e)) * len(order_of) + order_of[key] for key, e in entropies),
         ]
     )
     kept_N = top_entropy_mask(entropy_N, place_N, share)
-    kept = kept_N.split([len(entropy_S) for _, entropy_S in all_entropies])
-    first = sum(len(pairs) for pairs in shares[: world.rank])
-    return {name[-1]: mask for (name, _), mask in zip(entropies, kept[first:], strict=False)}
+    masks = kept_N.split([len(entropy_S) for _, entropy_S in entropies])
+    first = sum(len(entries) for entries in by_rank[: world.rank])
+    return {key[-1]: mask_S for (key, _), mask_S in zip(local, masks[first:], strict=False)}
 
 
 def loss_inputs(
@@ -104,15 +113,15 @@ def loss_inputs(
     """Return the inputs of a microbatch's loss."""
     kept_S = None
     if minibatch.kept is not None:
-        # A stand-in has no token and no mask.
+        # The stand-in of a process without sequences has no token and no mask.
         masks = [minibatch.kept[s.key] for s in microbatch.sequences if s.sampled_length]
         kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(logprobs_S.device)
     behaviour_S = microbatch.behaviour_S
     if config.behaviour is Behaviour.recomputed:
         old = [s.old_logprobs_S for s in microbatch.sequences if s.old_logprobs_S is not None]
         # With one update per step the old policy was not scored: it is the current one.
-        scored = len(old) == len(microbatch.sequences)
-        behaviour_S = torch.cat(old).to(logprobs_S) if scored else logprobs_S.detach()
+        was_scored = len(old) == len(microbatch.sequences)
+        behaviour_S = torch.cat(old).to(logprobs_S) if was_scored else logprobs_S.detach()
     sequence_tokens = [sequence.sampled_length for sequence in microbatch.sequences]
     rollout_tokens = [sequence.rollout.sampled_length for sequence in microbatch.sequences]
     rollout_tokens_B = None
@@ -136,7 +145,10 @@ def loss_inputs(
 def store_scores(
     sequences: Sequence[TrainingSequence], logprobs_S: Tensor, entropy_S: Tensor
 ) -> None:
-    """Set `trainer_logprobs` and `entropies` of the trajectories; scores are in their order."""
+    """Write the scores of packed sequences into their trajectories, one sequence after the other.
+
+    They become `trainer_logprobs` and `entropies`.
+    """
     lengths = [sequence.sampled_length for sequence in sequences]
     logprobs = logprobs_S.float().cpu().split(lengths)
     entropies = entropy_S.float().cpu().split(lengths)
@@ -146,7 +158,11 @@ def store_scores(
 
 
 def needs_old_logprobs(config: AlgorithmConfig) -> bool:
-    """Return True if rollouts are scored first: a step has several updates."""
+    """Return True if the policy has to score the rollouts before the step's first update.
+
+    Recomputed probabilities need no pass of their own if the only update's forward pass computes
+    them early enough: a KL in the reward and a teacher's advantages need them before it.
+    """
     recomputed = config.behaviour is Behaviour.recomputed
-    before = config.updates > 1 or config.kl_in_reward is not None or config.has_teacher
-    return config.top_entropy < 1 or (recomputed and before)
+    needs_early = config.updates > 1 or config.kl_in_reward is not None or config.has_teacher
+    return config.top_entropy < 1 or (recomputed and needs_early)

@@ -93,33 +93,37 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
 def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> None:
     """Raise NotFinite in all processes unless all logprobs of the engine are finite."""
     world = world or World()
-    broken_here = [
-        (rollout.rollout_id, place_of(rollout, trajectory), trajectory.context_length + position)
+    local = [
+        Culprit(
+            rollout_id=rollout.rollout_id,
+            place=place_of(rollout, trajectory),
+            what=f"token {trajectory.context_length + position}",
+        )
         for rollout in rollouts
         for trajectory in rollout.trajectories
         if (position := _first_broken(trajectory.rollout_logprobs)) is not None
     ]
-    shares = world.gather([(broken_here, len(rollouts))], "the check of the rollouts")
-    broken = [entry for entries, _ in shares for entry in entries]
+    shares = world.gather([(local, len(rollouts))], "the check of the rollouts")
+    broken = [culprit for share, _ in shares for culprit in share]
     if broken:
-        names = tuple(dict.fromkeys(name for name, _, _ in broken))
-        where = list_some([f"{place} (token {position})" for _, place, position in broken])
+        rollout_ids = tuple(dict.fromkeys(culprit.rollout_id for culprit in broken))
+        where = list_some([f"{culprit.place} ({culprit.what})" for culprit in broken])
         total = sum(count for _, count in shares)
         raise NotFinite(
-            f"the engine's logprob is not finite in {len(names)} of {total} rollouts: "
+            f"the engine's logprob is not finite in {len(rollout_ids)} of {total} rollouts: "
             f"{where}. Check the engine's dtype, or sample with {names_with(own_weights=False)}",
             stage="logprobs",
-            culprits=names,
+            culprits=rollout_ids,
         )
 
 
-def culprits(
+def find_culprits(
     sequences: Sequence[TrainingSequence],
-    alone: RunAlone,
+    run_alone: RunAlone,
     model: nn.Module,
     world: World | None = None,
 ) -> list[Culprit]:
-    """Run this process's sequences one by one and return those that are not finite.
+    """Run this process's sequences one by one; return those with a number that is not finite.
 
     Clears the gradients after each. Sharded weights need all processes for every pass: while one
     process runs a sequence of its own, the others run a stand-in.
@@ -134,7 +138,7 @@ def culprits(
     result = []
     for sequence in passes:
         # Run it even if an input is broken: with sharded weights the other processes run along.
-        loss, logprobs_S = alone(sequence or stand_in())
+        loss, logprobs_S = run_alone(sequence or stand_in())
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         finite = {n: bool(local_part(grad).isfinite().all()) for n, grad in gradients.items()}
         norm = full_tensor(nn.utils.get_total_norm(gradients.values()))

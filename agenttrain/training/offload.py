@@ -30,14 +30,14 @@ class StateOffload:
     def to_host(self) -> None:
         """Move the state to host memory, and free its memory on the device."""
         # A new dict: buffers of tensors that are not in the state any more are dropped.
-        former, self._buffers = self._buffers, {}
+        former_buffers, self._buffers = self._buffers, {}
         for tensor in _state(self._optimizer):
-            _, buffer = former.get(id(tensor), (None, None))
+            _, buffer = former_buffers.get(id(tensor), (None, None))
             if buffer is None:
                 pin = self._device.type == "cuda"
                 buffer = torch.empty_like(tensor, device="cpu", pin_memory=pin)
-            # If the state is in host memory already, its buffer is the tensor's own memory.
-            if tensor.data_ptr() != buffer.data_ptr():
+            is_on_host = tensor.data_ptr() == buffer.data_ptr()
+            if not is_on_host:
                 buffer.copy_(tensor, non_blocking=True)
             self._buffers[id(tensor)] = (tensor, buffer)
         self._wait()  # until the copies are complete: then the memory on the device can go
@@ -50,7 +50,8 @@ class StateOffload:
     def to_device(self) -> None:
         """Move the state back."""
         for tensor, buffer in self._buffers.values():
-            if tensor.data_ptr() == buffer.data_ptr():
+            is_on_host = tensor.data_ptr() == buffer.data_ptr()
+            if is_on_host:
                 tensor.data = torch.empty_like(buffer, device=self._device).copy_(
                     buffer, non_blocking=True
                 )

@@ -48,23 +48,27 @@ def _sgd(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: SgdSettin
 def _muon(
     parameters: Mapping[str, Tensor], model: PreTrainedModel, config: MuonSettings
 ) -> Optimizer:
-    """Return Muon of the layers' matrices, with AdamW of everything else."""
+    """Return Muon for the layers' matrices, joined with AdamW for all other parameters."""
     # Muon is for matrices other than the embeddings and the head.
-    outer = {
+    embedding_and_head = {
         id(weight)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
         if module is not None
         for weight in module.parameters()
     }
-    matrices = {n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in outer}
-    inner = [p for name, p in parameters.items() if name in matrices]
-    remaining = {name: p for name, p in parameters.items() if name not in matrices}
-    if not inner:
+    matrix_names = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and id(parameter) not in embedding_and_head
+    }
+    matrices = [p for name, p in parameters.items() if name in matrix_names]
+    remaining = {name: p for name, p in parameters.items() if name not in matrix_names}
+    if not matrices:
         raise ValueError(
             "optimizer=muon: no trainable matrix in the model's layers; set optimizer=adamw"
         )
     muon = Muon(
-        inner,
+        matrices,
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
@@ -76,7 +80,7 @@ def _muon(
 
 
 def _adamw(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: AdamWSettings) -> AdamW:
-    """Return AdamW without weight decay of norms and biases (fewer than two dimensions)."""
+    """Return AdamW. Norms and biases (fewer than two dimensions) have no weight decay."""
     weights = parameters.values()
     groups = [
         {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -54,7 +54,7 @@ from agenttrain.training.minibatch import (
 from agenttrain.training.nonfinite import (
     BrokenUpdate,
     broken_weights,
-    culprits,
+    find_culprits,
     list_some,
     place_of,
 )
@@ -192,7 +192,8 @@ class Policy:
     def kernel_metrics(self) -> dict[str, float]:
         """Return each kernel's share of the attention calls: ``{"training/kernel/flash": 1.0}``."""
         calls = self._scorer.kernels
-        return {f"training/kernel/{name}": n / calls.total() for name, n in sorted(calls.items())}
+        total = calls.total()
+        return {f"training/kernel/{name}": count / total for name, count in sorted(calls.items())}
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[TrainingSequence]]:
         """Return the sequences of the rollouts that have a reward, scored as the algorithm needs.
@@ -269,7 +270,10 @@ class Policy:
                     yield minibatch
 
     def minibatch(self, sequences: Sequence[TrainingSequence]) -> Minibatch | None:
-        """Return one update's sequences with loss weights; None if no process has a gradient."""
+        """Return the minibatch of an update: `sequences` with their weights in the loss.
+
+        None in all processes if none of them has a gradient.
+        """
         algorithm = self.algorithm
         tokens = self._sum_of_ranks(sum(sequence.sampled_length for sequence in sequences))
         if tokens == 0:
@@ -283,8 +287,8 @@ class Policy:
             rollouts=self._sum_of_ranks(len({s.rollout.rollout_id for s in sequences})),
             fixed_length=self._max_completion_tokens,
         )
-        # Masked truncated rollouts have weight 0 but count in both numbers, so that the weight of
-        # the others does not depend on how many were truncated.
+        # Masked truncated rollouts have weight 0 but count in `tokens` and `rollouts`, so that the
+        # weight of the others does not depend on how many were truncated.
         weighted = []
         for sequence, weight in zip(sequences, weights_B.tolist(), strict=True):
             masked = algorithm.mask_truncated and sequence.rollout.truncated
@@ -362,7 +366,11 @@ class Policy:
         return metrics
 
     def end_step(self, averages: Averages) -> dict[str, float]:
-        """Finish the step; return its metrics, always under the same names."""
+        """Finish the step: update the reference, free memory; return the step's metrics.
+
+        The metrics have the same names in every step. If no rollout had a gradient, `loss`,
+        `grad_norm` and `train/tokens` are 0 and the others NaN.
+        """
         lr = learning_rate(self._config, self.step + 1, self._steps)
         self.step += 1
         if self._reference is not None:
@@ -445,10 +453,13 @@ class Policy:
             self._reference.load_state_dict(state["reference"])
 
     def _clip(self, losses: Tensor) -> float | None:
-        """Clip the gradient; return its norm before, or None if it or a loss is not finite."""
+        """Clip the gradient. Return its norm before, or None if the norm or a loss is not finite.
+
+        None is returned in all processes if one has such a loss.
+        """
         parameters = list(self._wrapped.parameters())
         if self._masters is not None:
-            # The copies, and float32 weights, which have none.
+            # The float32 copies, and the weights that are float32 themselves and have none.
             parameters = [p for group in self._masters.param_groups for p in group["params"]]
             if self.world.size > 1 and self._sharding is None:  # sharded gradients are averaged
                 for parameter in parameters:
@@ -467,6 +478,7 @@ class Policy:
         trained = minibatch.trained(self.algorithm)
 
         def score_alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
+            """Run one sequence forward and backward; return its loss and logprobs, [S]."""
             (microbatch,) = self._scorer.pack([sequence], 1, self.device)
             with self.accelerator.no_sync(self._wrapped):
                 inputs = loss_inputs(
@@ -477,18 +489,18 @@ class Policy:
             return loss.detach(), inputs.logprobs_S.detach()
 
         world = self.world
-        broken = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
-        suspects = culprits(trained, score_alone, self.model, world)
-        broken_rollouts = world.gather(suspects, "the culprits")
-        places = [place_of(sequence.rollout, sequence.trajectory) for sequence in trained]
-        packed = world.gather(places, "the culprits")
-        first = next(iter(broken.items()), None)
-        cause = f"weight {first[0]} ({first[1]}); " if first else ""
+        weights = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
+        local_culprits = find_culprits(trained, score_alone, self.model, world)
+        broken_rollouts = world.gather(local_culprits, "the culprits")
+        local_places = [place_of(sequence.rollout, sequence.trajectory) for sequence in trained]
+        places = world.gather(local_places, "the culprits")
+        first_weight = next(iter(weights.items()), None)
+        cause = f"weight {first_weight[0]} ({first_weight[1]}); " if first_weight else ""
         if broken_rollouts:
             cause += list_some([f"rollout {c.place}: {c.what}" for c in broken_rollouts])
-        elif packed:
+        elif places:
             # No sequence is broken by itself: name the rollouts that were packed together.
-            cause += f"no rollout is by itself; they were {list_some(packed)}"
+            cause += f"no rollout is by itself; they were {list_some(places)}"
         loss = world.sum(losses.sum().item(), "the loss")
         return BrokenUpdate(
             f"step {self.step + 1}: the update is not finite (loss {loss:g}): "
@@ -503,13 +515,17 @@ class Policy:
         return pack_evenly(self._scorer, sequences, self._training.token_budget, self.device, peers)
 
     def _sum_of_ranks(self, count: int) -> int:
+        """Return the sum of a count over all processes."""
         local = torch.tensor(count, device=self.device)
         return int(self.accelerator.reduce(local, "sum"))
 
     def _from_main(self, value: float) -> Tensor:
-        """Return (sum, count) of a metric that all processes have: only the main one counts it."""
-        counts = self.accelerator.is_main_process
-        return torch.tensor((value, 1.0) if counts else (0.0, 0.0), device=self.device)
+        """Return a metric's (sum, count), which is (0, 0) in all processes but the main one.
+
+        So a value that all of them have counts once.
+        """
+        is_main = self.accelerator.is_main_process
+        return torch.tensor((value, 1.0) if is_main else (0.0, 0.0), device=self.device)
 
 
 def token_origins(
@@ -517,7 +533,8 @@ def token_origins(
 ) -> Origins:
     """Return the turn, third and staleness of the sampled tokens, sequence by sequence.
 
-    `version` is the policy version that is trained. Example: the thirds of 4 tokens are 0 0 1 2.
+    A token is stale if it was sampled under another policy version than `version`, the trained one.
+    Example: the thirds of 4 tokens are 0 0 1 2.
     """
     turns: list[int] = []
     thirds: list[int] = []

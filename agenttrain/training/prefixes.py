@@ -82,7 +82,7 @@ class Branch:
 
 
 def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
-    """Return the prefix trees of sequences of these token ids, those of the longest first.
+    """Return the prefix trees of sequences with these token ids, those with the longest first.
 
     A branch of fewer than `least` tokens is not shared. With `least` None no branch is. Sequences
     of equal length keep their order.
@@ -97,12 +97,14 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
     common = [0, *(common_prefix(arrays[a], arrays[b]) for a, b in pairwise(order))]
 
     def branches(places: range, start: int, depth: int = 0) -> Iterator[Branch]:
-        """Yield the branches of the sequences at `places` in this order.
+        """Yield the branches of the sequences at these `places` of the sorted order.
 
-        Their first `start` tokens belong to branches above.
+        Their first `start` tokens are equal and belong to branches above. The cases: a single
+        sequence, a tree that is too deep, a common part that is too short to share, and one that
+        becomes a branch.
         """
         shared = min((common[place] for place in places[1:]), default=start)
-        # Neighbours with no more than this in common part here.
+        # Separate neighbours that have no more than this in common.
         cuts = [places.start, *(p for p in places[1:] if common[p] == shared), places.stop]
         parts = [range(a, b) for a, b in pairwise(cuts)]
         if len(places) == 1:
@@ -115,7 +117,7 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
             for part in parts:
                 yield from branches(part, start, depth + 1)
         else:
-            # Of neighbours that begin alike the shortest come first: only they may end here.
+            # Sequences without a token of their own end with this branch.
             ending = [p for p in places if len(ids[order[p]]) == shared]
             longer = (part for part in parts if part.start not in ending)
             yield Branch(
@@ -136,7 +138,12 @@ def _by_length(branches: Iterable[Branch]) -> list[Branch]:
 
 
 def cut(branches: Iterable[Branch], budget: int, above: int = 0) -> list[tuple[Branch, ...]]:
-    """Cut siblings into runs of at most `budget` tokens, with the `above` before them."""
+    """Divide siblings into runs of at most `budget` tokens, including `above` tokens before them.
+
+    A branch that is too long is divided among several runs, each of which repeats the branch's own
+    tokens. A sequence over the budget is a run by itself. Branches of similar length are in one
+    run.
+    """
     fitting: list[Branch] = []
     for branch in branches:
         if above + branch.tokens <= budget or not branch.children:

@@ -135,9 +135,10 @@ def make_reference(
 ) -> ReferencePolicy | None:
     """Return the configured reference, which is the policy as it is now, or None.
 
-    With adapters the weights under them are shared: new ones are switched off, and those of an
-    earlier training are kept as a copy. `copy_weights` gives a copy without storage its weights.
-    Raises ValueError for a synced reference of a model with adapters.
+    The reference is the policy as it is now: without adapters a copy of it. If the policy has no
+    storage yet, `copy_weights` gives the copy its weights. With adapters both share the weights
+    below: new adapters are switched off for the reference, and those of an earlier training are
+    copied. Raises ValueError for a synced reference of a model with adapters.
     """
     if config.kl is None:
         return None

@@ -70,8 +70,10 @@ class TensorParts:
         """Return a copy of rows. Raises CheckpointError if no part holds one of them."""
         pieces, next_row = [], rows.start
         for first_row, part in sorted(self._parts, key=lambda pair: pair[0]):
+            # The rows of this part that are wanted and not found yet.
             piece = part[max(next_row - first_row, 0) : max(rows.stop - first_row, 0)]
-            if len(piece) and first_row <= next_row:
+            has_gap = first_row > next_row
+            if len(piece) and not has_gap:
                 pieces.append(piece)
                 next_row += len(piece)
         if next_row < rows.stop:
@@ -99,9 +101,10 @@ def assign(target: Tensor, values: Tensor | TensorParts) -> None:
 
 def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
     """Return the values sharded as `target` is: this process's rows of them."""
-    if not isinstance(target, DTensor) or isinstance(values, DTensor):
-        return values.rows(own_rows(target)) if isinstance(values, TensorParts) else values
     rows = own_rows(target)
+    # Nothing to shard: the target is not sharded, or the values are already.
+    if not isinstance(target, DTensor) or isinstance(values, DTensor):
+        return values.rows(rows) if isinstance(values, TensorParts) else values
     if isinstance(values, TensorParts):
         local_rows = values.rows(rows)
     else:
@@ -129,8 +132,8 @@ def own_rows(tensor: Tensor) -> RowRange:
         mesh = tensor.device_mesh
         for dimension, placement in enumerate(tensor.placements):
             if placement.is_shard():
-                place = mesh.get_local_rank(dimension)
-                return rows_of_part(rows, place, mesh.size(dimension))
+                index = mesh.get_local_rank(dimension)
+                return rows_of_part(rows, index, mesh.size(dimension))
     return RowRange(0, rows)
 
 
@@ -163,11 +166,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Callable[[], Tensor | None]:
-    """Begin to send the parts of a tensor to the process with part `owner`.
+    """Begin to send the parts of a tensor to the process that holds part `owner`.
 
-    Returns a function that waits for the parts. It returns the full tensor to the owner and None to
-    the others. All processes that hold a part call both together. An unsharded tensor needs no
-    sending.
+    Returns a function that waits for the parts and returns the full tensor to the owner, None to
+    the others. All processes that hold a part call both together. An unsharded tensor is not sent:
+    the owner has it.
     """
     if not isinstance(tensor, DTensor):
         return lambda: tensor if is_owner else None
@@ -177,17 +180,18 @@ def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Callable[[], Ten
     rows, local = tensor.shape[0], tensor.to_local()
     if local.device.type != tensor.device_mesh.device_type:
         local = local.to(tensor.device_mesh.device_type)
-    size = ceil(rows / count)
+    part_rows = ceil(rows / count)
     part = local
-    if len(local) < size:  # collectives need parts of one size
-        part = local.new_zeros(size, *tensor.shape[1:])
+    if len(local) < part_rows:  # collectives need parts of one size
+        part = local.new_zeros(part_rows, *tensor.shape[1:])
         part[: len(local)] = local
-    full = local.new_empty(size * count, *tensor.shape[1:]) if is_owner else None
+    full = local.new_empty(part_rows * count, *tensor.shape[1:]) if is_owner else None
     parts = None if full is None else list(full.chunk(count))
     part = part.contiguous()
     work = dist.gather(part, parts, group=group, group_dst=owner, async_op=True)
 
     def wait() -> Tensor | None:
+        """Wait for the parts; return the full tensor to its owner, without padding."""
         work.wait()
         # Naming `part` here keeps it alive until now, because the work reads it.
         return None if full is None or part is None else full[:rows]
@@ -244,7 +248,11 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
 
 
 def own_part(state: Any, *, copies: bool = False) -> Any:
-    """Replace each sharded tensor in a state by this process's part and the tensor's shape."""
+    """Return a state with each sharded tensor as ``{"part": …, "shape": …}``, on the CPU.
+
+    The part is this process's, the shape the full tensor's. With `copies` the result shares no
+    memory with the policy.
+    """
     if isinstance(state, DTensor):
         part = state.to_local().detach().cpu()
         # torch.save writes all of the storage that a view belongs to.
@@ -261,7 +269,10 @@ def own_part(state: Any, *, copies: bool = False) -> Any:
 
 
 def _join(parts: Sequence[Any], indices: Sequence[int], count: int, source: str) -> Any:
-    """Join the states that the processes `indices` of `count` wrote."""
+    """Join the states that the processes `indices` of `count` wrote; TensorParts for tensors.
+
+    `source` names files and key in errors.
+    """
     first = parts[0]  # all parts have the structure of the first
     if isinstance(first, dict) and first.keys() == {"part", "shape"}:
         shape = torch.Size(first["shape"])
@@ -277,16 +288,16 @@ def _join(parts: Sequence[Any], indices: Sequence[int], count: int, source: str)
     if isinstance(first, list | tuple):
         values = enumerate(zip(*parts, strict=True))
         return type(first)(
-            _join(value, indices, count, f"{source}.{place}") for place, value in values
+            _join(value, indices, count, f"{source}.{index}") for index, value in values
         )
     return first.clone() if isinstance(first, Tensor) else first
 
 
 def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard an optimizer's state as its parameters are sharded."""
+    """Return an optimizer's full state, sharded as the optimizer's parameters are."""
     if "parts" in state:
         pairs = zip(optimizer.parts, state["parts"], strict=True)  # type: ignore[attr-defined]
-        return {**state, "parts": [shard_optimizer_state(part, of_part) for part, of_part in pairs]}
+        return {**state, "parts": [shard_optimizer_state(*pair) for pair in pairs]}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     by_parameter: dict[int, dict[str, Any]] = {}
     for index, values in state["state"].items():

@@ -64,20 +64,22 @@ class Conversion:
 
     @property
     def by_expert(self) -> bool:
-        """True if row i of the weight is made of the i-th tensor of each pattern alone."""
+        """True if row i of the weight (expert i) is made of the i-th tensor of each pattern."""
         stack, *later = self.converter.operations
         is_stack = isinstance(stack, MergeModulelist) and stack.dim == 0
         return is_stack and all(isinstance(op, Concatenate) and op.dim != 0 for op in later)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A weight of the model: its name, its source in the files, its full shape and format."""
+class WeightSource:
+    """A weight of the model, and the tensors of the files that it is read from."""
 
     name: str
     source: StoredTensor | Conversion
     shape: tuple[int, ...]
+    """Full shape of the weight in the model."""
     dtype: torch.dtype
+    """Format of the weight in the model."""
 
 
 def why_not_sliced(folder: Path) -> str | None:
@@ -129,7 +131,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def load_whole(folder: Path, dtype: torch.dtype | str) -> Any:
-    """Load the model in a folder with all weights. Raises WrongWeights."""
+    """Load the model in a folder with all of its weights.
+
+    Raises WrongWeights for weights that the files lack (transformers would draw them at random) or
+    hold as integers (it would cast them), for other shapes and for truncated files.
+    """
     try:
         is_safetensors = any((folder / name).is_file() for name in (INDEX, SINGLE))
         stored = stored_tensors(folder) if is_safetensors else {}
@@ -167,8 +173,8 @@ def _wrong_shape(where: str, shape: Sequence[int], name: str, expected: Sequence
 
 def _check_format(where: str, weight: Tensor, stored: StoredTensor) -> None:
     """Raise WrongWeights for a tensor of integers, or of single bytes, for a weight of floats."""
-    numbers = stored.dtype.is_floating_point and stored.dtype.itemsize > 1
-    if weight.dtype.is_floating_point and not numbers:
+    is_unquantized = stored.dtype.is_floating_point and stored.dtype.itemsize > 1
+    if weight.dtype.is_floating_point and not is_unquantized:
         raise WrongWeights(
             f"{where} has the format {stored.format}, and config.json names no quantization "
             "that would explain it. Give model.path a folder of float32, float16 or bfloat16 "
@@ -187,10 +193,10 @@ class SlicedWeights:
         except (BadTensorFile, OSError) as error:
             raise WrongWeights(f"rank {rank}: {error}") from error
         self._model = model
-        self._places = {place.name: place for place in self._find(model)}
+        self._sources = {source.name: source for source in self._find_sources(model)}
         tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
         for name, weight in model.named_parameters(remove_duplicate=False):
-            if name in self._places or (name in tied and self._tied_place(name) is not None):
+            if name in self._sources or (name in tied and self._tied_source(name) is not None):
                 continue
             raise WrongWeights(
                 f"rank {rank}: {folder}: none of its {len(self._files)} safetensors files holds "
@@ -202,18 +208,20 @@ class SlicedWeights:
     def _files(self) -> list[Path]:
         return sorted({stored.file for stored in self._stored.values()})
 
-    def _tied_place(self, name: str) -> Place | None:
-        """Return the place of the weight that is tied to `name`. None: the files lack it too."""
+    def _tied_source(self, name: str) -> WeightSource | None:
+        """Return the source of a weight that is tied to `name`. None: the files lack it too."""
         pairs = self._model.all_tied_weights_keys.items()
         partners = chain((b for a, b in pairs if a == name), (a for a, b in pairs if b == name))
-        places = (self._places[partner] for partner in partners if partner in self._places)
-        return next(places, None)
+        sources = (self._sources[partner] for partner in partners if partner in self._sources)
+        return next(sources, None)
 
-    def _find(self, model: PreTrainedModel) -> Iterator[Place]:
-        """Yield the place of each weight and buffer, as transformers matches names."""
+    def _find_sources(self, model: PreTrainedModel) -> Iterator[WeightSource]:
+        """Yield the source of each weight and buffer, matching names as transformers does."""
         transforms = get_model_conversion_mapping(model)
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [
+            transform for transform in transforms if isinstance(transform, WeightConverter)
+        ]
         by_pattern = {
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
@@ -229,15 +237,15 @@ class SlicedWeights:
                 sources_of.setdefault(name, []).append((pattern, self._stored[key]))
                 continue
             self._check(name, state[name], self._stored[key].shape, self._stored[key])
-            yield Place(name, self._stored[key], tuple(state[name].shape), state[name].dtype)
-        model._weight_conversions = [each for each in transforms if each.was_used()]
+            yield WeightSource(name, self._stored[key], tuple(state[name].shape), state[name].dtype)
+        model._weight_conversions = [transform for transform in transforms if transform.was_used()]
         for first_name, sources in sources_of.items():
             converter = by_pattern[sources[0][0]]
             conversion = Conversion(converter=converter, sources=tuple(sources), first=first_name)
             weights = self._convert(conversion, conversion.sources, torch.device("meta"))
             for name, tensor in weights.items():
                 self._check(name, state[name], tuple(tensor.shape), sources[0][1])
-                yield Place(name, conversion, tuple(tensor.shape), state[name].dtype)
+                yield WeightSource(name, conversion, tuple(tensor.shape), state[name].dtype)
 
     def _check(
         self, name: str, weight: Tensor, shape: tuple[int, ...], stored: StoredTensor
@@ -249,28 +257,32 @@ class SlicedWeights:
         _check_format(where, weight, stored)
 
     def fill(self, model: nn.Module, world: World) -> None:
-        """Read this process's rows of every weight, and buffers. Raises WrongWeights."""
+        """Read buffers, and this process's rows of every weight, into a model that has storage.
+
+        Each weight counts as progress of `world`. Adapters are left alone. Raises WrongWeights for
+        a file that changed or is truncated.
+        """
         try:
-            for _, tensor, place in self._weights_of(model):
-                self._read(place, own_rows(tensor), local_part(tensor))
+            for _, tensor, source in self._weights_of(model):
+                self._read(source, own_rows(tensor), local_part(tensor))
                 world.progress += 1
         except (BadTensorFile, OSError) as error:
             raise WrongWeights(f"rank {self.rank}: {error}") from error
 
-    def _weights_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
-        """Yield each weight once with its name in the files' model and its place."""
+    def _weights_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor, WeightSource]]:
+        """Yield each weight once: its name without adapters, the weight, and its source."""
         yielded_ids: set[int] = set()
         for full_name, tensor in model.state_dict(keep_vars=True).items():
             name = base_name(full_name)
-            place = self._places.get(name) or self._tied_place(name)
-            if place is not None and id(tensor) not in yielded_ids:
+            source = self._sources.get(name) or self._tied_source(name)
+            if source is not None and id(tensor) not in yielded_ids:
                 yielded_ids.add(id(tensor))
-                yield name, tensor, place
+                yield name, tensor, source
 
     @torch.no_grad()
-    def _read(self, place: Place, rows: RowRange, into: Tensor) -> None:
-        """Read rows of a weight into `into`, which has its format."""
-        source = place.source
+    def _read(self, weight: WeightSource, rows: RowRange, into: Tensor) -> None:
+        """Read rows of a weight into `into`, which has the weight's format."""
+        source = weight.source
         if isinstance(source, StoredTensor):
             read_rows(source, rows.start, rows.stop, into)
             return
@@ -282,8 +294,8 @@ class SlicedWeights:
             by_pattern = {p: [entry for entry in sources if entry[0] == p] for p in patterns}
             sources = tuple(chain(*(by_pattern[p][rows.start : rows.stop] for p in patterns)))
             start = 0  # the rows before were not read
-        weights = self._convert(source, sources, torch.device("cpu"), place.dtype)
-        into.copy_(weights[place.name][start : start + rows.stop - rows.start])
+        weights = self._convert(source, sources, torch.device("cpu"), weight.dtype)
+        into.copy_(weights[weight.name][start : start + rows.stop - rows.start])
 
     def _convert(
         self,
@@ -292,7 +304,10 @@ class SlicedWeights:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
-        """Return the weights that a conversion makes of `sources`."""
+        """Return the weights that a conversion makes of `sources`, by name.
+
+        On the meta device nothing is read, and only the shapes are right.
+        """
         converter = deepcopy(conversion.converter)
         for pattern, stored in sources:
             tensor = torch.empty(stored.shape, dtype=dtype or stored.dtype, device=device)
@@ -330,9 +345,9 @@ class SlicedWeights:
 
     def _file_name(self, name: str) -> str:
         """Return the name of the file that holds a weight."""
-        place = self._places.get(name) or self._tied_place(name)
-        assert place is not None
-        source = place.source
+        weight = self._sources.get(name) or self._tied_source(name)
+        assert weight is not None
+        source = weight.source
         stored = source if isinstance(source, StoredTensor) else source.sources[0][1]
         return stored.file.name
 
@@ -342,14 +357,18 @@ class SlicedWeights:
         return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def _digests(self, model: nn.Module, rows: dict[str, RowRange] | None) -> dict[str, str]:
-        """Return checksums of rows of each weight. None: of this process's rows in memory."""
+        """Return checksums of some rows of each weight, by the weight's name.
+
+        The `rows` are read from the files. None stands for this process's rows, as they are in
+        memory.
+        """
         checksums = {}
-        for name, tensor, place in self._weights_of(model):
+        for name, tensor, source in self._weights_of(model):
             part = local_part(tensor)
             if rows is not None:
-                shape = (rows[name].stop - rows[name].start, *place.shape[1:])
-                part = torch.empty(shape if place.shape else (), dtype=place.dtype)
-                self._read(place, rows[name], part)
+                shape = (rows[name].stop - rows[name].start, *source.shape[1:])
+                part = torch.empty(shape if source.shape else (), dtype=source.dtype)
+                self._read(source, rows[name], part)
             checksums[name] = sha256(bytes_of(part.detach().cpu())).hexdigest()
         return checksums
 
@@ -361,7 +380,11 @@ def rows_of(model: nn.Module) -> dict[str, RowRange]:
 
 
 def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world: World) -> None:
-    """Give the sharded model storage and its weights. Raises WrongWeights, PeerFailed."""
+    """Give the sharded `scorer.model` storage on `device` and read its weights.
+
+    Processes wait for one another without a time limit, because a file system may take minutes to
+    answer for the first time. Raises WrongWeights, or PeerFailed if another process failed.
+    """
     give_storage(scorer, device)
     with world.together("the weights in every process", WrongWeights, patient=True):
         weights.fill(scorer.model, world)
@@ -370,9 +393,13 @@ def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Put CPU tensors of one number in the place of weights on meta, for peft to draw adapters."""
+    """Replace weights on the meta device by CPU tensors of one number, for the block.
+
+    The number is expanded to the weight's shape. So peft gives new adapters memory and draws them,
+    as it does beside real weights.
+    """
     _replace(model, lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape), "meta")
-    # A real weight has at least as much memory as it shows: those are left alone at the end.
+    # Only these have less memory than their shapes need: new adapters are left alone at the end.
     stand_in_ids = {id(p) for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes}
     try:
         yield
@@ -391,7 +418,10 @@ def _replace(
     device: str,
     only: set[int] | None = None,
 ) -> None:
-    """Replace the weights on `device`, or of them those with the ids `only`. Ties are kept."""
+    """Replace each weight on `device` by what `make` returns for it. Ties are kept.
+
+    With `only`, replace those weights alone whose ids it holds.
+    """
     replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():

@@ -43,7 +43,8 @@ class Snapshot:
     writers: dict[str, Callable[[Path], str]] = field(default_factory=dict)
     """Name of a file -> function that writes it and returns its sha256."""
     weights: tuple[str, dict[str, int]] | None = None
-    """File and weights with their bytes, if the model's weights are in several files."""
+    """For the index, if the weights are in several files: (name of this process's file, bytes of
+    each weight in it)."""
 
     def take_weights(self, policy: Policy, *, copies: bool) -> None:
         """Add the weights that this process writes. All processes call it together."""
@@ -100,7 +101,10 @@ def _save_weights(tensors: Mapping[str, Tensor], path: Path) -> str:
 def own_weights(
     model: PreTrainedModel, *, is_main: bool, copies: bool
 ) -> tuple[str, dict[str, Tensor]]:
-    """Return this process's file and weights. All processes of the model call it together."""
+    """Return the name of this process's file, and the weights that it writes into it, by name.
+
+    The weights are on the CPU. All processes that hold a sharded model call it together.
+    """
     weights, shard = _weights_to_save(model), shard_of(model)
     tensors: dict[str, Tensor] = {}
     if shard is None:
@@ -114,6 +118,7 @@ def own_weights(
         size = 0
 
         def receive() -> None:
+            """Wait for the weights that are on their way; keep those that this process writes."""
             for name, wait in waiting.items():
                 full = wait()
                 if full is not None:
@@ -124,7 +129,7 @@ def own_weights(
             is_owner = owners[name] == shard.index
             waiting[name] = gather_to(tensor.detach(), owners[name], is_owner=is_owner)
             size += tensor.nbytes
-            if size > AT_ONCE:  # many at once, or each would cost a round trip
+            if size > AT_ONCE:  # not after each weight, which would cost a round trip
                 receive()
                 size = 0
         receive()
@@ -144,14 +149,14 @@ def _weights_to_save(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the model's weights and buffers by name, tied ones only under the name in files."""
     ignored = set(model._keys_to_ignore_on_save or ())
     tied = set(model.all_tied_weights_keys)
-    names: dict[int, str] = {}
+    saved_names: dict[int, str] = {}  # by the tensor's id
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
-        earlier = names.get(id(tensor))
+        earlier_name = saved_names.get(id(tensor))
         # transformers saves a tied weight under the name that is no key of its table of ties.
-        if name not in ignored and (earlier is None or earlier in tied):
-            names[id(tensor)] = name
-    return {name: state[name] for name in state if names.get(id(state[name])) == name}
+        if name not in ignored and (earlier_name is None or earlier_name in tied):
+            saved_names[id(tensor)] = name
+    return {name: state[name] for name in state if saved_names.get(id(state[name])) == name}
 
 
 def _on_cpu(tensor: Tensor, copies: bool) -> Tensor:
@@ -166,7 +171,7 @@ def _as_in_files(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str
 
 
 def _owners(model: PreTrainedModel, weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """Return the writer of each weight, so that all of them write about as many bytes.
+    """Return the index of the process that writes each weight: all write about as many bytes.
 
     If a tensor of the model's files is made of several weights, the first process writes all: a
     conversion needs its weights together.

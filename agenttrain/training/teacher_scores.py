@@ -68,11 +68,9 @@ class ModelTeacher:
     ) -> None:
         """Move `model` to the device, or shard it.
 
-        Without `prompt_ids` the teacher reads the policy's prompt.
-
-        With `weights`, which only a sharded model has, `model` is on the meta device until then.
-
-        Raises UnsupportedModel for a model whose probabilities cannot be computed here.
+        With `weights`, `model` is on the meta device, and each process reads its part after it is
+        sharded. Without `prompt_ids` the teacher reads the policy's prompt. Raises UnsupportedModel
+        for a model whose probabilities cannot be computed here.
         """
         self._world = world or World()
         self._device: torch.device = accelerator.device
@@ -129,7 +127,7 @@ class ServedTeacher:
         world: World | None = None,
         prompt_ids: PromptIds | None = None,
     ) -> None:
-        """`prompt_ids` None: it reads the policy's prompt."""
+        """Without `prompt_ids` the teacher reads the policy's prompt."""
         self._servers, self._max_context = servers, max_context
         self._world = world or World()
         self._prompt_ids = prompt_ids
@@ -154,7 +152,11 @@ class ServedTeacher:
 def with_teacher_prompt(
     sequence: TrainingSequence, prompt_ids: PromptIds | None
 ) -> TrainingSequence:
-    """Return the sequence with the teacher's prompt, if it begins with the main one's."""
+    """Return the sequence with the teacher's prompt in place of the policy's.
+
+    A sequence that does not begin with the whole prompt of the main trajectory stays the same: a
+    sub-agent's prompt is not about the row.
+    """
     # Go back to the trajectory that this one branches from, and count the tokens they share.
     root, shared = sequence.trajectory, sequence.length
     while root.parent is not None:
@@ -174,7 +176,10 @@ def with_teacher_prompt(
 def score_with(
     teacher: Teacher, groups: Sequence[Sequence[TrainingSequence]], world: World
 ) -> list[list[TrainingSequence]]:
-    """Return the sequences with the teacher's logprobs. Raises TeacherFailed in all processes."""
+    """Return the sequences with the teacher's logprobs, without those of rollouts too long for it.
+
+    Raises TeacherFailed in all processes for probabilities that are no numbers.
+    """
     scores = teacher.score(list(chain(*groups)))
     with world.together("the teacher's probabilities", TeacherFailed):
         for (rollout_id, index), logprobs_S in scores.items():
@@ -201,7 +206,12 @@ def add_teacher(
     sequences: Sequence[Sequence[TrainingSequence]],
     config: AlgorithmConfig,
 ) -> MetricParts:
-    """Mix the teacher's part into the advantages; unscored rollouts get none."""
+    """Mix the teacher's part into the advantages of the scored rollouts. Return its metrics.
+
+    `sequences` are those of the scored rollouts of `groups`. A rollout that has a reward but was
+    not scored gets no advantage: the rewards' part alone would teach something else than the other
+    rollouts do.
+    """
     teacher = config.teacher
     scored_ids = {sequence.rollout.rollout_id for sequence in chain(*sequences)}
     differences, gated_in, too_long = [], [], []

@@ -81,7 +81,7 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file by name. Raises BadTensorFile for a cut or foreign file."""
+    """Return the tensors of a file by name. Raises BadTensorFile for a truncated or other file."""
     length = file.stat().st_size
     with file.open("rb") as stream:
         count = int.from_bytes(stream.read(ALIGNMENT), "little")
@@ -113,13 +113,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def read_rows(stored: StoredTensor, start: int, stop: int, into: Tensor) -> None:
     """Read rows `start` to `stop` of the first dimension into `into`, converted to its format."""
     rows = stored.shape[0] if stored.shape else 1
-    row = stored.size // max(rows, 1)
+    row_bytes = stored.size // max(rows, 1)
     target = into.detach().reshape(-1)
     if target.numel() == 0:
         return
     assert into.is_contiguous(), "rows would be read into a copy"
     with stored.file.open("rb", buffering=0) as file:
-        file.seek(stored.start + start * row)
+        file.seek(stored.start + start * row_bytes)
         if target.dtype is stored.dtype and target.device.type == "cpu":
             _read_exactly(file, target, stored)
             return
@@ -149,10 +149,12 @@ def _read_exactly(file: Any, target: Tensor, stored: StoredTensor) -> None:
 class HashedFile:
     """File that is hashed and brought to disk while it is written from start to end."""
 
-    def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
-        self._file, self._beside = file, beside
+    def __init__(self, file: BinaryIO, hash_thread: ThreadPoolExecutor) -> None:
+        self._file, self._hash_thread = file, hash_thread
         self._hash = hashlib.sha256()
-        self._size = self._started = 0
+        self._size = 0
+        self._on_its_way = 0
+        """Bytes that the system was asked to bring to disk."""
 
     @property
     def digest(self) -> str:
@@ -166,7 +168,7 @@ class HashedFile:
             self._hash.update(view)
             self._write(view)
             return len(view)
-        hashing = self._beside.submit(self._hash.update, view)
+        hashing = self._hash_thread.submit(self._hash.update, view)
         try:
             self._write(view)
         finally:
@@ -180,9 +182,10 @@ class HashedFile:
             while piece:  # an unbuffered write may take a part only
                 count = self._file.write(piece)
                 piece, self._size = piece[count:], self._size + count
-            if self._size - self._started >= CHUNK:
-                start_writeback(self._file.fileno(), self._started, self._size - self._started)
-                self._started = self._size
+            unsynced = self._size - self._on_its_way
+            if unsynced >= CHUNK:
+                start_writeback(self._file.fileno(), self._on_its_way, unsynced)
+                self._on_its_way = self._size
 
     def flush(self) -> None:
         """Do nothing: writes are not buffered."""
@@ -192,16 +195,16 @@ class HashedFile:
 def open_hashed(path: Path) -> Iterator[HashedFile]:
     """Open a new file whose bytes are hashed as they are written."""
     with (
-        ThreadPoolExecutor(1, thread_name_prefix="hash") as beside,
+        ThreadPoolExecutor(1, thread_name_prefix="hash") as hash_thread,
         path.open("wb", buffering=0) as file,
     ):
-        yield HashedFile(file, beside)
+        yield HashedFile(file, hash_thread)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Write a safetensors file of tensors on the CPU. Return its sha256."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    place = 0
+    offset = 0
     # Larger formats first, so that every tensor is aligned to its own.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in names:
@@ -209,9 +212,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         header[name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [place, place + tensor.nbytes],
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
-        place += tensor.nbytes
+        offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     with open_hashed(path) as file:

@@ -116,7 +116,11 @@ class SyncProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeCheck:
-    """Judges an engine's log-probabilities of the probe. It can be sent to its process."""
+    """Checks an engine's log-probabilities of the probe.
+
+    It is a callable for `Replicated.verify`, and holds plain values: it can be sent to the process
+    that has the engine.
+    """
 
     token_ids: tuple[int, ...]
     start: int
@@ -128,7 +132,8 @@ class ProbeCheck:
     warned: bool
     """True once a far token was warned of."""
     before: tuple[tuple[float, ...], tuple[float, ...]] | None
-    """`SyncProbe.scores` of the last sync. None: the engine's scores may stay the same."""
+    """The policy's and the engine's scores at the last sync (`SyncProbe.scores`). None: the
+    engine's may stay the same."""
     version: int
     tolerance: float
     exact: bool
@@ -147,9 +152,9 @@ class ProbeCheck:
     def check(self, scores: Sequence[float]) -> SyncProbe:
         """Return the probe with the engine's scores. Raises StaleWeights.
 
-        It is raised if the gap exceeds the tolerance and `growth` times the first sync's gap. With
-        `before` it is also raised if the policy's log-probabilities changed and the engine's did
-        not at all.
+        It is raised if the gap exceeds both the tolerance and `growth` times the first sync's gap.
+        With `before` it is also raised if the policy's log-probabilities changed and the engine's
+        did not at all.
         """
         probe = SyncProbe(
             token_ids=self.token_ids,
@@ -208,12 +213,12 @@ async def sync(
     An engine that samples from `policy.sampler` itself only drops its caches, and the result is
     None. An engine with a copy of the weights is sent them and then scores the probe.
 
-    Raises StaleWeights if the engine's log-probabilities differ from the policy's. Also if they did
-    not change since `before`, the last sync, although the policy's did (a quantised engine's may
-    stay the same). With several copies it is raised if all of them fail.
+    Raises StaleWeights if the engine's log-probabilities of the probe differ from the policy's, and
+    if they did not change since the last sync (`before`) although the policy's did. A quantised
+    engine's may stay the same. With several copies it is raised if all of them fail.
 
-    The probe's text is that of `before`. The first time, the engine samples it after the end of
-    `prompt_ids`, so that it is as likely as the texts of the run. Without a prompt it is a fixed
+    The probe's text is that of the last sync. At the first sync the engine samples it after the end
+    of `prompt_ids`, so that it is as likely as the texts of the run. Without a prompt it is a fixed
     sequence. All processes of a run call this together.
     """
     if not isinstance(engine, Separate):
@@ -242,10 +247,11 @@ async def sync(
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
     growth = GROWTH if config.tolerance is None else 0
-    # Merging adapters and casting round small changes away, so that equal weights prove nothing.
-    same_bits = as_adapters or not (has_adapters or dtype != policy.model.dtype)
+    # Merging adapters, casting and quantising round small changes away: equal scores of the engine
+    # then prove nothing.
+    is_exact_copy = as_adapters or not (has_adapters or dtype != policy.model.dtype)
     is_quantized = isinstance(engine, Quantized) and engine.quantized
-    moved_from = before if same_bits and not is_quantized else None
+    must_move_from = before if is_exact_copy and not is_quantized else None
     token_ids, start = await _probe_text(policy, engine, before, prompt_ids)
     policy_T = (
         policy.probe_logprobs(token_ids)
@@ -258,7 +264,7 @@ async def sync(
         policy=tuple(policy_T),
         first=before.first or before.gap if before else None,
         warned=bool(before and before.warned),
-        before=None if moved_from is None else moved_from.scores,
+        before=None if must_move_from is None else must_move_from.scores,
         version=version,
         tolerance=tolerance,
         exact=exact,
@@ -283,11 +289,15 @@ async def sync(
 async def _probe_text(
     policy: Policy, engine: Engine, before: SyncProbe | None, prompt_ids: Sequence[int]
 ) -> tuple[Sequence[int], int]:
-    """Return the probe's ids, and the index of the first one that the engine sampled."""
+    """Return the probe's ids, and the index of the first id that the engine sampled.
+
+    They are those of the last sync, `before`. At the first sync they are made: sampled after
+    `prompt_ids`, or, without a prompt, a fixed sequence.
+    """
     if before:
         return before.token_ids, before.start
     if not prompt_ids:
-        # A fixed sequence of ids from the whole vocabulary.
+        # Ids from the whole vocabulary.
         vocabulary = policy.model.get_input_embeddings().weight.shape[0]
         end = min(PROBE_TOKENS, engine.max_context - 1)
         return [index * STEP % vocabulary for index in range(1, end)], 1
@@ -315,7 +325,7 @@ def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[fl
 
 @dataclass(frozen=True, slots=True)
 class PolicyWeights:
-    """The policy's `checkpoint_weights`, which every iteration gathers anew: `Regathered`."""
+    """Iterable of the policy's `checkpoint_weights`. Each iteration gathers them (`Regathered`)."""
 
     model: PreTrainedModel
     dtype: torch.dtype
@@ -325,7 +335,7 @@ class PolicyWeights:
         return checkpoint_weights(self.model, self.dtype)
 
     def forms(self) -> list[WeightForm]:
-        """Return the form of each weight, and gather none."""
+        """Return name, format and shape of each weight, without gathering any."""
         weights: dict[str, Tensor] = {}
         for name, part in _own_parts(self.model, self.dtype, merged=False):
             weights |= on_meta({base_name(name): part})  # one by one: parts may be cast copies
@@ -356,9 +366,9 @@ def named_weights(
     """Yield every weight by its name in the model without adapters, tied ones under each name.
 
     Adapters are merged, one weight at a time, or left out if not `merged`. Either way the engine
-    gets a model without adapters. Weights in the model's own format are cast to `dtype`, if it is
-    given, but not those that the model keeps in float32. Sharded weights are gathered layer by
-    layer, after the cast, so every process has to consume the iterator.
+    gets a model without adapters. With `dtype`, weights in the model's own format are cast to it,
+    but not those that the model keeps in float32. Sharded weights are gathered layer by layer,
+    after the cast, so every process has to consume the iterator.
     """
     for name, tensor in gather_by_layer(model, _own_parts(model, dtype, merged)):
         yield base_name(name), tensor
@@ -378,7 +388,7 @@ def _checkpoint_pieces(
 def _own_parts(
     model: PreTrainedModel, dtype: torch.dtype | None, merged: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `named_weights` does, but of a sharded weight only this process's part."""
+    """Yield the weights of `named_weights`, of sharded ones only this process's part."""
     in_fp32: set[str] = set()
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         in_fp32.update(getattr(model, attribute, None) or ())

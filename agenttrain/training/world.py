@@ -70,9 +70,9 @@ class World:
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
         """Join the processes of torch's default group, if there is one. `start` makes it."""
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if several else 0
-        self.size = dist.get_world_size() if several else 1
+        has_peers = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if has_peers else 0
+        self.size = dist.get_world_size() if has_peers else 1
         self.is_main = self.rank == 0
         """True on the process that writes and prints for all."""
         self.timeout_s = timeout_s
@@ -80,15 +80,16 @@ class World:
         """Counter that rises while this process waits in `barrier`, and with each weight that it
         reads from a file. The watchdog reads it."""
         self._count = 0
+        """Number of barriers so far."""
         self._group: Any = None
-        if several:
+        if has_peers:
             # Objects are sent over gloo, whatever backend the gradients use.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             store = distributed_c10d._get_default_store()
             # Every process makes its worlds in the same order, so the number names the same world.
             self._store = dist.PrefixStore(f"agenttrain/{next(_numbers)}", store)
-            alive = dist.PrefixStore("agenttrain", store)
-            self._pulse = Pulse(alive, rank=self.rank, limit_s=timeout_s)
+            heartbeat_store = dist.PrefixStore("agenttrain", store)
+            self._pulse = Pulse(heartbeat_store, rank=self.rank, limit_s=timeout_s)
 
     @classmethod
     def start(cls, *, timeout_s: float = TIMEOUT_S) -> World:
@@ -131,9 +132,8 @@ class World:
     ) -> list[Value]:
         """Gather objects. A process that passes a `failure` raises it, the others PeerFailed.
 
-        Thus an error of one process ends the work of all. With `patient` a process is waited for as
-        long as its heartbeat goes on (`Pulse`), without a time limit. Its own watchdog judges its
-        progress.
+        So an error of one process ends the work of all. With `patient` there is no time limit, as
+        long as the heartbeats of the others go on (`Pulse`): their own watchdogs judge them.
         """
         limit_s = math.inf if patient else None
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -147,10 +147,10 @@ class World:
 
     @contextmanager
     def together(self, what: str, *kinds: type[Exception], patient: bool = False) -> Iterator[None]:
-        """Turn an error of these kinds that one process raises in the block into an error of all.
+        """Raise an error of these kinds, that one process raises in the block, in all processes.
 
-        It is raised at the end of the block, where the processes meet. The block itself must not
-        communicate. `patient` is that of `exchange`.
+        They meet at the end of the block, and the others raise PeerFailed. The block itself must
+        not communicate. `patient` is that of `exchange`.
         """
         failure: Exception | None = None
         try:
@@ -161,27 +161,27 @@ class World:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Name the missing ranks when a collective of torch in the block times out.
+        """Name the ranks that are missing when a collective of torch in the block times out.
 
-        The processes start the block together: WorldTimeout names ranks that do not arrive. With
-        gloo it also names ranks that stop inside the block. NCCL ends the process instead, so they
-        are named on stderr before that.
+        The processes start the block together: a barrier raises WorldTimeout, which names ranks
+        that do not arrive. With gloo a rank that stops inside the block is named by WorldTimeout
+        too. NCCL ends the process instead, so such ranks are printed before that.
         """
         if self.size == 1:
             yield
             return
         self.barrier(what)
-        over = threading.Event()
+        done = threading.Event()
         peers = [rank for rank in range(self.size) if rank != self.rank]
 
         def warn_of_stopped_ranks() -> None:
-            """Print the ranks that stand still, several times before NCCL ends the process."""
-            while not over.wait(self.timeout_s / WARNINGS):
+            """Print the ranks that have stopped, several times before NCCL ends the process."""
+            while not done.wait(self.timeout_s / WARNINGS):
                 with suppress(dist.DistError):
-                    still = self._pulse.still(peers)
-                    if still and not over.is_set():
+                    stopped = self._pulse.find_stopped(peers)
+                    if stopped and not done.is_set():
                         print(
-                            f"rank {self.rank} waits in {what}: {_ranks(still)} stood still",
+                            f"rank {self.rank} waits in {what}: {_ranks(stopped)} stood still",
                             file=sys.stderr,
                             flush=True,
                         )
@@ -193,15 +193,15 @@ class World:
         except RuntimeError as error:
             if not any(late in str(error) for late in LATE):
                 raise
-            still = self._pulse.still(peers)
-            finding = f"{_ranks(still)} stood still" if still else "no rank stands still now"
+            stopped = self._pulse.find_stopped(peers)
+            finding = f"{_ranks(stopped)} stood still" if stopped else "no rank stands still now"
             raise WorldTimeout(
                 f"rank {self.rank} waited {self.timeout_s:g} s for another one in {what}: "
                 f"{finding} (distributed.timeout_s)",
-                missing=still,
+                missing=stopped,
             ) from error
         finally:
-            over.set()
+            done.set()
 
     def to_main(self, objects: Sequence[Value], what: str = "gather") -> list[Value]:
         """Gather in the main process only. The others get an empty list. Raises WorldTimeout."""
@@ -258,7 +258,8 @@ class World:
         number = self._count
         try:
             self._store.set(f"rank/{self.rank}", f"{number} {what}")
-            if self._store.add(f"came/{number}", 1) == self.size:
+            is_last = self._store.add(f"came/{number}", 1) == self.size
+            if is_last:
                 self._store.set(f"all/{number}", "")
                 # All have arrived, so no process waits for the previous barrier any more.
                 for name in ("came", "all"):
@@ -288,7 +289,7 @@ class World:
             except dist.DistStoreError as error:
                 self.progress += 1
                 now = time.monotonic()
-                # A longer time between two checks: this process itself had been stopped.
+                # If more time passed between two checks, this process itself had been stopped.
                 waited_s += min(now - checked_at, LONGEST_CHECK_S)
                 checked_at = now
                 if waited_s > limit_s:
@@ -318,9 +319,9 @@ class World:
         return missing
 
 
-def _last_barriers(ranks: Sequence[int] | dict[int, str], barriers: dict[int, str]) -> str:
+def _last_barriers(ranks: Iterable[int], barrier_of: dict[int, str]) -> str:
     """Return the last barriers of the first few ranks, for a message."""
-    return "; ".join(f"rank {rank} was last at {barriers[rank]}" for rank in list(ranks)[:4])
+    return "; ".join(f"rank {rank} was last at {barrier_of[rank]}" for rank in list(ranks)[:4])
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -350,15 +351,15 @@ class Pulse:
         self._every_s = min(limit_s / 8, 5.0)
         self._counters: dict[int, _Counter] = {}
         self._checked_at = time.monotonic()
-        self._over = threading.Event()
+        self._ending = threading.Event()
 
     def start(self) -> None:
-        """Start to count, until the process ends or the store is gone."""
+        """Start to count in a thread, until the process ends or the store is gone."""
 
         def count() -> None:
             number = 0
             with suppress(dist.DistError):  # without the store no process can wait for this one
-                while not self._over.wait(self._every_s if number else 0):
+                while not self._ending.wait(self._every_s if number else 0):
                     number += 1
                     self._store.set(f"alive/{self._rank}", str(number))
 
@@ -366,14 +367,17 @@ class Pulse:
         thread.start()
 
         def end() -> None:
-            self._over.set()
+            self._ending.set()
             thread.join(LEAVE_S)
 
         # A thread in C++ code while the interpreter ends would abort the process.
         atexit.register(end)
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks whose counter started and has stopped for too long."""
+        """Return the ranks whose counter has not moved for `limit_s`. Call it often.
+
+        Time is counted from call to call. A rank that has not started to count is never silent.
+        """
         now = time.monotonic()
         elapsed_s = min(now - self._checked_at, LONGEST_CHECK_S)
         self._checked_at = now
@@ -390,8 +394,8 @@ class Pulse:
                 silent.append(rank)
         return silent
 
-    def still(self, ranks: Iterable[int]) -> list[int]:
-        """Watch the counters for some seconds. Return the ranks whose counter did not move."""
+    def find_stopped(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks whose counter does not move, after watching all for some seconds."""
         counts = {rank: self._read_counter(rank) for rank in ranks}
         time.sleep(3 * self._every_s)
         return [rank for rank, count in counts.items() if self._read_counter(rank) == count]

@@ -105,7 +105,8 @@ def test_the_heap_that_was_there_is_set_aside_and_given_back():
 
 
 def test_a_heap_that_its_owner_has_frozen_stays_frozen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_Heap, "theirs", False)  # and again afterwards, for the tests that follow
+    # Restored afterwards, for the tests that follow.
+    monkeypatch.setattr(_Heap, "frozen_elsewhere", False)
     gc.freeze()
     try:
         for _ in range(2):

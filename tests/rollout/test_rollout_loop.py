@@ -594,7 +594,7 @@ def test_a_malformed_call_does_not_use_up_its_tools_limit(malformed_first):
     good = ToolCall(id="c0", name="search", arguments={})
     malformed = ToolCall(id="c1", name="search", arguments={}, malformed="no JSON", text="{")
     calls = [malformed, good] if malformed_first else [good, malformed]
-    assert over_limits(calls, [], most=None, own_limit=lambda name: 1) == [None, None]
+    assert over_limits(calls, [], max_calls=None, tool_limit=lambda name: 1) == [None, None]
 
 
 def test_both_limits_on_calls_in_one_turn():

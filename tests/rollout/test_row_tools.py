@@ -363,8 +363,8 @@ def test_columns_of_the_datasets_package(tmp_path):
         )
         source = build_tasks(config, seed=0).train
         first, second = (RowTools(source.row(i), toolbox(lookup), NONE) for i in (0, 1))
-        assert first.own["lookup_city"].parameters == CITY["parameters"]
-        assert first.own["lookup_city"].executor == "lookup"
+        assert first.row_tools["lookup_city"].parameters == CITY["parameters"]
+        assert first.row_tools["lookup_city"].executor == "lookup"
         assert second.schemas[0]["function"] == {
             "name": "now",
             "description": "now",

@@ -30,7 +30,10 @@ CLIP_METRICS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveInputs:
-    """Inputs of an objective: the sampled tokens of a microbatch."""
+    """Inputs of an objective: the sampled tokens of a microbatch.
+
+    Shapes: S sampled tokens, B sequences (trajectories).
+    """
 
     logprobs_S: Tensor
     """Logprobs under the policy being trained. They carry the gradient."""
@@ -108,7 +111,9 @@ def importance_ratio(
     token_gradient: bool = False,
     rollout_tokens_B: Tensor | None = None,
 ) -> Tensor:
-    """policy / behaviour probability, [S]. Above token level one value per sequence.
+    """Return the ratio of probabilities policy / behaviour, [S].
+
+    Above token level all tokens of a sequence have one value.
 
     token: PPO and GRPO. sequence_mean: the geometric mean over a sequence's tokens, GSPO
     (https://arxiv.org/abs/2507.18071). sequence_sum: of the whole sequence, RLOO.
@@ -157,10 +162,11 @@ def importance_ratio(
 def clip_metrics(
     inputs: ObjectiveInputs, ratio_S: Tensor, low: float, high: float, level: Ratio | str
 ) -> dict[str, Tensor]:
-    """Return TRL's clip_ratio/*: shares in which a clip to low … high removes the gradient.
+    """Return TRL's metrics clip_ratio/*: how many tokens lose their gradient to a clip.
 
-    On token level the means are shares of tokens, and low_min and high_max are the least and the
-    greatest share of a sequence's tokens. Above token level all are shares of sequences.
+    Ratios are clipped to low … high. On token level the means are shares of tokens, and low_min and
+    high_max are the least and the greatest share of a sequence's tokens. Above token level all are
+    shares of sequences.
     """
     ratio_S, level = ratio_S.detach(), ratio_level(level)
     low_S = (ratio_S < low) & (inputs.advantages_S < 0)

@@ -30,12 +30,12 @@ def cispo(inputs: ObjectiveInputs, settings: CispoSettings) -> ObjectiveOutput:
     leaves out of its experiments, is left out.
     """
     ratio_S, bound = inputs.ratio(settings.ratio).detach(), 1 + settings.high
-    is_bounded = (ratio_S > bound) & (inputs.advantages_S > 0)
     # A ratio above the bound at a negative advantage is bounded too, but not counted, as in TRL.
+    bounded = (ratio_S > bound) & (inputs.advantages_S > 0)
     if settings.ratio is not Ratio.token:
-        # A sequence's tokens share its ratio: the share is one of sequences, as TRL's.
-        is_bounded = inputs.mean(is_bounded.float())
+        # All tokens of a sequence have its ratio: count sequences, as TRL does.
+        bounded = inputs.mean(bounded.float())
     return ObjectiveOutput(
         loss_S=-ratio_S.clamp(max=bound) * inputs.advantages_S * inputs.logprobs_S,
-        metrics={"cispo_clip_ratio": is_bounded},
+        metrics={"cispo_clip_ratio": bounded},
     )

@@ -65,7 +65,7 @@ def ratio_level(level: Ratio | str) -> Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """A function with its settings class, and its properties that other settings depend on."""
+    """An objective: its function and settings class, and properties that other settings check."""
 
     name: str
     function: Callable[..., Any]
@@ -118,6 +118,7 @@ def objective(
         raise ValueError(f"{name}: @objective is called; write @objective()")
 
     def register(function: Function) -> Function:
+        """Add the function to the registry; return it as it is."""
         settings, name = _settings_class(function), function.__name__
         if metrics is not None and not isinstance(metrics, Mapping):
             raise ValueError(
@@ -160,9 +161,10 @@ def all_objectives() -> Mapping[str, Registered]:
 
 
 def _settings_class(function: Any) -> type:
-    """Return the annotation of the second parameter. Raises ValueError unless it is a dataclass.
+    """Return the settings class of an objective: the annotation of its second parameter.
 
-    Raises ValueError too for anything that is not called as ``function(inputs, settings)``.
+    Raises ValueError unless it is a dataclass, and for anything that is not called as
+    ``function(inputs, settings)``.
     """
     name = getattr(function, "__name__", type(function).__name__)
     form = f"def {name}(inputs: ObjectiveInputs, settings: MySettings)"
@@ -228,7 +230,11 @@ class Objective:
 
     @cached_property
     def registered(self) -> Registered:
-        """Return the function; raise ConfigError if `_target_` names none."""
+        """Return the registry's entry of the chosen function.
+
+        A function that was not registered gets an entry with default properties. Raises ConfigError
+        if `_target_` names no function.
+        """
         if not self.is_own:
             return all_objectives()[self.section["name"]]
         key, path = f"{KEY}._target_", self.section["_target_"]
@@ -247,12 +253,13 @@ class Objective:
 
     @cached_property
     def settings(self) -> Any:
-        """Return its checked settings; raise ConfigError with all their problems."""
+        """Return the objective's checked settings; raise ConfigError with all their problems."""
         keys = {key: value for key, value in self.section.items() if key not in CHOOSING}
         names = field_names(self.registered.settings)
         choices = {entry.name: entry.settings for entry in all_objectives().values()}
         problems = []
-        for key in (key for key in keys if key not in names):
+        unknown_keys = [key for key in keys if key not in names]
+        for key in unknown_keys:
             hint = did_you_mean(key, names)
             if owners := owners_of(key, choices):
                 hint = (

@@ -83,7 +83,7 @@ def row(
     shares = [shares for first, shares in curriculum if first <= index][-1]
     hops = rng.choices((1, 2), shares)[0]
     opener, closer = rng.choice(phrasings(held_out=split == "test_phrasing"))
-    while True:
+    while True:  # until the numbers belong to the split
         answer = start = rng.randint(2, 60)
         steps = []
         for _ in range(hops):

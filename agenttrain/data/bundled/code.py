@@ -107,7 +107,7 @@ def row(split: Data[str], index: int, seed: Data[int]) -> dict[str, Any]:
         raise ValueError(f"split={split!r}: must be one of {', '.join(RESIDUES)}")
     rng = random.Random(f"code/{split}/{seed}/{index}")
     family = rng.choice(FAMILIES)
-    while True:
+    while True:  # until the numbers belong to the split
         a, b = rng.randint(*family.a), rng.randint(*family.b)
         if (a + b) % 10 in RESIDUES[split]:
             break

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from agenttrain.data.bundled import calculator, shop, sight
 from agenttrain.utils.data_fields import Data
@@ -135,20 +135,22 @@ def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) ->
     """Return one demonstration of a row of the sight task.
 
     Example, for a wall with one plate: `[call("crop", part="top left"), reply("crop", quarter),
-    call("final_answer", answer="red blue")]`. A demonstrator who looks at a wrong place gives up
-    half of the time.
+    call("final_answer", answer="red blue")]`. After a look at a wrong quarter it gives up half of
+    the time.
     """
     if rng.random() < habits.give_up:
         return [call("final_answer", answer="unknown")]
     plates = sight.plates_of(row["wall"])
 
     def look_at(part: str) -> list[Message]:
+        """Return the call that crops a part of the picture, and its reply."""
         image = {"type": "image", "image": sight.look(row, part)}
         return [call("crop", part=part), {**reply("crop", ""), "content": [image]}]
 
     messages: list[Message] = []
     colours: list[str] = []
-    for plate in plates if rng.random() < habits.follow_chain else plates[:1]:
+    read_plates = plates if rng.random() < habits.follow_chain else plates[:1]
+    for plate in read_plates:
         if rng.random() < habits.confuse:
             wrong_quarters = [quarter for quarter in sight.QUARTERS if quarter != plate.quarter]
             messages += look_at(rng.choice(wrong_quarters))
@@ -190,23 +192,29 @@ def row(
             raise ValueError(f"habits.{name}={frequency}: is a frequency; set 0 to 1")
     if task not in TASKS:
         raise ValueError(f"task={task!r}: must be one of {', '.join(TASKS)}")
-    make, demonstrate, usual = TASKS[task]
-    question = make(split, index, seed)
-    messages = demonstrate(question, rng, replace(usual, **habits))
+    task_kind = TASKS[task]
+    question = task_kind.make_row(split, index, seed)
+    messages = task_kind.demonstrate(question, rng, replace(task_kind.habits, **habits))
     columns = {"task_id": question["task_id"], "messages": [*question["messages"], *messages]}
     return {**columns, "images": question["images"]} if "images" in question else columns
 
 
-TASKS: dict[str, tuple[Callable[..., Row], Callable[..., list[Message]], Habits]] = {
-    "shop": (partial(shop.row, curriculum=SHOP_MIX), shop_demonstration, SHOP),
-    "calculator": (
-        partial(calculator.row, curriculum=CALCULATOR_MIX),
-        calculator_demonstration,
-        CALCULATOR,
+class DemonstratedTask(NamedTuple):
+    """A bundled task that can be demonstrated."""
+
+    make_row: Callable[..., Row]
+    demonstrate: Callable[..., list[Message]]
+    habits: Habits
+    """Habits of its demonstrations, unless a row's `habits` replace them."""
+
+
+TASKS: dict[str, DemonstratedTask] = {
+    "shop": DemonstratedTask(partial(shop.row, curriculum=SHOP_MIX), shop_demonstration, SHOP),
+    "calculator": DemonstratedTask(
+        partial(calculator.row, curriculum=CALCULATOR_MIX), calculator_demonstration, CALCULATOR
     ),
-    "sight": (sight.row, sight_demonstration, SIGHT),
+    "sight": DemonstratedTask(sight.row, sight_demonstration, SIGHT),
 }
-"""A task's rows, their demonstrations, and the habits in these."""
 
 
 def call(name: str, **arguments: Any) -> Message:

@@ -18,5 +18,5 @@ def row(split: Data[str], index: int, seed: Data[int]) -> dict[str, Any]:
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: must be one of {', '.join(SPLITS)}")
-    drawn = derive_seed("seeds", split, seed, index) % 2**31
-    return {"task_id": f"seeds/{split}/{seed}/{index}", "seed": drawn}
+    row_seed = derive_seed("seeds", split, seed, index) % 2**31
+    return {"task_id": f"seeds/{split}/{seed}/{index}", "seed": row_seed}

@@ -123,8 +123,11 @@ class ShopQuestions:
 
     name: str
     cores: tuple[str, ...]
+    """Phrasings of the question about ``{x}``."""
     reference: str
+    """Words that ``{x}`` stands for."""
     plan: tuple[str, ...]
+    """Queries, one after the other."""
 
 
 FAMILIES = (

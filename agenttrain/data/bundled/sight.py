@@ -106,9 +106,9 @@ def draw(wall: int) -> Any:
     tone = noise.integers(50, 80, 3)
     pixels = np.clip(tone + noise.integers(-12, 13, (SIDE, SIDE, 1)), 0, 255).astype(np.uint8)
     for plate in plates_of(wall):
-        place = QUARTERS.index(plate.quarter)
-        left = plate.left + SIDE // 2 * (place % 2)
-        top = plate.top + SIDE // 2 * (place // 2)
+        quarter_row, quarter_column = divmod(QUARTERS.index(plate.quarter), 2)
+        left = plate.left + SIDE // 2 * quarter_column
+        top = plate.top + SIDE // 2 * quarter_row
         pixels[top : top + CELL + 2 * BORDER, left : left + 2 * (CELL + BORDER)] = 255
         for number, colour in enumerate(plate.colours):
             x, y = left + BORDER + number * CELL, top + BORDER
@@ -117,7 +117,7 @@ def draw(wall: int) -> Any:
 
 
 def overview(picture: Any) -> Any:
-    """Return a picture in grey and coarse: 8 x 8 shades on 32 x 32 pixels."""
+    """Return a coarse overview of a picture: 8 x 8 shades of grey on 32 x 32 pixels."""
     from PIL import Image
 
     coarse = picture.convert("L").resize((SPOTS, SPOTS), Image.Resampling.BOX)
@@ -129,8 +129,9 @@ def look(columns: Mapping[str, Any], part: str) -> Any:
     from PIL import Image
 
     picture = _tone() if columns.get("blank") else draw(int(columns["wall"]))
-    half, place = SIDE // 2, QUARTERS.index(part)
-    left, top = half * (place % 2), half * (place // 2)
+    half = SIDE // 2
+    quarter_row, quarter_column = divmod(QUARTERS.index(part), 2)
+    left, top = half * quarter_column, half * quarter_row
     quarter = picture.crop((left, top, left + half, top + half))
     return quarter.resize((SHOWN, SHOWN), Image.Resampling.BOX)
 

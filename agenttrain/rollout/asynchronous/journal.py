@@ -49,6 +49,7 @@ class Entry:
     versions: tuple[int, ...]
     """Policy versions that sampled its tokens, in order; empty without a rollout."""
     begun: float
+    """Seconds since 1970, as `ended`."""
     ended: float
     digest: str
     """SHA-256 of the file."""
@@ -77,37 +78,38 @@ class Journal:
     def resume(self, *, step: int, version: int, max_staleness: int) -> tuple[dict[int, Path], int]:
         """Begin at `step` with the weights of `version`, and open the journal for `add`.
 
-        Return the files of groups that may be trained on, by serial, and the number of those that
-        may not: they were sampled by weights that came after the checkpoint and are lost, by
-        weights that are too old, or with other settings, or their line cannot be read. Lines of
-        earlier steps stay; all others but those of the returned files are removed.
+        Returns the files of groups that may be trained on, by serial, and the number of groups
+        that may not. Those were sampled with other settings, by weights that are too old or newer
+        than `version` (and lost), or their line or file is broken.
+
+        Lines of earlier steps stay in the journal. Later ones stay if their group may be trained
+        on.
         """
         path = self._folder / FILE
         (self._folder / GROUPS).mkdir(parents=True, exist_ok=True)
         entries, unreadable = _entries(path)
-        kept = [entry for entry in entries if entry.step < step]
+        earlier = [entry for entry in entries if entry.step < step]
         later = [entry for entry in entries if entry.step >= step]
         usable: dict[int, Entry] = {}
         for entry in later:
             versions = entry.versions
-            fresh = not versions or (
+            weights_fit = not versions or (
                 max(versions) <= version and entry.step - 1 - min(versions) <= max_staleness
             )
-            if fresh and entry.settings == self._settings and self._is_whole(entry):
+            if weights_fit and entry.settings == self._settings and self._is_intact(entry):
                 usable[entry.serial] = entry
-        names = {entry.path for entry in usable.values()}
-        lost = [entry for entry in later if entry.path not in names]
+        usable_paths = {entry.path for entry in usable.values()}
+        dropped = [entry for entry in later if entry.path not in usable_paths]
         for file in (self._folder / GROUPS).iterdir():
-            if f"{GROUPS}/{file.name}" not in names:
+            if f"{GROUPS}/{file.name}" not in usable_paths:
                 file.unlink()
-        lines = [dumps(asdict(entry)) + "\n" for entry in (*kept, *usable.values())]
+        lines = [dumps(asdict(entry)) + "\n" for entry in (*earlier, *usable.values())]
         write_atomically(path, "".join(lines))
         self._entries = usable
         self._log = os.open(path, os.O_WRONLY | os.O_APPEND)
         sync(self._folder)
-        return {serial: self._folder / one.path for serial, one in usable.items()}, (
-            len(lost) + unreadable
-        )
+        files = {serial: self._folder / entry.path for serial, entry in usable.items()}
+        return files, len(dropped) + unreadable
 
     def read(self, path: Path) -> Collected:
         """Return the group of a file that `resume` has returned."""
@@ -118,7 +120,10 @@ class Journal:
     def add(
         self, serial: int, step: int, task: Task, collected: Collected, begun: float, ended: float
     ) -> None:
-        """Write a group to disk. Does nothing once the journal is closed. Thread-safe."""
+        """Write a group to disk and add its line. Does nothing once the journal is closed.
+
+        Callable from any thread. A crash after the return loses nothing.
+        """
         content = self._codec.encode(collected)
         name = f"{GROUPS}/{serial:06d}-{self._nonce}.bin"
         entry = Entry(
@@ -146,10 +151,16 @@ class Journal:
             self._entries[serial] = entry
 
     def prune(self, *, step: int, oldest: int, newest: int) -> None:
-        """Remove files of groups that no resume from a checkpoint can use."""
+        """Remove files of groups that no resume can use, once `step` was trained.
+
+        `oldest` and `newest` are the steps of the run's checkpoints. A resume begins at one of
+        them, or at a later one.
+        """
         for serial, entry in list(self._entries.items()):
-            after = max(entry.versions, default=0)
-            if entry.step <= oldest or (entry.step <= step and after > newest):
+            # Trained before every checkpoint, or trained already with tokens of weights that came
+            # after the newest: a resume would have lost these weights.
+            newest_version = max(entry.versions, default=0)
+            if entry.step <= oldest or (entry.step <= step and newest_version > newest):
                 del self._entries[serial]
                 with suppress(FileNotFoundError):
                     (self._folder / entry.path).unlink()
@@ -161,7 +172,7 @@ class Journal:
                 os.close(self._log)
                 self._log = None
 
-    def _is_whole(self, entry: Entry) -> bool:
+    def _is_intact(self, entry: Entry) -> bool:
         try:
             content = (self._folder / entry.path).read_bytes()
         except OSError:
@@ -176,9 +187,13 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
 
 
 def _entries(path: Path) -> tuple[list[Entry], int]:
-    """Return a journal's entries, and the number of its lines that cannot be read."""
+    """Return the entries of a journal, and the number of its lines that cannot be read.
+
+    A last line without its newline was cut off by a crash and is ignored.
+    """
     entries, unreadable = [], 0
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for line in lines:
         try:
             row = json.loads(line)
             entries.append(Entry(**{**row, "versions": tuple(row["versions"])}))

@@ -70,10 +70,10 @@ class GroupQueue:
         """Groups that are sampled or ready, by serial."""
         self._admitted = 0
         """Last step whose groups were started."""
-        self._taking = 0
-        """Step whose groups the trainer waits for, or had last."""
+        self._step = 0
+        """Step whose groups the trainer waits for, or took last; 0 before `begin`."""
         self.taking = False
-        """The trainer waits for groups."""
+        """True while the trainer waits for groups."""
         self._journalled: dict[int, Collected] = {}
         """Groups of a run that was stopped, until their step is admitted."""
         self._dropped = 0
@@ -83,11 +83,14 @@ class GroupQueue:
 
     @property
     def begun(self) -> bool:
-        """Return True once a step was wanted."""
-        return self._taking > 0
+        """Return True once `begin` was called."""
+        return self._step > 0
 
     async def begin(self, step: int) -> None:
-        """Begin at `step`, whose weights the engine has; the source has the state before it."""
+        """Begin at `step`, with the groups of it and later steps that the journal has.
+
+        The engine has the weights that the step trains, the source its state before the step.
+        """
         files, self._dropped = await asyncio.to_thread(
             self._journal.resume,
             step=step,
@@ -96,9 +99,9 @@ class GroupQueue:
         )
         for serial, file in files.items():
             self._journalled[serial] = await asyncio.to_thread(self._journal.read, file)
-        self._taking = step
+        self._step = step
         self._admitted = step - 1
-        self._source.collector.in_flight.take_idle_s()
+        self._source.collector.in_flight.take_idle_s()  # the first step's idle time begins here
         self.admit(step - 1)
 
     def admit(self, version: int) -> None:
@@ -108,7 +111,7 @@ class GroupQueue:
             self._start(self._admitted)
 
     def _start(self, step: int) -> None:
-        """Draw the tasks of a step, and start their groups."""
+        """Draw the tasks of a step, and start a task of the event loop for each group."""
         source = self._source
         first = (step - 1) * source.tasks_per_step
         tasks = (source.curriculum or source.tasks).tasks(first, source.tasks_per_step)
@@ -119,7 +122,7 @@ class GroupQueue:
             self._groups[first + place] = asyncio.create_task(sampling)
 
     async def _sample(self, step: int, place: int, task: Task) -> Collected:
-        """Return the group of a task, once it is in the journal."""
+        """Return the group of a task: the journal's if it has one, else sampled and journalled."""
         source = self._source
         serial = (step - 1) * source.tasks_per_step + place
         recorded = self._journalled.pop(serial, None)
@@ -140,7 +143,7 @@ class GroupQueue:
         """Return the groups of a step, once all are ready. Raises the first group's error."""
         source, count = self._source, self._source.tasks_per_step
         started = time.monotonic()
-        self._taking = step
+        self._step = step
         serials = range((step - 1) * count, step * count)
         groups = [self._groups[serial] for serial in serials]
         ready = sum(group.done() for group in self._groups.values())
@@ -151,7 +154,7 @@ class GroupQueue:
             self.taking = False
         for group in groups:
             if group.done():
-                group.result()
+                group.result()  # raises the error of a group that failed
         collected = Collected()
         for serial in serials:
             collected.extend(self._groups.pop(serial).result())
@@ -189,7 +192,7 @@ class GroupQueue:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Start no group within the block; those that have begun go on."""
+        """Start no group within the block; groups that have begun continue."""
         self._open.clear()
         try:
             yield
@@ -202,9 +205,9 @@ class GroupQueue:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Return the finished rollouts of the step that is waited for, and all of them."""
+        """Return the finished and all rollouts of the step that the trainer waits for."""
         count, samples = self._source.tasks_per_step, self._source.algorithm.group_size
-        serials = range((self._taking - 1) * count, self._taking * count)
+        serials = range((self._step - 1) * count, self._step * count)
         ready = sum(s in self._groups and self._groups[s].done() for s in serials)
         return ready * samples, count * samples
 
