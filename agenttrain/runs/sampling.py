@@ -68,7 +68,9 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
         "rollout.compact_at shortens contexts, and those with images cannot be; leave it out": (
             config.rollout.compact_at is not None
         ),
-        "algorithm.teacher reads token ids alone; leave it out": config.algorithm.has_teacher,
+        "algorithm.teacher reads token ids alone; leave it out": (
+            config.algorithm.teacher is not None
+        ),
         "an outside agent's requests hold text alone; leave agent out": config.agent.outside,
         "distributed=fsdp2 does not share a vision tower; set distributed=ddp or single": (
             config.distributed.name is DistributedName.fsdp2

@@ -200,7 +200,7 @@ def _texts_and_files(config: RunConfig) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
     teacher = config.algorithm.teacher
-    if teacher.prompt is not None:
+    if teacher is not None and teacher.prompt is not None:
         try:
             TextTemplate(teacher.prompt, "algorithm.teacher.prompt")
         except ValueError as error:
@@ -355,9 +355,9 @@ def _answers(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator
 
 
 def _teacher_folder(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    teacher = config.algorithm.teacher
-    if teacher.own_path is not None:
-        yield from _folder_problem(teacher.own_path, teacher.revision, "algorithm.teacher.path")
+    teacher = config.algorithm.loaded_teacher
+    if teacher is not None:
+        yield from _folder_problem(teacher.path, teacher.revision, "algorithm.teacher.path")
 
 
 def _role_folders(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:

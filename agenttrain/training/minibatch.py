@@ -154,5 +154,5 @@ def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     With one update per step, its forward pass computes these probabilities anyway.
     """
     recomputed = config.behaviour is Behaviour.recomputed
-    before = config.updates > 1 or config.kl_in_reward is not None or config.has_teacher
+    before = config.updates > 1 or config.kl_in_reward is not None or config.teacher is not None
     return config.top_entropy < 1 or (recomputed and before)
