@@ -310,9 +310,9 @@ class TeacherConfig:
     + weight * (log p_teacher - log p_policy).
     """
 
-    path: Data[str | None] = None
+    path: Data[str]
     """Folder of the teacher, `bundled:<name>` or `org/name`, with the policy's tokenizer, or
-    role:teacher, whose servers score; null: there is no teacher."""
+    role:teacher, whose servers score."""
     revision: Quoted = None
     """Branch, tag or commit of a model of the hub; null: main. config.yaml has its commit."""
     dtype: Data[Dtype] = Dtype.float32
@@ -331,13 +331,8 @@ class TeacherConfig:
 
     @property
     def role(self) -> str | None:
-        """Role whose servers score; None: the training processes load the teacher, if any."""
+        """Role whose servers score; None: the training processes load the teacher."""
         return role_named(self.path)
-
-    @property
-    def own_path(self) -> str | None:
-        """Model that the training processes load; None: there is none."""
-        return None if self.role is not None else self.path
 
 
 UNGROUPED = (Advantage.batch, Advantage.none)
@@ -389,8 +384,8 @@ class AlgorithmConfig:
     behaviour: Data[Behaviour] = Behaviour.engine
     correction: OptionalSection[CorrectionConfig] = None
     """Weight of sampled tokens by their ratio trainer / engine; null: none."""
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    """Learning from a teacher's probabilities, beside the rewards or in their place."""
+    teacher: OptionalSection[TeacherConfig] = None
+    """Learning from a teacher's probabilities, beside the rewards or in their place; null: none."""
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:
@@ -433,14 +428,14 @@ class AlgorithmConfig:
         return self.credit if isinstance(self.credit, TurnCredit) else None
 
     @property
-    def has_teacher(self) -> bool:
-        """Return True if a teacher scores the rollouts."""
-        return self.teacher.path is not None
+    def loaded_teacher(self) -> TeacherConfig | None:
+        """Return the teacher if the training processes load it, and no servers have it."""
+        return self.teacher if self.teacher is not None and self.teacher.role is None else None
 
     @property
     def token_advantages(self) -> bool:
         """Return True if the advantages of a rollout's tokens may differ."""
-        return self.turn_credit is not None or self.has_teacher
+        return self.turn_credit is not None or self.teacher is not None
 
     @property
     def has_bonus(self) -> bool:
@@ -478,17 +473,11 @@ def _without_effect(
 def _teacher_problems(a: AlgorithmConfig) -> Iterator[str]:
     """Yield the problems of the teacher's keys, alone and with the axes that exclude a teacher."""
     teacher, key = a.teacher, "algorithm.teacher"
-    needing_teacher = ("weight", "reward_weight", "gate", "prompt")
-    yield from _without_effect(f"{key}.path", a.has_teacher, teacher, *needing_teacher, prefix=key)
-    loaded = teacher.own_path is not None
-    needed = f"a model in {key}.path" if a.has_teacher else f"{key}.path"
-    yield from _without_effect(needed, loaded, teacher, "revision", "dtype", prefix=key)
-    gated = a.has_teacher and teacher.gate is not Gate.all
-    yield from _without_effect(
-        f"{key}.gate=failed or succeeded", gated, teacher, "success", prefix=key
-    )
-    if not a.has_teacher:
+    if teacher is None:
         return
+    loaded, gated = teacher.role is None, teacher.gate is not Gate.all
+    yield from _needs(f"a model in {key}.path", loaded, teacher, "revision", "dtype", prefix=key)
+    yield from _needs(f"{key}.gate=failed or succeeded", gated, teacher, "success", prefix=key)
     if a.resamples:
         resampling = "dynamic_sampling" if a.dynamic_sampling else "oversample"
         yield (
@@ -599,7 +588,7 @@ def _objective_problems(a: AlgorithmConfig) -> Iterator[str]:
         not objective.single_update
         or a.correction is not None
         or a.kl_in_reward is not None
-        or a.has_teacher
+        or a.teacher is not None
         or bias_corrected,
         a,
         "behaviour",
@@ -630,7 +619,7 @@ def _objective_problems(a: AlgorithmConfig) -> Iterator[str]:
             "for all tokens of a rollout; set algorithm/credit=rollout, or algorithm/objective="
             "clip, cispo or reinforce"
         )
-    if a.has_teacher and objective.whole_sequence:
+    if a.teacher is not None and objective.whole_sequence:
         yield (
             f"algorithm.teacher.path={a.teacher.path}: algorithm.objective={name} has one "
             "advantage for all tokens of a rollout, and a teacher gives each its own; set "

@@ -196,7 +196,7 @@ def metric_names(config: AlgorithmConfig) -> list[str]:
         (config.mask_truncated, ["mask/truncated"]),
         (config.kl is not None, ["kl"]),
         (config.has_bonus, ["entropy_coef"]),
-        (config.has_teacher, ["teacher/kl", "teacher/gated_in", "teacher/too_long"]),
+        (config.teacher is not None, ["teacher/kl", "teacher/gated_in", "teacher/too_long"]),
         (config.credit.name is Credit.gigpo, ["credit/step_groups"]),
         (
             config.turn_credit is not None,

@@ -161,7 +161,7 @@ def compose_all(command: Command) -> list[Composed]:
     """Return the checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
     overrides, source = command.overrides, command.source
     if command.saved is not None:
-        from agenttrain.settings.checks import check_for_verb, check_verb, validate
+        from agenttrain.settings.checks import check_for_verb, validate
         from agenttrain.settings.pinning import pin
         from agenttrain.settings.saved import TRAINED, USED
 
@@ -170,7 +170,6 @@ def compose_all(command: Command) -> list[Composed]:
         code = () if command.verb == "plan" else USED.get(command.verb, TRAINED)
         validate(composed.config, code=code)
         pin(composed, command.verb)
-        check_verb(command.verb, overrides)
         check_for_verb(command.verb, composed.config, overrides)
         return [composed]
     if not command.sweep:
@@ -227,15 +226,13 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
 
         check_outside_sweep(overrides)
     composed = compose_new(overrides, command.source, starts=verb in RUNS)
-    from agenttrain.settings.checks import check_for_verb, check_init, check_verb, validate
+    from agenttrain.settings.checks import check_for_verb, validate
     from agenttrain.settings.pinning import pin
     from agenttrain.settings.saved import check_new
 
     check_new(composed.config)
     validate(composed.config, SIZES if verb == "plan" else tuple(PARTS))
     pin(composed, verb)
-    check_verb(verb, overrides)
-    check_init(verb, composed.config)
     check_for_verb(verb, composed.config, overrides)
     return composed
 

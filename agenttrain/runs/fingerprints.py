@@ -203,11 +203,11 @@ def _model(config: RunConfig, verb: str) -> dict[str, str]:
     the KL penalty or as the model under adapters, those of roles, and the teacher's in training by
     reinforcement.
     """
-    teacher = config.algorithm.teacher
+    teacher = config.algorithm.loaded_teacher
     reads_policy = bool(config.algorithm.kl or config.model.lora.rank)
     digests = _weights("model.path", config.model.path, config.model.revision, reads_policy)
-    if teacher.own_path is not None and verb == "train":
-        digests |= _weights("algorithm.teacher.path", teacher.own_path, teacher.revision, True)
+    if teacher is not None and verb == "train":
+        digests |= _weights("algorithm.teacher.path", teacher.path, teacher.revision, True)
     for name, role in used_roles(config, verb).items():
         assert role.model is not None
         digests |= _weights(f"roles.{name}.model", role.model, role.revision, True)

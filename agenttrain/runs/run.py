@@ -601,9 +601,10 @@ async def _make_engine(run: Run, policy: Policy, rollouts: Rollouts | None) -> E
 
 def _make_teacher(run: Run, components: Components, policy: Policy) -> Teacher | None:
     """Build `algorithm.teacher`; None if there is none, or nothing is trained with it."""
-    if run.verb != "train" or not run.config.algorithm.has_teacher:
+    teacher = run.config.algorithm.teacher
+    if run.verb != "train" or teacher is None:
         return None
-    prompt = run.config.algorithm.teacher.prompt
+    prompt = teacher.prompt
     prompt_ids = teacher_prompt(prompt, components.chat, components.schemas)
     return make_teacher(run.config, policy, prompt_ids, components.roles)
 

@@ -66,7 +66,7 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
         return f"engine={config.engine.name} reads token ids alone; set {remedy}"
     if config.rollout.compact_at is not None:
         return "rollout.compact_at shortens contexts, and those with images cannot be; leave it out"
-    if config.algorithm.has_teacher:
+    if config.algorithm.teacher is not None:
         return "algorithm.teacher reads token ids alone; leave it out"
     if config.agent.outside:
         return "an outside agent's requests hold text alone; leave agent out"

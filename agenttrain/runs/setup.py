@@ -107,7 +107,7 @@ def complete(components: Components) -> None:
     _check_prompts_fit(components, training=verb == "train")
     for key, source in tasks.by_key.items():
         check_needed_columns(source, needed, key)
-    if verb == "train" and config.algorithm.has_teacher:
+    if verb == "train" and config.algorithm.teacher is not None:
         from agenttrain.runs.teacher import check_teacher
 
         check_teacher(config, components.tokenizer, tasks.train)

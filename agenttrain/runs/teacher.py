@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from agenttrain.algorithms.config import TeacherConfig
 from agenttrain.chat.chat import Chat
 from agenttrain.data.tasks import TaskSource
 from agenttrain.engines.vllm_server.roles import RoleServers
@@ -48,9 +49,9 @@ def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
     for the same texts. The first tasks must have the columns of the teacher's prompt.
     """
     teacher = config.algorithm.teacher
-    if teacher.path is None:
+    if teacher is None:
         return
-    key, path, revision = _teacher_model(config)
+    key, path, revision = _teacher_model(config, teacher)
     folder = model_folder(path, revision=revision, key=key)
     setting = f"{key}={path}"
     if (folder / ADAPTER_CONFIG).is_file():
@@ -92,11 +93,9 @@ def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
                 raise ConfigError(f"{error} (task {task.task_id})") from error
 
 
-def _teacher_model(config: RunConfig) -> tuple[str, str, str | None]:
+def _teacher_model(config: RunConfig, teacher: TeacherConfig) -> tuple[str, str, str | None]:
     """Return the setting that names the teacher's model, the model and its revision."""
-    teacher = config.algorithm.teacher
     if teacher.role is None:
-        assert teacher.path is not None
         return KEY, teacher.path, teacher.revision
     role = getattr(config.roles, teacher.role)
     return f"roles.{teacher.role}.model", role.model, role.revision
@@ -150,8 +149,9 @@ def make_teacher(
 ) -> Teacher:
     """Load the run's teacher beside the policy, or return a client of the role that serves it."""
     teacher = config.algorithm.teacher
+    assert teacher is not None, "the run has a teacher"
     if teacher.role is not None:
-        key, path, revision = _teacher_model(config)
+        key, path, revision = _teacher_model(config, teacher)
         folder = model_folder(path, revision=revision, key=key)
         model_context = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
         return ServedTeacher(
@@ -160,7 +160,6 @@ def make_teacher(
             world=policy.world,
             prompt_ids=prompt_ids,
         )
-    assert teacher.path is not None
     folder = weights_folder(teacher.path, revision=teacher.revision, key=KEY)
     dtype, world = getattr(torch, teacher.dtype), policy.world
     sharding, weights = sharding_of(config), None

@@ -200,7 +200,7 @@ def _texts_and_files(config: RunConfig) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
     teacher = config.algorithm.teacher
-    if teacher.prompt is not None:
+    if teacher is not None and teacher.prompt is not None:
         try:
             TextTemplate(teacher.prompt, "algorithm.teacher.prompt")
         except ValueError as error:
@@ -355,9 +355,9 @@ def _answers(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator
 
 
 def _teacher_folder(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    teacher = config.algorithm.teacher
-    if teacher.own_path is not None:
-        yield from _folder_problem(teacher.own_path, teacher.revision, "algorithm.teacher.path")
+    teacher = config.algorithm.loaded_teacher
+    if teacher is not None:
+        yield from _folder_problem(teacher.path, teacher.revision, "algorithm.teacher.path")
 
 
 def _role_folders(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
@@ -492,15 +492,10 @@ UNREAD = {
 """Verb -> settings without effect in it."""
 
 
-def check_verb(verb: str, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for typed settings that have no effect with `verb`."""
-    problems = [
-        f"{as_typed(text)}: has no effect in agenttrain {verb}; leave it out"
-        for text in overrides
-        if has_no_effect(text, verb)
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+def _unread(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    for text in overrides:
+        if has_no_effect(text, verb):
+            yield f"{as_typed(text)}: has no effect in agenttrain {verb}; leave it out"
 
 
 def has_no_effect(override: str, verb: str) -> bool:
@@ -511,10 +506,10 @@ def has_no_effect(override: str, verb: str) -> bool:
     return key not in READ and bool(prefixes & set(UNREAD.get(verb, ())))
 
 
-def check_init(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError if a new run would sample from a model that has learned nothing."""
+def _init(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check that a run does not sample from a model that has learned nothing."""
     if verb in ("train", "eval", "play", "serve") and config.model.init is Init.random:
-        raise ConfigError(
+        yield (
             "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
             "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"
         )
@@ -565,6 +560,8 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     Check(shared_problems, ("training", "distributed")),
     Check(_trackers, ("tracker",)),
     Check(_environments, ("algorithm", "reward", "environment")),
+    VerbCheck(_unread, ()),
+    VerbCheck(_init, ("model",)),
     VerbCheck(_answers, ("data",)),
     VerbCheck(_structured, ("rollout", "algorithm", "guards"), skips=UNTRAINED),
     VerbCheck(_teacher_folder, ("algorithm",), skips=UNTRAINED),

@@ -70,9 +70,9 @@ def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
     for name, section in {} if verb == "sft" else config.reward.items():
         if isinstance(section, Mapping) and section.get("_target_") == REWARD_MODEL:
             named.append((("reward", name), section.get("path"), section.get("revision"), True))
-    teacher = config.algorithm.teacher
-    if verb not in WITHOUT_TEACHER:
-        named.append((("algorithm", "teacher"), teacher.own_path, teacher.revision, True))
+    teacher = config.algorithm.loaded_teacher
+    if teacher is not None and verb not in WITHOUT_TEACHER:
+        named.append((("algorithm", "teacher"), teacher.path, teacher.revision, True))
     for section_keys, path, revision, loaded in named:
         if isinstance(path, str) and is_hub_id(path):
             yield HubModel(section=section_keys, path=path, revision=revision, loaded=loaded)

@@ -30,7 +30,8 @@ def roles_named(config: RunConfig) -> dict[str, str]:
         if isinstance(section, Mapping)
     }
     addresses["user.url"] = config.user.get("url")
-    addresses[TEACHER] = config.algorithm.teacher.path
+    teacher = config.algorithm.teacher
+    addresses[TEACHER] = None if teacher is None else teacher.path
     return {
         key: role for key, address in addresses.items() if (role := role_named(address)) is not None
     }

@@ -164,5 +164,5 @@ def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     them early enough: a KL in the reward and a teacher's advantages need them before it.
     """
     recomputed = config.behaviour is Behaviour.recomputed
-    needs_early = config.updates > 1 or config.kl_in_reward is not None or config.has_teacher
+    needs_early = config.updates > 1 or config.kl_in_reward is not None or config.teacher is not None
     return config.top_entropy < 1 or (recomputed and needs_early)

@@ -213,6 +213,7 @@ def add_teacher(
     rollouts do.
     """
     teacher = config.teacher
+    assert teacher is not None, "the sequences were scored by it"
     scored_ids = {sequence.rollout.rollout_id for sequence in chain(*sequences)}
     differences, gated_in, too_long = [], [], []
     for sequence in chain(*sequences):

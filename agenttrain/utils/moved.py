@@ -42,6 +42,7 @@ VALUES = {
     "algorithm.entropy_target=null": "algorithm.entropy.adaptive=null",
     "algorithm.reference=frozen": "algorithm.kl.reference=null",
     "algorithm.reference=synced": f"algorithm.kl.reference.sync_steps={SYNC_STEPS}",
+    "algorithm.teacher.path=null": "algorithm.teacher=null",
 }
 """Settings whose values have changed with their keys."""
 
@@ -77,6 +78,8 @@ def _with_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
 
     A run wrote all of the keys, also those of a penalty or a correction that it did not have.
     """
+    if isinstance(algorithm.get("teacher"), Mapping) and algorithm["teacher"].get("path") is None:
+        algorithm = {**algorithm, "teacher": None}
     old: dict[str, Any] = {}
     sections: dict[str, Any] = {}
     for name, value in algorithm.items():

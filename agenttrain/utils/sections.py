@@ -294,9 +294,10 @@ def _problem(detail: Mapping[str, Any], place: str) -> str:
         return f"expected one of: {', '.join(names)}{did_you_mean(str(detail['input']), names)}"
     if kind == "unexpected_keyword_argument":
         return "unknown key"
+    if (new := moved_key(f"{place}={shown(detail['input'])}")) is not None:
+        return f"is {new} now"
     if kind == "section":
-        new = moved_key(f"{place}={shown(detail['input'])}")
-        return f"is {new} now" if new else f"is a section; set its keys with {place}.<key>=…"
+        return f"is a section; set its keys with {place}.<key>=…"
     if kind == "string_type" and isinstance(detail["input"], int | float):
         # 12e4 has become 120000.0: only a whole number is still as it was written.
         text = detail["input"] if isinstance(detail["input"], int) else "…"

@@ -79,8 +79,9 @@ TEACHER = {"path": "bundled:shop"}
     [
         (
             {"teacher": {"weight": 2.0}},
-            "algorithm.teacher.weight=2.0: has no effect here; it needs algorithm.teacher.path",
+            "algorithm.teacher.path: has no value; set it: algorithm.teacher.path=…",
         ),
+        ({"teacher": {"path": None}}, "algorithm.teacher.path=null: is algorithm.teacher=null now"),
         (
             {"teacher": {**TEACHER, "success": 0.5}},
             "algorithm.teacher.success=0.5: has no effect here; it needs algorithm.teacher.gate=",

@@ -197,7 +197,7 @@ def test_what_servers_refuse_and_servers_that_are_gone(tmp_path: Path) -> None:
 
 def test_servers_that_do_not_start(tmp_path: Path) -> None:
     config = replace(composed(), roles=RolesConfig(judge=RoleConfig(model="bundled:shop")))
-    config.user, config.algorithm.teacher.path = {}, None
+    config.user, config.algorithm.teacher = {}, None
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
@@ -225,7 +225,7 @@ def test_a_wrapper_that_is_killed_before_its_server_answers(tmp_path: Path) -> N
             "reward.judge.url=role:jugde: is no role (did you mean 'judge'?); the roles are: judge",
         ),
         (["roles.user.model=null"], "user.url=role:user: roles.user.model is not set; name the"),
-        (["algorithm.teacher.path=null"], "nothing names role:teacher; set algorithm.teacher.path"),
+        (["algorithm.teacher=null"], "nothing names role:teacher; set algorithm.teacher.path"),
         (
             ["roles.user.model=null", "roles.user.count=2"],
             "roles.user.count=2: has no effect without roles.user.model; set it, or leave this out",

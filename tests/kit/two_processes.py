@@ -246,7 +246,7 @@ def make(case: Case, mode: str, world: World, *, sampled: bool = False) -> Polic
 
 def teacher_of(case: Case, trained: Policy, mode: str) -> Teacher | None:
     """The case's teacher, which sees another prompt and is of another size; None without one."""
-    if not trained.algorithm.has_teacher:
+    if trained.algorithm.teacher is None:
         return None
     return ModelTeacher(
         tiny.model(5, num_hidden_layers=1),

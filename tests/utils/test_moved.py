@@ -19,7 +19,7 @@ WRITTEN = {
     **{"ref_sync_steps": 512, "ref_mixup": 0.6, "entropy_bonus": 0.0, "entropy_target": None},
     **{"entropy_bonus_step": 0.005, "entropy_bonus_max": 1.0, "behaviour": "recomputed"},
     **{"correction": "none", "correction_mode": "truncate", "correction_max": 2.0},
-    "correction_min": None,
+    **{"correction_min": None, "teacher": {"path": None, "weight": 1.0}},
 }
 """The flat keys as a run without a KL, bonus, correction or credit per turn wrote them."""
 NOTHING = {
@@ -27,6 +27,7 @@ NOTHING = {
     "entropy": {"bonus": 0.0, "adaptive": None},
     "correction": None,
     "credit": {"name": "rollout"},
+    "teacher": None,
 }
 
 
@@ -88,6 +89,7 @@ def test_old_keys_have_their_new_names() -> None:
     assert moved_key("++algorithm.entropy_bonus=0.1") == "algorithm.entropy.bonus"
     assert moved_key("algorithm.credit=gigpo") == "algorithm/credit=gigpo"
     assert moved_key("algorithm.gamma (in algorithm/mine.yaml)") == "algorithm.credit.gamma"
+    assert moved_key("algorithm.teacher.path=null") == "algorithm.teacher=null"
     assert moved_key("rollout.gamma") is None
     assert all(moved_key(key) == new for key, new in RENAMED.items())
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from agenttrain.algorithms.config import TeacherConfig
 from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of, specs
 from agenttrain.engines.transformers.decoder import AUTOCAST
@@ -320,11 +321,11 @@ def _frozen_models(
         why = f"algorithm.kl.beta={kl.beta:g}: a copy of the loaded adapters"
         size = sum(weight.nbytes for weight in adapter_parameters(sizes.model).values())
         yield MemoryItem(name="reference", bytes=size, why=why, on_host=True)
-    teacher = config.algorithm.teacher
-    if teacher.own_path is not None:
+    teacher = config.algorithm.loaded_teacher
+    if teacher is not None:
         yield MemoryItem(
             name="teacher",
-            bytes=weight_bytes(_teacher(config)) // shards,
+            bytes=weight_bytes(_model_of(teacher)) // shards,
             why=f"{teacher.path}, {teacher.dtype}{divided}",
             on_host=config.distributed.cpu_offload,
         )
@@ -335,9 +336,10 @@ def _gathered_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryItem]:
     size, why = _gathered_bytes(sizes.model), "embeddings, head and two layers, unsharded"
     if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
         size, why = size * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
-    if config.algorithm.teacher.own_path is not None:
+    teacher = config.algorithm.loaded_teacher
+    if teacher is not None:
         # The teacher scores before the policy's forward pass: only one of them is gathered.
-        teacher_size = _gathered_bytes(_teacher(config))
+        teacher_size = _gathered_bytes(_model_of(teacher))
         size, why = max(
             (size, why), (teacher_size, "the teacher's embeddings, head and two layers")
         )
@@ -372,11 +374,9 @@ def _gathered_bytes(model: PreTrainedModel) -> int:
     return weight_bytes(model) - sum(layers) + 2 * max(layers)
 
 
-def _teacher(config: RunConfig) -> PreTrainedModel:
+def _model_of(teacher: TeacherConfig) -> PreTrainedModel:
     """Return the teacher without its weights."""
-    teacher = config.algorithm.teacher
-    assert teacher.own_path is not None
-    return _teacher_of(teacher.own_path, teacher.revision, teacher.dtype)
+    return _teacher_of(teacher.path, teacher.revision, teacher.dtype)
 
 
 @cache
@@ -431,10 +431,10 @@ def _loading(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
         copies = sharded and config.algorithm.kl is not None and not config.model.lora.rank
         size = sizes.weights * (2 if copies else 1)
         why = "each process loads the whole model" + ", and copies it as reference" * copies
-    if config.algorithm.teacher.own_path is None:
+    if config.algorithm.loaded_teacher is None:
         return size, why
     # The teacher is loaded after the model: only the larger one counts.
-    teacher = _teacher(config)
+    teacher = _model_of(config.algorithm.loaded_teacher)
     if _read_in_slices(config, teacher):
         teacher_size = max(p.nbytes for p in teacher.parameters())
         teacher_why = "each process reads its rows of the teacher, weight by weight"

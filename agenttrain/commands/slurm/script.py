@@ -196,11 +196,11 @@ def note_local_paths(script: JobScript, configs: Sequence[RunConfig]) -> Iterato
         if not config.model.path.startswith(BUNDLED):
             folder = model_folder(config.model.path, (), revision=config.model.revision)
             paths[f"model.path={config.model.path}"] = folder
-        teacher = config.algorithm.teacher
-        if teacher.own_path is not None and not teacher.own_path.startswith(BUNDLED):
+        teacher = config.algorithm.loaded_teacher
+        if teacher is not None and not teacher.path.startswith(BUNDLED):
             key = "algorithm.teacher.path"
-            folder = model_folder(teacher.own_path, (), revision=teacher.revision, key=key)
-            paths[f"{key}={teacher.own_path}"] = folder
+            folder = model_folder(teacher.path, (), revision=teacher.revision, key=key)
+            paths[f"{key}={teacher.path}"] = folder
         for split in ("train", "test"):
             path = getattr(config.data, split).get("path")
             for text in path if isinstance(path, list) else [path]:
