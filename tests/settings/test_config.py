@@ -90,7 +90,7 @@ OPTIONS = [
 
 APART = (
     *("chat_template", "response_schema", "reward", "optimizer", "tracker", "slurm", "user"),
-    *("model", "algorithm", "sweep", "stop"),
+    *("model", "algorithm", "sweep", "stop", "data", "tools", "hardware"),
 )
 """Groups that write into sections of their own and need nothing of each other."""
 
@@ -116,7 +116,8 @@ def test_every_option_composes_and_validates(
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     needed = [override for option in options for override in NEEDS_A_PATH.get(option, [])]
-    with_tools = ["stop_tools=[]"] if options[0].startswith("tools=") else []
+    has_tools = any(option.startswith("tools=") for option in options)
+    with_tools = ["stop_tools=[]"] if has_tools else []
     composed = compose(*options, *needed, *with_tools)
     validate(composed.config)
 

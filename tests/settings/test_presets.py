@@ -37,14 +37,15 @@ def compose(*overrides: str) -> Composed:
 
 
 @pytest.mark.parametrize(
-    "hardware",
+    ("hardware", "models"),
     [
-        *("laptop", "node8x80"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpu24", "gpu80")),
+        *(("laptop", MODELS[::2]), ("node8x80", MODELS[1::2])),
+        *(pytest.param(name, MODELS, marks=pytest.mark.slow) for name in ("gpu24", "gpu80")),
     ],
+    ids=("laptop", "node8x80", "gpu24", "gpu80"),
 )
-def test_every_model_composes_on_every_machine(hardware: str) -> None:
-    for model in MODELS:
+def test_every_model_composes_on_every_machine(hardware: str, models: list[str]) -> None:
+    for model in models:
         alone = compose(f"model={model}").config
         config = compose(f"model={model}", f"hardware={hardware}").config
         assert config.model.path == alone.model.path
