@@ -475,9 +475,13 @@ def _teacher_problems(a: AlgorithmConfig) -> Iterator[str]:
     teacher, key = a.teacher, "algorithm.teacher"
     if teacher is None:
         return
-    loaded, gated = teacher.role is None, teacher.gate is not Gate.all
-    yield from _needs(f"a model in {key}.path", loaded, teacher, "revision", "dtype", prefix=key)
-    yield from _needs(f"{key}.gate=failed or succeeded", gated, teacher, "success", prefix=key)
+    is_loaded, is_gated = teacher.role is None, teacher.gate is not Gate.all
+    yield from _without_effect(
+        f"a model in {key}.path", is_loaded, teacher, "revision", "dtype", prefix=key
+    )
+    yield from _without_effect(
+        f"{key}.gate=failed or succeeded", is_gated, teacher, "success", prefix=key
+    )
     if a.resamples:
         resampling = "dynamic_sampling" if a.dynamic_sampling else "oversample"
         yield (

@@ -164,5 +164,6 @@ def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     them early enough: a KL in the reward and a teacher's advantages need them before it.
     """
     recomputed = config.behaviour is Behaviour.recomputed
-    needs_early = config.updates > 1 or config.kl_in_reward is not None or config.teacher is not None
+    adds_to_rewards = config.kl_in_reward is not None or config.teacher is not None
+    needs_early = config.updates > 1 or adds_to_rewards
     return config.top_entropy < 1 or (recomputed and needs_early)
