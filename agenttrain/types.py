@@ -340,7 +340,8 @@ class ToolContext:
     turn: int
     call_id: str
     tool: str = ""
-    """Name that the model called; the executor of a row's own tool has another."""
+    """Name under which the model called the tool. A row's own tool has another name than the
+    function that runs it."""
     run_policy: Callable[..., Awaitable[Delegated]] | None = field(
         default=None, repr=False, compare=False
     )
@@ -358,8 +359,8 @@ class ToolContext:
         """Run the policy on `messages` in a context of its own; what it samples is trained too.
 
         `tools` are names of tools of the run and of the row. `max_turns` and `max_tokens` (sampled
-        and tool tokens) are at most, and by default, `rollout.max_turns` and
-        `rollout.max_completion_tokens`. Raises ToolFailure if a limit on sub-agents ends it,
+        and tool tokens) default to `rollout.max_turns` and `rollout.max_completion_tokens`, and may
+        not exceed them. Raises ToolFailure if a limit on sub-agents ends it,
         ToolUnavailable if it fails. Example: ``(await context.delegate([message])).content``
         """
         if self.run_policy is None:
@@ -526,9 +527,10 @@ class Trajectory:
         return 0 if self.parent is None else self.parent[1]
 
     def context(self, earlier: Sequence[Trajectory]) -> array[int]:
-        """Return the ids of its context, given the trajectories of the rollout before it.
+        """Return the ids that precede it: the first `position` tokens of its parent.
 
-        Raises LedgerError for a parent or a position that they do not have.
+        `earlier` are the trajectories of the same rollout that came before it. Raises LedgerError
+        for a parent or a position that they do not have.
         """
         if self.parent is None:
             return array("q")

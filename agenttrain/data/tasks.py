@@ -47,7 +47,10 @@ class GeneratedRows:
 
 
 class TaskSource:
-    """Tasks by occurrence: the n-th of a run is row n, or the n-th row of a seeded shuffle."""
+    """Tasks by occurrence: the n-th of a run is row n, or the n-th row of a seeded shuffle.
+
+    An index counts the rows that were not left out, a number all rows of the dataset.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class TaskSource:
         return self._epoch[1][position]
 
     def row(self, index: int) -> Task:
-        """Return the task of a row, by its number in the dataset."""
+        """Return the task of the row at an index."""
         number = self._number(index)
         row, needs_prompt = self._rows[number], self._needs_prompt
         return to_task(row, number, needs_prompt=needs_prompt, images=self._images)

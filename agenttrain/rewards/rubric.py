@@ -136,7 +136,11 @@ class Rubric:
         return [result.reason for result in results if result.reason]
 
     def _weigh(self, rollout: Rollout, scores: Mapping[str, Score]) -> _Rewards:
-        """Return a rollout's rewards from its scores by function; raise RewardError if `strict`."""
+        """Return a rollout's rewards and their weighted sum, from its scores by function.
+
+        The sum is None, with the reason, if a score is unavailable. A sum that is no number is the
+        functions' fault: RewardError if `strict`, else the reason.
+        """
         rewards: dict[str, float | None] = {}
         turn_scores: dict[str, tuple[float, ...]] = {}
         reason: str | None = None

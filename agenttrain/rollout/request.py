@@ -95,11 +95,11 @@ class RolloutContext:
     """Record of parsed completions, so that `ledger.verify` need not parse them again; None: it
     parses every one."""
     user: Callable[[Message], Awaitable[str | None]] | None = None
-    """Gives the user's next message after an answer, in place of the task's later turns and of the
-    environment's; None ends the rollout."""
+    """Returns the user's next message after an answer, or None to end the rollout. It replaces the
+    task's later turns and the environment's messages."""
     simulated_user: SimulatedUser | None = None
-    """Gives the user's next message when the task has no later turn and the environment says
-    nothing; None: the rollout ends then."""
+    """Writes the user's next message once the task has no later turn and the environment says
+    nothing. Without it the rollout ends there."""
     on_messages: Callable[[Rollout, Sequence[Message]], None] | None = None
     """Called with the messages that a rollout has just gained: a turn of the model before its
     calls run, then the replies."""

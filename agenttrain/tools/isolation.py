@@ -118,7 +118,7 @@ class ToolWorker:
             return True
         if not self.process.ended(timeout_s):
             return False
-        self.process.kill()  # closes its files
+        self.process.kill()  # what the worker started, and the files towards it
         self._socket.close()
         return True
 
@@ -147,9 +147,9 @@ class ToolWorker:
     def _died(self) -> ToolUnavailable:
         """Make the error that says how the worker ended."""
         assert self.process is not None
-        how = self.process.gone()
+        how_it_ended = self.process.gone()
         self.kill()
-        return ToolUnavailable(f"tool {self.name}: its worker process {how}")
+        return ToolUnavailable(f"tool {self.name}: its worker process {how_it_ended}")
 
 
 class ProcessTool:

@@ -254,8 +254,8 @@ def _packed_images(
 ) -> PackedImages:
     """Return the images and positions of branches that are packed one after the other.
 
-    `sources` has each branch after the layout of a sequence that it belongs to, None without an
-    image.
+    `sources` are pairs (layout of the images of the branch's sequence or None if it has none,
+    branch).
     """
     positions: list[Tensor] = []
     pieces: list[Piece] = []

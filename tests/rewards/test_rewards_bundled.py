@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -207,7 +208,11 @@ def test_a_pattern_that_would_take_years_says_so():
 
 
 def test_stop_tool_called():
-    assert reward(stop_tool_called, made("", stop=StopReason.stop_tool)) == 1.0
+    handed_in, failed = called("done"), called("done", ToolError.timeout)
+    ended = {"stop": StopReason.stop_tool}
+    assert reward(stop_tool_called, made("", replace(handed_in, stop=True), **ended)) == 1.0
+    assert reward(stop_tool_called, made("", replace(failed, stop=True), **ended)) == 0.0
+    assert reward(stop_tool_called, made("", called("sql"), **ended)) == 0.0
     assert reward(stop_tool_called, made("", stop=StopReason.max_turns)) == 0.0
 
 

@@ -52,6 +52,11 @@ class MathVerify(AnswerReward):
         """Started when it is needed, and killed when an answer takes too long."""
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float | None:
+        """Return 1 if the answer equals the expected one, else 0; None if the latter is no formula.
+
+        An answer that takes too long, or ends the process, is wrong: 0. Raises RewardUnavailable if
+        the process does not start.
+        """
         expected, answer = self.expected(columns), self.answer(rollout)
         request = {
             "expected": as_text(expected),
@@ -64,7 +69,7 @@ class MathVerify(AnswerReward):
                 command = [sys.executable, "-P", str(WORKER)]
                 self._process = ChildProcess(command, requests=True, replies=True)
                 try:
-                    self._process.receive(limit_s=START_S)
+                    self._process.receive(limit_s=START_S)  # it has imported the library
                 except ChildGone as error:
                     self._process.kill()
                     raise RewardUnavailable(

@@ -59,6 +59,7 @@ class RewardModel:
         ]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         max_tokens = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+        # For each that is too long; those that fit are replaced below.
         scores: list[float | RewardUnavailable] = [
             RewardUnavailable(
                 f"the conversation has {len(tokens)} tokens, and {self._path} takes {max_tokens}"

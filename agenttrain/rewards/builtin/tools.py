@@ -65,8 +65,7 @@ def stop_tool_called(rollout: Rollout) -> float:
     """
     if rollout.stop_reason is not StopReason.stop_tool:
         return 0.0
-    calls = [result for result in rollout.tool_results if result.stop]
-    return float(not calls or any(result.error is None for result in calls))
+    return float(any(result.stop and result.error is None for result in rollout.tool_results))
 
 
 def environment(rollout: Rollout) -> float | None:

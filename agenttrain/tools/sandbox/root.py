@@ -186,9 +186,10 @@ def _show(path: str, layer: str, root: Root) -> None:
 
 
 def _copy_folders(folder: str, top: str, layer: str, *, added: int = 0) -> str:
-    """Copy the folders from `top` to `folder` into a layer, without files; return the last one.
+    """Make the folders on the path from `top` down to `folder` in `layer`; return the last one.
 
-    Owner and permissions are the machine's; `added` are further permissions.
+    `layer` stands for `top`. The folders are empty, with the owners and permissions of the
+    machine's; `added` are further permissions.
     """
     source, copy = HOST + top, layer
     for name in filter(None, folder[len(top) :].split("/")):
@@ -197,7 +198,7 @@ def _copy_folders(folder: str, top: str, layer: str, *, added: int = 0) -> str:
         if not os.path.isdir(copy):
             os.mkdir(copy)
             os.chmod(copy, stat.S_IMODE(state.st_mode))
-            with suppress(OSError):  # in a user namespace other users have no numbers
+            with suppress(OSError):  # a user namespace has no numbers for other users
                 os.chown(copy, state.st_uid, state.st_gid)
         os.chmod(copy, stat.S_IMODE(os.stat(copy).st_mode) | added)
     return copy
