@@ -21,7 +21,6 @@ from transformers import AutoConfig, PreTrainedModel
 from agenttrain.algorithms.config import TeacherConfig
 from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of, specs
-from agenttrain.engines.transformers.decoder import AUTOCAST
 from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.settings.engine_checks import has_rollout_process, run_spec
 from agenttrain.settings.run_config import RunConfig
@@ -484,6 +483,10 @@ def _microbatch(
 Value = TypeVar("Value")
 
 
+MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Formats of `training.mixed_precision`, by name."""
+
+
 class Sizes:
     """A model without weights, and its traced sizes. Each is computed once.
 
@@ -506,7 +509,7 @@ class Sizes:
         """Training continues with adapters of an earlier training."""
         self.sends_adapters = config.lora.rank > 0 and not (base and why_merged(folder))
         """Engines get the adapters as they are, and not merged into the weights."""
-        self._saved = {name: Saved(self.model, dtype) for name, dtype in AUTOCAST.items()}
+        self._saved = {name: Saved(self.model, dtype) for name, dtype in MIXED_PRECISIONS.items()}
 
     @cached_property
     def parameters(self) -> int:
