@@ -102,10 +102,15 @@ def place(
     for secret in ("TOKEN", "MCP_USER", "MCP_PASSWORD"):
         monkeypatch.setenv(secret, "x")
     monkeypatch.setattr(objectives, "REGISTRY", dict(objectives.all_objectives()))
-    before = set(sys.modules)
+    forget_modules()
     yield tmp_path
-    for name in set(sys.modules) - before:  # the next page has another my_agent.py
-        if getattr(sys.modules[name], "__file__", None) and name.startswith(("my_", "test_my_")):
+    forget_modules()
+
+
+def forget_modules() -> None:
+    """Forget the modules of a page or an example: the next one has another my_agent.py."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("my_", "test_my_")) and getattr(module, "__file__", None):
             del sys.modules[name]
 
 

@@ -230,7 +230,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     from agenttrain.settings.pinning import pin
     from agenttrain.settings.saved import check_new
 
-    check_new(composed.config)
+    check_new(verb, composed.config)
     validate(composed.config, SIZES if verb == "plan" else tuple(PARTS))
     pin(composed, verb)
     check_for_verb(verb, composed.config, overrides)

@@ -29,7 +29,7 @@ from agenttrain.settings.role_checks import role_problems, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.config import tracker_problems
 from agenttrain.tracking.names import METRICS, metric_row
-from agenttrain.training.config import Dtype, Init, MixedPrecision, Schedule
+from agenttrain.training.config import Dtype, MixedPrecision, Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.model_path import PARTS, model_folder, template_file
@@ -506,15 +506,6 @@ def has_no_effect(override: str, verb: str) -> bool:
     return key not in READ and bool(prefixes & set(UNREAD.get(verb, ())))
 
 
-def _init(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Check that a run does not sample from a model that has learned nothing."""
-    if verb in ("train", "eval", "play", "serve") and config.model.init is Init.random:
-        yield (
-            "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
-            "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"
-        )
-
-
 CHECKS: tuple[Check | VerbCheck, ...] = (
     Check(_sizes, ("tasks_per_step", "algorithm", "rollout", "engine")),
     Check(_compaction, ("rollout", "engine")),
@@ -561,7 +552,6 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     Check(_trackers, ("tracker",)),
     Check(_environments, ("algorithm", "reward", "environment")),
     VerbCheck(_unread, ()),
-    VerbCheck(_init, ("model",)),
     VerbCheck(_answers, ("data",)),
     VerbCheck(_structured, ("rollout", "algorithm", "guards"), skips=UNTRAINED),
     VerbCheck(_teacher_folder, ("algorithm",), skips=UNTRAINED),

@@ -147,9 +147,6 @@ def test_what_summary_json_keeps_comes_back(tmp_path):
         (e.label, e.reward, e.pass_at, e.by_group) for e in evaluations
     ]
     assert from_json({}) == []
-    for scores in stored["scores"]:  # as earlier versions wrote them
-        scores["pass_at"] = {"1": 0.25}
-    assert from_json(stored)[0].pass_at[1].mean == 0.25
 
 
 def test_nothing_measured_is_null_in_json_and_nan_again(tmp_path):
