@@ -55,6 +55,7 @@ def test_every_program_trains_as_the_loop(agent: str, loop: Path, tmp_path: Path
     assert_same_weights(run, loop)
 
 
+@pytest.mark.long
 def test_two_processes_have_an_endpoint_each(tmp_path: Path, monkeypatch) -> None:
     """The rollouts and weights of two processes whose agent is the loop, to the bit."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

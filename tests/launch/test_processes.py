@@ -165,7 +165,7 @@ def test_a_run_whose_rank_was_killed_goes_on_exactly(tmp_path):
     [
         ("interrupted", INTERRUPTED, "interrupted"),
         pytest.param("terminated", PREEMPTED, "preempted", marks=pytest.mark.long),
-        ("hung_up", PREEMPTED, "preempted"),
+        pytest.param("hung_up", PREEMPTED, "preempted", marks=pytest.mark.long),
         pytest.param("faulty", FAILED, "failed", marks=pytest.mark.long),
         ("hung", FAILED, "failed"),
         ("abandoned", -9, "failed"),

@@ -45,6 +45,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     same(folder, whole, 4)
 
 
+@pytest.mark.long
 def test_two_processes_that_were_stopped_equal_two_that_were_not(tmp_path: Path) -> None:
     """To the bit: also which of them gets which task is as it would have been."""
     run = (*TINY, "tasks_per_step=7", "distributed=ddp", TWO)

@@ -154,7 +154,7 @@ def test_a_resumed_run_trains_each_serial_once(tmp_path: Path) -> None:
     assert_nothing_left(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_keeps_what_was_sampled_ahead(tmp_path: Path) -> None:
     """The checkpoint is of the last step: every group of the journal is trained on."""
     folder = tmp_path / "run"

@@ -173,14 +173,10 @@ def test_what_a_reward_prints_and_raises_arrives(
     assert_nothing_left(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "engine"),
-    [
-        pytest.param("ddp", COPY, marks=pytest.mark.long),
-        pytest.param("fsdp2", COPY, marks=pytest.mark.long),
-        ("fsdp2", BROADCAST),
-    ],
+    [("ddp", COPY), ("fsdp2", COPY), ("fsdp2", BROADCAST)],
 )
 def test_two_training_processes_sample_as_one(way: str, engine: str, tmp_path: Path) -> None:
     run = (*TINY, engine, "steps=5", OWN)

@@ -76,7 +76,7 @@ def test_four_three_and_two_processes_read_what_four_wrote_to_the_bit(tmp_path: 
         assert all(one == saved[0] for one in loaded.values()), processes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_nodes_of_two_give_the_numbers_of_four_processes() -> None:
     told = torchrun("process_saves.py", "hsdp", processes=4)
     one, two = told[0]["None"], told[0]["2"]
