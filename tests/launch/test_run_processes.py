@@ -10,8 +10,7 @@ import pytest
 from process_runs import agenttrain, metrics, same
 from same_run import assert_same
 
-# One worker: the run of one process is made once.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("run_processes")]
+pytestmark = pytest.mark.long
 TINY = [
     *("debug=tiny", "tasks_per_step=3", "tracker=none", "checkpoint.every=2"),
     *("eval.questions=2", "eval.greedy=false", "optimizer.schedule=constant"),
@@ -31,10 +30,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [
-        pytest.param(["distributed=fsdp2", TWO], ["distributed=single"], id="two-one"),
-        pytest.param([], ["distributed=ddp", TWO], id="one-two", marks=pytest.mark.long),
-    ],
+    [(["distributed=fsdp2", TWO], ["distributed=single"]), ([], ["distributed=ddp", TWO])],
+    ids=["two-one", "one-two"],
 )
 def test_a_run_goes_on_with_another_number_of_processes(
     first: list[str], then: list[str], whole: Path, tmp_path: Path
@@ -45,7 +42,6 @@ def test_a_run_goes_on_with_another_number_of_processes(
     same(folder, whole, 4)
 
 
-@pytest.mark.long
 def test_two_processes_that_were_stopped_equal_two_that_were_not(tmp_path: Path) -> None:
     """To the bit: also which of them gets which task is as it would have been."""
     run = (*TINY, "tasks_per_step=7", "distributed=ddp", TWO)
@@ -55,7 +51,6 @@ def test_two_processes_that_were_stopped_equal_two_that_were_not(tmp_path: Path)
     assert_same(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.long
 def test_two_processes_teach_the_shop_agent_to_chain_queries(tmp_path: Path) -> None:
     arguments = ["steps=16", "eval.questions=80", "eval.greedy=false", "tracker=none"]
     agenttrain(*arguments, "distributed=ddp", TWO, f"hydra.run.dir={tmp_path / 'run'}")

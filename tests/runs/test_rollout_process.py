@@ -192,7 +192,7 @@ def test_two_training_processes_sample_as_one(way: str, engine: str, tmp_path: P
     assert without_probe(tmp_path / "again") == without_probe(tmp_path / "two")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_training_processes_to_the_byte(tmp_path: Path) -> None:
     """Prompts and answers of one length: both ways give each process the same groups."""
     rows = [{"prompt": f"question {n}", "answer": str(n)} for n in range(10, 50)]
@@ -212,7 +212,7 @@ def test_two_training_processes_to_the_byte(tmp_path: Path) -> None:
         assert rollouts(tmp_path / "own", step) == rollouts(tmp_path / "same", step)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path) -> None:
     """Cursor, curriculum and costs are drawn from in the other process."""
     run = (*TINY, COPY, "data.curriculum.enabled=true", "algorithm.dynamic_sampling=1")

@@ -31,7 +31,7 @@ RUNS = {
     "drop": [*TURNS, *DROP],
     "gigpo and summary": [*TURNS, "algorithm=gigpo", *SUMMARY, "rollout.compact_at=120"],
 }
-IN_CI = ("turn_baseline", "gigpo and summary")
+IN_CI = ("gigpo and summary",)
 
 
 def test_a_run_that_credits_turns_and_compacts(tmp_path: Path, capsys) -> None:
@@ -70,14 +70,8 @@ def test_such_runs_go_on_to_the_bit_and_replay(name: str, tmp_path: Path) -> Non
     assert main(["replay", str(tmp_path / "whole"), "step=3"]) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gigpo and summary",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("turn_reward", "drop")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["turn_reward", "gigpo and summary", "drop"])
 def test_two_processes_make_the_run_of_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

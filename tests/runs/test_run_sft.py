@@ -149,7 +149,7 @@ def same_but_for_rounding(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)], ids=["ddp", "fsdp2"]
+    "mode", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)], ids=["ddp", "fsdp2"]
 )
 def test_two_processes_learn_what_one_learns(mode: str, alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -158,7 +158,7 @@ def test_two_processes_learn_what_one_learns(mode: str, alone: Path, tmp_path: P
     same_but_for_rounding(folder, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_one_process_goes_on_with_two(alone: Path, tmp_path: Path) -> None:
     folder = killed(alone, tmp_path)
     agenttrain("sft", f"resume={folder}", "distributed=ddp", PROCESSES)

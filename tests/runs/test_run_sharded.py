@@ -68,7 +68,8 @@ def test_sft(processes: int, alone: Path, tmp_path: Path) -> None:
     assert not expected
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 4])
 def test_eval(processes: int, alone: Path, tmp_path: Path) -> None:
     printed = run(tmp_path / "run", *EVAL, SHARDED, f"distributed.processes={processes}")
     assert WHOLE not in printed
