@@ -58,11 +58,7 @@ RUNS = {
         "algorithm.kl.place=reward",
         "algorithm.kl.estimator=k1",
     ],
-    "luspo": [
-        "algorithm.kl.beta=0.1",
-        "algorithm.reference=synced",
-        "algorithm.kl.reference.sync_steps=1",
-    ],
+    "luspo": ["algorithm.kl.beta=0.1", "algorithm.kl.reference.sync_steps=1"],
     **{name: [] for name in ("bnpo", "dr_grpo", "gmpo", "vespo")},
 }
 
