@@ -41,11 +41,6 @@ NEW_FOLDER = {"hydra.run.dir=FOLDER": "name the run folder (outputs/<experiment>
 AGENT = {"run=FOLDER": "the agent of a run, or of one of its checkpoints; or model.path=…", **TRUST}
 
 
-def load_verb(name: str) -> Verb:
-    """Return a verb by its name."""
-    return DECLARED[name]
-
-
 def split_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """Return the verb, `train` when none is given, and the other arguments.
 

@@ -172,11 +172,11 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
     """
     raw = compose_raw(overrides, source, with_hydra=with_hydra)
     with explained(overrides, source.groups):
-        sections = {str(key): _contained(raw[key]) for key in raw if key != "hydra"}
+        sections = {str(key): _to_plain(raw[key]) for key in raw if key != "hydra"}
         # Hydra has merged the schema, but does not complain of `+algorithm.typo=1` and `~steps`.
         is_open = any(text.startswith(("+", "~")) for text in overrides)
         try:
-            composed = convert(sections) if is_open else _checked(sections)
+            composed = convert(sections) if is_open else _validate(sections)
         except ConfigError as error:
             raise ConfigError(with_files(str(error), overrides, source.name)) from error
     _check_emptied(overrides, composed)
@@ -259,7 +259,7 @@ def unchanged(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[st
         yield f"{as_typed(override.input_line)}: leaves its keys as they are; {remedy}"
 
 
-def _contained(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a value of a node as plain data; raises OmegaConf's error for one that is missing."""
     if not OmegaConf.is_config(value):
         return value
@@ -275,10 +275,10 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     node = raw if isinstance(raw, DictConfig) else OmegaConf.create(dict(raw))
     data = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
     typed = OmegaConf.merge(schema(), data)
-    return _checked(cast(dict[str, Any], _contained(typed)))
+    return _validate(cast(dict[str, Any], _to_plain(typed)))
 
 
-def _checked(sections: Mapping[str, Any]) -> Composed:
+def _validate(sections: Mapping[str, Any]) -> Composed:
     """Build the settings from sections that the schema has typed; raises ConfigError."""
     config = validated(RunConfig, sections)
     complete = plain(config)  # with the defaults of the choices

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agenttrain.commands.verb import VERBS, new_file, report_file
-from agenttrain.commands.verbs import load_verb
+from agenttrain.commands.verbs import DECLARED
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
 
@@ -95,7 +95,7 @@ def script(shell: str) -> str:
     data = "\n".join(" ".join(line) for line in candidates())
     text = (folder / "core.sh").read_text(encoding="utf-8")
     text += (folder / f"{shell}.sh").read_text(encoding="utf-8")
-    verbs = {name: load_verb(name) for name in VERBS}
+    verbs = {name: DECLARED[name] for name in VERBS}
     parsers = {name: verb.parser() for name, verb in verbs.items()}
     composing = " | ".join(name for name, verb in verbs.items() if verb.settings is not None)
     reading = " ".join(
@@ -123,7 +123,7 @@ def candidates() -> Iterator[tuple[str, str]]:
     groups = list_groups(conf_folder())
     for name in VERBS:
         yield "verb", name
-        verb = load_verb(name)
+        verb = DECLARED[name]
         parser = verb.parser()
         words = [option for option in parser.options if option.startswith("--") or option == "-m"]
         for argument in parser.positionals:
