@@ -50,8 +50,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
         conversions = getattr(model, CONVERSIONS, None) or ()
         patterns = [p for conversion in conversions for p in conversion.source_patterns]
         if any(PEFT in pattern for pattern in patterns):
-            # These conversions are for the adapters' file. Without them, the model's files get
-            # those of the model's family.
+            # transformers recorded the conversions of the adapters' file. Without a record, saving
+            # the model uses those of its family.
             setattr(model, CONVERSIONS, None)
     else:
         # peft ignores a target that does not exist as long as another one does.
@@ -100,8 +100,8 @@ def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
 def load_saved_adapters(model: Any, folder: Path) -> None:
     """Load the adapters in a folder onto a model that has none.
 
-    transformers records the conversions of the last files that it loaded. The model keeps those of
-    its own files.
+    transformers overwrites the model's `CONVERSIONS` by those of the adapters' file. They are put
+    back, because saving the model reads them.
     """
     conversions = getattr(model, CONVERSIONS, None)
     model.load_adapter(str(folder))
@@ -190,7 +190,7 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the adapters' weights by peft's names, on the CPU. All processes gather together."""
     from peft import get_peft_model_state_dict
 
-    # "auto" compares the base with that on the hub, and saves its embeddings if they differ.
+    # Not the default "auto", which saves embeddings that differ from those of the base on the hub.
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return {
         f"{PEFT}{name}": tensor.contiguous().cpu()

@@ -124,7 +124,7 @@ class ProbeCheck:
 
     token_ids: tuple[int, ...]
     start: int
-    """That of the SyncProbe."""
+    """Index of the first token that the engine sampled."""
     policy: tuple[float, ...]
     """The policy's log-probability of every token after the first."""
     first: Gap | None
@@ -132,10 +132,12 @@ class ProbeCheck:
     warned: bool
     """True once a far token was warned of."""
     before: tuple[tuple[float, ...], tuple[float, ...]] | None
-    """The policy's and the engine's scores at the last sync (`SyncProbe.scores`). None: the
-    engine's may stay the same."""
+    """The policy's and the engine's log-probabilities at the last sync (`SyncProbe.scores`). None:
+    the engine's need not have changed."""
     version: int
+    """Policy version, for errors."""
     tolerance: float
+    """Limit of the gap, in nats."""
     exact: bool
     """The tolerance is that of the largest gap, not of the mean."""
     growth: float
@@ -150,11 +152,11 @@ class ProbeCheck:
         return None
 
     def check(self, scores: Sequence[float]) -> SyncProbe:
-        """Return the probe with the engine's scores. Raises StaleWeights.
+        """Return the probe with the engine's scores.
 
-        It is raised if the gap exceeds both the tolerance and `growth` times the first sync's gap.
-        With `before` it is also raised if the policy's log-probabilities changed and the engine's
-        did not at all.
+        Raises StaleWeights if the gap exceeds both the tolerance and `growth` times the first
+        sync's gap, and, given `before`, if the policy's log-probabilities changed since then and
+        the engine's did not at all.
         """
         probe = SyncProbe(
             token_ids=self.token_ids,
@@ -232,17 +234,7 @@ async def sync(
     has_adapters = is_adapted(policy.model)
     as_adapters = engine.takes_adapters and has_adapters
     dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else policy.model.dtype
-    weights: Iterable[tuple[str, Tensor]]
-    if isinstance(engine, ModelNames) and engine.model_names:
-        weights = named_weights(policy.model, dtype)
-    elif not as_adapters:
-        weights = PolicyWeights(policy.model, dtype)
-    elif isinstance(engine, Forgetful) and engine.lacks_base:
-        base = checkpoint_weights(policy.model, dtype, merged=False)
-        weights = chain(base, checkpoint_adapters(policy.model))
-    else:
-        weights = checkpoint_adapters(policy.model)
-    await engine.update(weights, version)
+    await engine.update(_weights_for(engine, policy.model, dtype), version)
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
@@ -286,18 +278,31 @@ async def sync(
     return probe
 
 
+def _weights_for(
+    engine: Separate, model: PreTrainedModel, dtype: torch.dtype
+) -> Iterable[tuple[str, Tensor]]:
+    """Return the weights that a sync sends to `engine`, under the names that it takes."""
+    if isinstance(engine, ModelNames) and engine.model_names:
+        return named_weights(model, dtype)
+    if not (engine.takes_adapters and is_adapted(model)):
+        return PolicyWeights(model, dtype)
+    if isinstance(engine, Forgetful) and engine.lacks_base:  # it forgot the weights below them
+        base = checkpoint_weights(model, dtype, merged=False)
+        return chain(base, checkpoint_adapters(model))
+    return checkpoint_adapters(model)
+
+
 async def _probe_text(
     policy: Policy, engine: Engine, before: SyncProbe | None, prompt_ids: Sequence[int]
 ) -> tuple[Sequence[int], int]:
     """Return the probe's ids, and the index of the first id that the engine sampled.
 
-    They are those of the last sync, `before`. At the first sync they are made: sampled after
-    `prompt_ids`, or, without a prompt, a fixed sequence.
+    The probe of the last sync, `before`, is used again. At the first sync the engine samples one
+    after `prompt_ids`. Without a prompt it is a fixed sequence, all of which is compared.
     """
     if before:
         return before.token_ids, before.start
     if not prompt_ids:
-        # Ids from the whole vocabulary.
         vocabulary = policy.model.get_input_embeddings().weight.shape[0]
         end = min(PROBE_TOKENS, engine.max_context - 1)
         return [index * STEP % vocabulary for index in range(1, end)], 1
@@ -325,7 +330,7 @@ def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[fl
 
 @dataclass(frozen=True, slots=True)
 class PolicyWeights:
-    """Iterable of the policy's `checkpoint_weights`. Each iteration gathers them (`Regathered`)."""
+    """The policy's `checkpoint_weights`. Each iteration gathers them anew, as `Regathered` needs."""
 
     model: PreTrainedModel
     dtype: torch.dtype
