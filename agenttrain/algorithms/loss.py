@@ -169,6 +169,7 @@ def extremes(name: str, values: Tensor) -> MetricParts:
 
     Without values they are inf and -inf, which change no minimum and no maximum.
     """
+    # The two numbers of a metric's part are the same: an extreme has no count.
     valid = values.float()[~values.isnan()]
     infinity = valid.new_tensor([torch.inf])
     lowest, highest = torch.cat((valid, infinity)).min(), torch.cat((valid, -infinity)).max()
@@ -233,7 +234,10 @@ class Averages:
             )
 
     def means(self, accelerator: Any) -> dict[str, float]:
-        """Return each name's value over all processes, which need the same names. NaN: none."""
+        """Return each name's value over all processes, which need the same names.
+
+        A name to which no process added a value has NaN.
+        """
         if not self._parts:
             return {}
         names = sorted(self._parts)
@@ -242,7 +246,7 @@ class Averages:
         values = {}
         for index, name in enumerate(names):
             part = _combine(name, parts[:, index])
-            if not name.endswith(("max", "min")):
+            if not name.endswith(("max", "min")):  # (sum, count)
                 values[name] = (part[0] / part[1]).item()
             else:
                 values[name] = part[0].item() if part[0].isfinite() else torch.nan

@@ -76,10 +76,10 @@ with the other sequences of its microbatch."""
 def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor:
     """Return True for the tokens among the top `share` by entropy, [N].
 
-    https://arxiv.org/abs/2506.01939. As many tokens are True as reach TRL's quantile without ties.
-    Among tokens that tie with the last of them (`TIED`) those of the lowest `place_N` come first.
-    TRL takes those that rounding puts above, but the rollouts of a group have equal entropies until
-    their texts differ, and rounding changes with the microbatch.
+    https://arxiv.org/abs/2506.01939. The count is that of the tokens that reach TRL's quantile if
+    no two entropies are equal. Of entropies that differ by at most `TIED` from the lowest chosen
+    one, those of the lowest `place_N` are chosen. TRL leaves that to rounding, but the rollouts of
+    a group have equal entropies until their texts differ, and rounding changes with the microbatch.
 
     Example: of [0, 1, 2, 3, 4] the top half, .5, is [2, 3, 4]; of [1, 1, 1, 2, 0] with places 0 …
     4 it is the first two and the 2.
@@ -94,7 +94,7 @@ def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor
     mask_N = entropy_N > cutoff + TIED
     (ties,) = ((entropy_N >= cutoff - TIED) & ~mask_N).nonzero(as_tuple=True)
     by_place = ties[place_N[ties].argsort()]
-    mask_N[by_place[: count - int(mask_N.sum())]] = True
+    mask_N[by_place[: count - int(mask_N.sum())]] = True  # fill up to `count`
     return mask_N
 
 

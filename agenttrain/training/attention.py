@@ -74,7 +74,7 @@ def packed_attention(
     `sliding_window` includes the token itself. `s_aux` [heads] are the scores of the sinks. Raises
     UnsupportedAttention for other masks, caches, dropout and unknown keywords.
     """
-    # A mask or window that packing cannot honour goes to `keywords`, which `_check_supported` reads.
+    # A mask or window that packing cannot honour goes to `keywords`, for `_check_supported`.
     window = attention_mask.window if isinstance(attention_mask, WindowMask) else None
     if window is None:
         keywords["attention_mask"] = attention_mask

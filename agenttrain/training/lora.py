@@ -41,7 +41,6 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     with adapters continues with them. Raises ValueError for targets that the model does not have,
     and for loaded adapters whose rank, alpha or targets differ from the settings.
     """
-    from peft import LoraConfig
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     targets = settings.targets
@@ -54,28 +53,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
             # the model uses those of its family.
             setattr(model, CONVERSIONS, None)
     else:
-        # peft ignores a target that does not exist as long as another one does.
-        modules = [name for name, _ in model.named_modules()]
-        for target in targets:
-            if target != "all-linear" and not any(
-                f".{name}".endswith(f".{target}") for name in modules
-            ):
-                last_parts = {name.rpartition(".")[2] for name in modules}
-                raise ValueError(
-                    f"model.lora.targets={targets}: {type(model).__name__} has no module {target}"
-                    f"{did_you_mean(target, sorted(last_parts))}"
-                )
-        config = LoraConfig(
-            r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
-            target_modules="all-linear" if targets == ["all-linear"] else list(targets),
-            exclude_modules=VISION_TOWER if hasattr(backbone(model), "visual") else None,
-            task_type="CAUSAL_LM",
-        )
-        try:
-            model.add_adapter(config, ADAPTER)
-        except ValueError as error:
-            raise ValueError(f"model.lora.targets={targets}: {error}") from error
+        _add_new_adapters(model, settings)
     # Embedding and head may be one weight: the adapter of one layer must not change the other.
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
@@ -88,6 +66,34 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def _add_new_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Add adapters with new weights to the target modules."""
+    from peft import LoraConfig
+
+    targets = settings.targets
+    # peft ignores a target that does not exist as long as another one does.
+    modules = [name for name, _ in model.named_modules()]
+    for target in targets:
+        exists = any(f".{name}".endswith(f".{target}") for name in modules)
+        if target != "all-linear" and not exists:
+            last_parts = {name.rpartition(".")[2] for name in modules}
+            raise ValueError(
+                f"model.lora.targets={targets}: {type(model).__name__} has no module {target}"
+                f"{did_you_mean(target, sorted(last_parts))}"
+            )
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
+        target_modules="all-linear" if targets == ["all-linear"] else list(targets),
+        exclude_modules=VISION_TOWER if hasattr(backbone(model), "visual") else None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model.add_adapter(config, ADAPTER)
+    except ValueError as error:
+        raise ValueError(f"model.lora.targets={targets}: {error}") from error
 
 
 def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:

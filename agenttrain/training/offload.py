@@ -48,7 +48,7 @@ class StateOffload:
 
     @torch.no_grad()
     def to_device(self) -> None:
-        """Move the state back."""
+        """Move the state from host memory back to the device."""
         for tensor, buffer in self._buffers.values():
             is_on_host = tensor.data_ptr() == buffer.data_ptr()
             if is_on_host:

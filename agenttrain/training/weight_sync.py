@@ -330,7 +330,7 @@ def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[fl
 
 @dataclass(frozen=True, slots=True)
 class PolicyWeights:
-    """The policy's `checkpoint_weights`. Each iteration gathers them anew, as `Regathered` needs."""
+    """The policy's `checkpoint_weights`. Each iteration gathers them anew (`Regathered`)."""
 
     model: PreTrainedModel
     dtype: torch.dtype
