@@ -167,9 +167,9 @@ def mean_parts(values: Tensor) -> Tensor:
 def extremes(name: str, values: Tensor) -> MetricParts:
     """Return the metrics `<name>/min` and `<name>/max` of values of any shape, NaN left out.
 
-    Without values they are inf and -inf, which change no minimum and no maximum.
+    Without values they are inf and -inf, which change no minimum and no maximum. A part of an
+    extreme is the extreme twice.
     """
-    # The two numbers of a metric's part are the same: an extreme has no count.
     valid = values.float()[~values.isnan()]
     infinity = valid.new_tensor([torch.inf])
     lowest, highest = torch.cat((valid, infinity)).min(), torch.cat((valid, -infinity)).max()
@@ -209,7 +209,7 @@ def metric_names(config: AlgorithmConfig) -> list[str]:
 
 
 class Averages:
-    """Combines parts of the same name over microbatches, updates and processes.
+    """Combines parts (sum, count) of the same name over microbatches, updates and processes.
 
     Example: parts (6., 3.) and (2., 1.) of ``kl`` make the mean 2.0. Parts (6., 6.) and (2., 2.) of
     ``kl_max`` make 6.0, as for every name that ends in ``max``. Names in ``min`` take the least.
@@ -246,7 +246,7 @@ class Averages:
         values = {}
         for index, name in enumerate(names):
             part = _combine(name, parts[:, index])
-            if not name.endswith(("max", "min")):  # (sum, count)
+            if not name.endswith(("max", "min")):
                 values[name] = (part[0] / part[1]).item()
             else:
                 values[name] = part[0].item() if part[0].isfinite() else torch.nan

@@ -21,7 +21,7 @@ def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimat
     variance), k3 = exp(-d) - 1 + d (unbiased, never negative). John Schulman, "Approximating KL
     divergence", http://joschu.net/blog/kl-approx.html
 
-    As a term of the loss, k1 has an expected gradient of zero. It belongs into the reward. In the
+    As a term of the loss, k1 has an expected gradient of zero: k1 belongs into the reward. In the
     loss it must be multiplied by the ratio, which gives it the gradient of the KL
     (https://arxiv.org/abs/2512.02556).
     """

@@ -93,7 +93,7 @@ def packed_attention(
             count_call(Kernel.varlen)
             output = attend_varlen(query_T, key_T, value_T, blocks.varlen, scoring, kernel)
             return output[None], None
-    # Split once: the gradient of a slice is as large as the tensor that it was taken from.
+    # Otherwise block by block. Split once: the gradient of a slice is as large as its tensor.
     sizes = [block.tokens for block in blocks.blocks]
     queries, keys, values = (tensor.split(sizes) for tensor in states)
     outputs = []

@@ -16,6 +16,7 @@ from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import (
     SETTINGS,
+    InvalidSettings,
     Number,
     Quoted,
     Whole,
@@ -69,11 +70,9 @@ class CosineMinOptions(CosineOptions):
     @model_validator(mode="after")
     def _check(self) -> CosineMinOptions:
         if (self.min_lr is None) == (self.min_lr_rate is None):
-            raise_problems(
-                [
-                    "optimizer.schedule=cosine_with_min_lr: set one of "
-                    "optimizer.schedule_options.min_lr and optimizer.schedule_options.min_lr_rate"
-                ]
+            raise InvalidSettings(
+                "optimizer.schedule=cosine_with_min_lr: set one of "
+                "optimizer.schedule_options.min_lr and optimizer.schedule_options.min_lr_rate"
             )
         return self
 
@@ -338,11 +337,9 @@ class ModelConfig:
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
         if self.vision is VisionTower.trained and self.lora.rank:
-            raise_problems(
-                [
-                    f"model.vision=trained: model.lora.rank={self.lora.rank} trains adapters of "
-                    "the language model alone; leave one of them out"
-                ]
+            raise InvalidSettings(
+                f"model.vision=trained: model.lora.rank={self.lora.rank} trains adapters of the "
+                "language model alone; leave one of them out"
             )
         return self
 

@@ -109,7 +109,7 @@ def _moments(optimizer: Optimizer) -> int:
         return 0
     if isinstance(optimizer, Muon):
         return sum(p.nbytes for p in parameters)
-    return sum(2 * p.nbytes + STEP_COUNT for p in parameters)
+    return sum(2 * p.nbytes + STEP_COUNT for p in parameters)  # AdamW
 
 
 class Saved:

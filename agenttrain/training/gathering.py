@@ -49,7 +49,7 @@ def gather_by_layer(
     for _, layer_weights in groupby(weights, key=layer_of):
         names, tensors = map(list, zip(*layer_weights, strict=True))
         full = gather(tensors)
-        del tensors
+        del tensors  # `gather` copies them
         for name in names:
             yield name, next(full)
 

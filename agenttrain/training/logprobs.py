@@ -76,8 +76,7 @@ class Scorer(nn.Module):
     of any length gives the same results as separate passes, attention is one call per layer. The
     entropy carries a gradient only with `entropy_grad`.
 
-    `choose_layout` finds out by trial what the model allows. The constructor calls it, unless
-    `defer`: then the caller does, once the model is on its device and sharded.
+    `choose_layout` finds out by trial what the model allows.
     """
 
     packed: bool
@@ -102,7 +101,7 @@ class Scorer(nn.Module):
     ) -> None:
         """`key` is the setting that names the model, for errors. `vision` reads its images.
 
-        With `defer` the caller calls `choose_layout`, once the weights are in place.
+        With `defer` the caller calls `choose_layout`, once the model is on its device and sharded.
         """
         super().__init__()
         self.model = model

@@ -228,8 +228,8 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
 def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """Load the base model of a folder of adapters and merge the adapters into its weights.
 
-    They are added in float32, whatever the files' formats, and the sum is cast once: to `dtype`,
-    or for ``auto`` to the format of the adapters, which is that of their training. The
+    Base and adapters are added in float32, whatever the files' formats, and the sum is cast once:
+    to `dtype`, or for ``auto`` to the format of the adapters, which is that of their training. The
     end-of-sequence tokens are those of the folder.
     """
     from peft import PeftModel

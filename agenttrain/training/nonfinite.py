@@ -140,20 +140,13 @@ def find_culprits(
         # Run it even if an input is broken: with sharded weights the other processes run along.
         loss, logprobs_S = run_alone(sequence or stand_in())
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        finite = {n: bool(local_part(grad).isfinite().all()) for n, grad in gradients.items()}
+        broken = [n for n, grad in gradients.items() if not local_part(grad).isfinite().all()]
         norm = full_tensor(nn.utils.get_total_norm(gradients.values()))
         model.zero_grad()
         del gradients  # they would stay in memory beside those of the next pass
         if sequence is None:
             continue
-        problem = _broken_before_gradients(sequence, logprobs_S, loss)
-        broken_gradients = [
-            f"its gradient of {name}" for name, is_ok in finite.items() if not is_ok
-        ]
-        if problem is None and broken_gradients:
-            problem = broken_gradients[0]
-        elif problem is None and not norm.isfinite():
-            problem = "the norm of its gradient"
+        problem = _first_problem(sequence, logprobs_S, loss, broken, norm)
         if problem is not None:
             rollout = sequence.rollout
             place = place_of(rollout, sequence.trajectory)
@@ -161,12 +154,16 @@ def find_culprits(
     return result
 
 
-def _broken_before_gradients(
-    sequence: TrainingSequence, logprobs_S: Tensor, loss: Tensor
+def _first_problem(
+    sequence: TrainingSequence,
+    logprobs_S: Tensor,
+    loss: Tensor,
+    broken_gradients: Sequence[str],
+    norm: Tensor,
 ) -> str | None:
-    """Return the first number of the forward pass that is not finite, in the order of computation.
+    """Return the first number that is not finite, in the order of computation; it breaks the rest.
 
-    The first broken number breaks all later ones.
+    `broken_gradients` names the weights with such a gradient.
     """
     # The trajectory's advantages are float64. One that is only too large for float32 is not named
     # here, but by the loss that it breaks.
@@ -183,7 +180,11 @@ def _broken_before_gradients(
         index = None if values_S is None else _first_broken(values_S.tolist())
         if index is not None:
             return f"{name} of token {int(sequence.targets_S[index]) + 1}"
-    return None if loss.isfinite() else f"its loss is {loss.item():g}"
+    if not loss.isfinite():
+        return f"its loss is {loss.item():g}"
+    if broken_gradients:
+        return f"its gradient of {broken_gradients[0]}"
+    return None if norm.isfinite() else "the norm of its gradient"
 
 
 def _first_broken(values: Sequence[float]) -> int | None:

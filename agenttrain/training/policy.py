@@ -362,7 +362,7 @@ class Policy:
         return metrics
 
     def _mismatch(self, minibatch: Minibatch) -> MetricParts:
-        """Compare a step's first update, of the policy that sampled, with the engine's logprobs."""
+        """Compare the engine's logprobs with the policy's from before the step's first update."""
         sequences = [s for batch, _, _ in minibatch.scores for s in batch.sequences]
         engine_S = torch.cat([batch.behaviour_S for batch, _, _ in minibatch.scores])
         trainer_S = torch.cat([logprobs_S for _, logprobs_S, _ in minibatch.scores])

@@ -240,6 +240,7 @@ class SlicedWeights:
             yield WeightSource(name, self._stored[key], tuple(state[name].shape), state[name].dtype)
         # As `from_pretrained` records them: saving the model reverts them.
         model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+        # Convert shapes alone, on the meta device, to see which weights each conversion makes.
         for first_name, sources in sources_of.items():
             converter = by_pattern[sources[0][0]]
             conversion = Conversion(converter=converter, sources=tuple(sources), first=first_name)

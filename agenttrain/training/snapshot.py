@@ -107,7 +107,7 @@ def own_weights(
     """
     weights, shard = _weights_to_save(model), shard_of(model)
     tensors: dict[str, Tensor] = {}
-    if shard is None:
+    if shard is None:  # not sharded: the main process writes all
         if is_main:
             tensors = {n: _on_cpu(t.detach(), copies) for n, t in weights.items()}
         return "model.safetensors", _as_in_files(model, tensors)

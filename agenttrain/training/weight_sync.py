@@ -118,8 +118,8 @@ class SyncProbe:
 class ProbeCheck:
     """Checks an engine's log-probabilities of the probe.
 
-    It is a callable for `Replicated.verify`, and holds plain values: it can be sent to the process
-    that has the engine.
+    A callable for `Replicated.verify` of plain values, so that it can be sent to the process that
+    has the engine.
     """
 
     token_ids: tuple[int, ...]
@@ -167,16 +167,16 @@ class ProbeCheck:
             warned=self.warned,
         )
         gap, first, tolerance = probe.gap, self.first, self.tolerance
-        pairs = [(gap.max, tolerance)]
+        gaps_and_limits = [(gap.max, tolerance)]
         if not self.exact:
             first_gap = first or Gap(mean=0.0, q90=0.0, max=0.0)
-            pairs = [
+            gaps_and_limits = [
                 (gap.mean, max(tolerance, self.growth * first_gap.mean)),
                 (gap.q90, max(tolerance, self.growth * first_gap.q90)),
             ]
         # `any`: one of the two within its limit is agreement, because wrong weights raise both.
         # Not `value > limit`: NaN must not count as agreement.
-        if not any(value <= limit for value, limit in pairs):
+        if not any(value <= limit for value, limit in gaps_and_limits):
             raise StaleWeights(
                 f"weight sync {self.version}: the engine's log-probabilities of a fixed sequence "
                 f"differ from the policy's by up to {gap}"
@@ -210,7 +210,7 @@ async def sync(
     *,
     prompt_ids: Sequence[int] = (),
 ) -> SyncProbe | None:
-    """Give `engine` the policy's weights. It samples with policy version `version` from now on.
+    """Give `engine` the policy's weights, with which it samples from now on as version `version`.
 
     An engine that samples from `policy.sampler` itself only drops its caches, and the result is
     None. An engine with a copy of the weights is sent them and then scores the probe.

@@ -133,7 +133,7 @@ class World:
     ) -> list[Value]:
         """Gather objects. A process that passes a `failure` raises it, the others PeerFailed.
 
-        So an error of one process ends the work of all. With `patient` there is no time limit, as
+        An error of one process thus ends the work of all. With `patient` there is no time limit, as
         long as the heartbeats of the others go on (`Pulse`): their own watchdogs judge them.
         """
         limit_s = math.inf if patient else None
