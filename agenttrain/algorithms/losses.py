@@ -103,11 +103,11 @@ class EntropyBonus:
     """The weight of the entropy in the loss. Adaptive with `algorithm.entropy.adaptive`.
 
     Adaptive as in Skywork-OR1, https://arxiv.org/abs/2505.22312: after each update the coefficient
-    rises by a step if the entropy is at or below its target, else it falls. It acts only if the
-    entropy of the last update was at or below the target.
+    rises by a step if the entropy is at or below its target, else it falls. The bonus acts only if
+    the entropy of the last update was at or below the target.
 
-    Example: target 1.0, step .01, at coefficient .02: an update of entropy .8 makes it .03, one of
-    entropy 1.2 makes it .02 again, which does not act.
+    Example: target 1.0, step .01, coefficient .02: an update of entropy .8 makes it .03, one of
+    entropy 1.2 makes it .02 again, and the bonus does not act.
     """
 
     coefficient: float

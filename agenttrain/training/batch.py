@@ -259,8 +259,8 @@ def _packed_images(
 ) -> PackedImages:
     """Return the images and positions of branches that are packed one after the other.
 
-    `sources` are pairs (layout of the images of the branch's sequence or None if it has none,
-    branch).
+    `sources` are pairs (layout, branch). The layout is that of the images of the branch's sequence,
+    None without images.
     """
     positions: list[Tensor] = []
     pieces: list[Piece] = []

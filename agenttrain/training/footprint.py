@@ -102,7 +102,7 @@ def updating(model: PreTrainedModel, config: OptimizerConfig) -> Updating:
 def _moments(optimizer: Optimizer) -> int:
     """Return the bytes of an optimizer's state, once it has made an update."""
     parts = getattr(optimizer, "parts", None)
-    if parts is not None:
+    if parts is not None:  # several optimizers in one
         return sum(map(_moments, parts))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, SGD):

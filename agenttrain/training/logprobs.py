@@ -415,7 +415,7 @@ def check_head(
             "hold NaN or infinity, or are too large for its number format. Copy the model again, "
             "or set model.dtype=float32."
         )
-    if not gap <= 1e-2 * logits_TV.abs().max().item():
+    if not gap <= 1e-2 * logits_TV.abs().max().item():  # not `gap > …`: NaN is a difference
         raise UnsupportedModel(
             f"{key}: {type(model).__name__} changes its logits after the language-model head "
             f"(by up to {gap:.3g}) in a way that training does not know of. Choose another model."

@@ -79,8 +79,9 @@ def top_entropy(
 ) -> dict[SequenceKey, Tensor]:
     """Return the mask of the top `share` of tokens by entropy, [S] for each of `sequences`.
 
-    Tokens of all processes are compared. Ties go to the earlier position, then to the rollout with
-    the lower id. Neither depends on which process holds a rollout or on what is packed with it.
+    Tokens of all processes are compared. Ties go to the earlier position, then to the rollout that
+    comes first by group and sample. So they do not depend on which process holds a rollout, or on
+    what is packed with it.
     """
     # (group, sample, sequence key), which sorts alike in every process, and the entropies.
     local: list[tuple[tuple[Any, ...], Tensor]] = [
@@ -101,6 +102,7 @@ def top_entropy(
     )
     kept_N = top_entropy_mask(entropy_N, place_N, share)
     masks = kept_N.split([len(entropy_S) for _, entropy_S in entropies])
+    # This process's masks begin at `first`.
     first = sum(len(entries) for entries in by_rank[: world.rank])
     return {key[-1]: mask_S for (key, _), mask_S in zip(local, masks[first:], strict=False)}
 

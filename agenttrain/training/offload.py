@@ -69,7 +69,7 @@ def _state(optimizer: Optimizer) -> Iterator[Tensor]:
     if isinstance(optimizer, MasterWeights):
         for _, master in optimizer.pairs:
             yield local_part(master)
-    for part in parts or ():
+    for part in parts or ():  # several optimizers in one
         yield from _state(part)
     if parts is None:
         states: Any = optimizer.state.values()

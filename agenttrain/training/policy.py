@@ -333,7 +333,7 @@ class Policy:
             self._masters.fold()
 
     def optimizer_step(self, minibatch: Minibatch) -> MetricParts:
-        """Update the weights; return metrics. Raises BrokenUpdate in all, before any change."""
+        """Update the weights; return metrics. Raises BrokenUpdate in all processes, before that."""
         losses = torch.stack(minibatch.losses)
         norm = self._clip(losses)
         if norm is None:

@@ -238,7 +238,7 @@ async def sync(
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
-    growth = GROWTH if config.tolerance is None else 0
+    growth = GROWTH if config.tolerance is None else 0  # 0: a tolerance of the user's is the limit
     # Merging adapters, casting and quantising round small changes away: equal scores of the engine
     # then prove nothing.
     is_exact_copy = as_adapters or not (has_adapters or dtype != policy.model.dtype)
@@ -343,7 +343,8 @@ class PolicyWeights:
         """Return name, format and shape of each weight, without gathering any."""
         weights: dict[str, Tensor] = {}
         for name, part in _own_parts(self.model, self.dtype, merged=False):
-            weights |= on_meta({base_name(name): part})  # one by one: parts may be cast copies
+            # One at a time, because a part may be a cast copy.
+            weights |= on_meta({base_name(name): part})
         forms = _checkpoint_pieces(self.model, weights.items())
         return [WeightForm(name, form.dtype, tuple(form.shape)) for name, form in forms]
 

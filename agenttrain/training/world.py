@@ -363,7 +363,7 @@ class Pulse:
         def count() -> None:
             number = 0
             with suppress(dist.DistError):  # without the store no process can wait for this one
-                while not self._ending.wait(self._every_s if number else 0):
+                while not self._ending.wait(self._every_s if number else 0):  # the first at once
                     number += 1
                     self._store.set(f"alive/{self._rank}", str(number))
 
