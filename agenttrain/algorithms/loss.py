@@ -234,10 +234,7 @@ class Averages:
             )
 
     def means(self, accelerator: Any) -> dict[str, float]:
-        """Return each name's value over all processes, which need the same names.
-
-        A name to which no process added a value has NaN.
-        """
+        """Return each name's value over all processes, which need the same names. NaN: no value."""
         if not self._parts:
             return {}
         names = sorted(self._parts)

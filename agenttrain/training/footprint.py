@@ -145,15 +145,15 @@ class Saved:
             state |= {name: _fake(tensor) for name, tensor in net.named_buffers()}
             ids = torch.zeros(1, tokens, dtype=torch.long)
             positions = torch.arange(tokens)[None]
-        weights = {tensor.untyped_storage()._cdata for tensor in state.values()}
-        saved: dict[int, torch.UntypedStorage] = {}
+        weight_ids = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        saved: dict[int, torch.UntypedStorage] = {}  # holds them, so that ids stay unique
         saved_bytes = 0
 
         def save(tensor: Tensor) -> Tensor:
             """Count the bytes of a storage that autograd saves, once, and none for weights."""
             nonlocal saved_bytes
             storage = tensor.untyped_storage()
-            if storage._cdata not in weights and storage._cdata not in saved:
+            if storage._cdata not in weight_ids and storage._cdata not in saved:
                 saved[storage._cdata] = storage
                 saved_bytes += storage.nbytes()
             return tensor

@@ -128,10 +128,7 @@ class Scorer(nn.Module):
         world: World | None = None,
         autocast: AbstractContextManager[None] | None = None,
     ) -> None:
-        """Set `packed`, `varlen`, `least_shared` and `kernels` by a trial.
-
-        Raises UnsupportedModel.
-        """
+        """Set `packed`, `varlen`, `least_shared`, `kernels` by a trial. Raises UnsupportedModel."""
         model, inside = self.model, self.inside
         check_head(model, device=device, inside=inside, key=self._key)
         reason = self._choose_packing(device, world or World())

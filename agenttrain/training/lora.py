@@ -43,7 +43,6 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    targets = settings.targets
     if is_adapted(model):
         _check_same_adapters(model, settings)
         conversions = getattr(model, CONVERSIONS, None) or ()
@@ -60,7 +59,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     has_adapter = any(isinstance(module, BaseTunerLayer) for module in (embedding, head))
     if has_adapter and embedding.weight is head.weight:
         raise ValueError(
-            f"model.lora.targets={targets}: embedding and head of {type(model).__name__} "
+            f"model.lora.targets={settings.targets}: embedding and head of {type(model).__name__} "
             "are one weight (tie_word_embeddings), into which an adapter of one of them cannot be "
             "merged; leave both out"
         )

@@ -163,7 +163,7 @@ def _first_problem(
 ) -> str | None:
     """Return the first number that is not finite, in the order of computation; it breaks the rest.
 
-    `broken_gradients` names the weights with such a gradient.
+    `broken_gradients` names the weights whose gradient is not finite.
     """
     # The trajectory's advantages are float64. One that is only too large for float32 is not named
     # here, but by the loss that it breaks.

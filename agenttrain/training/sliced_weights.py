@@ -226,7 +226,7 @@ class SlicedWeights:
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
         state, prefix = model.state_dict(), model.base_model_prefix
-        sources_of: dict[str, list[tuple[str, StoredTensor]]] = {}
+        sources_of: dict[str, list[tuple[str, StoredTensor]]] = {}  # by a conversion's first weight
         for key in sorted(self._stored, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:  # the renaming is meant for other files

@@ -235,6 +235,8 @@ async def sync(
     as_adapters = engine.takes_adapters and has_adapters
     dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else policy.model.dtype
     await engine.update(_weights_for(engine, policy.model, dtype), version)
+
+    # Check them: both sides score the probe.
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
@@ -254,7 +256,7 @@ async def sync(
         token_ids=tuple(token_ids),
         start=start,
         policy=tuple(policy_T),
-        first=before.first or before.gap if before else None,
+        first=None if before is None else before.first or before.gap,
         warned=bool(before and before.warned),
         before=None if must_move_from is None else must_move_from.scores,
         version=version,
@@ -286,7 +288,7 @@ def _weights_for(
         return named_weights(model, dtype)
     if not (engine.takes_adapters and is_adapted(model)):
         return PolicyWeights(model, dtype)
-    if isinstance(engine, Forgetful) and engine.lacks_base:  # it forgot the weights below them
+    if isinstance(engine, Forgetful) and engine.lacks_base:
         base = checkpoint_weights(model, dtype, merged=False)
         return chain(base, checkpoint_adapters(model))
     return checkpoint_adapters(model)
