@@ -192,6 +192,7 @@ class _Product:
         tokens, logits = CPU_TILE if on_cpu else GPU_TILE
         self.tokens = max(1, min(tokens, hidden_SH.shape[0]))
         entries = max(1, logits // self.tokens)
+        # A GPU's fast kernels need aligned rows.
         self.entries = entries if on_cpu else entries - entries % ALIGNED
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:

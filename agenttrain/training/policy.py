@@ -237,7 +237,7 @@ class Policy:
     def kl_penalties(
         self, groups: Sequence[Sequence[TrainingSequence]]
     ) -> tuple[dict[str, float], MetricParts]:
-        """Return each rollout's KL by id if it is part of the reward, and the metric's parts."""
+        """Return each rollout's KL by id, and its metric; empty without a KL in the reward."""
         penalty = self.algorithm.kl_in_reward
         if penalty is None:
             return {}, {}

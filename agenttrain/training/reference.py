@@ -97,6 +97,7 @@ class SyncedCopy(ReferencePolicy):
     """reference = mixup * policy + (1 - mixup) * reference (https://arxiv.org/abs/2404.09656)."""
 
     every: int
+    """Steps from one mix to the next."""
     mixup: float
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:
