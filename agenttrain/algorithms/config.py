@@ -73,11 +73,11 @@ class Credit(StrEnum):
     rollout = "rollout"
     """The rollout: all of its turns share one."""
     turn_reward = "turn_reward"
-    """Each turn: its return, over those of the group's turns."""
+    """Each turn: its return, compared with the returns of all turns of the group."""
     turn_baseline = "turn_baseline"
-    """Each turn: its return, over the others' of the same turn."""
+    """Each turn: its return, compared with the returns of the same turn in the other rollouts."""
     gigpo = "gigpo"
-    """The rollout's, and that of each turn among those that began in an equal state (GiGPO)."""
+    """Each turn: the rollout's advantage plus its own among turns from an equal state (GiGPO)."""
 
 
 @dataclass(config=SETTINGS)
@@ -471,7 +471,7 @@ def _without_effect(
 
 
 def _teacher_problems(a: AlgorithmConfig) -> Iterator[str]:
-    """Yield the problems of the teacher's keys, alone and with the axes that exclude a teacher."""
+    """Yield the problems of the teacher's keys, alone and with settings that exclude a teacher."""
     teacher, key = a.teacher, "algorithm.teacher"
     if teacher is None:
         return

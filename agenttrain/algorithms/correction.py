@@ -23,10 +23,10 @@ def correction_ratio(
 ) -> Tensor:
     """Return the ratio of probabilities trainer / engine: of tokens, [S], or of sequences, [B].
 
-    token: truncated it is TIS (Yao et al., "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training"), masked IcePop (https://arxiv.org/abs/2510.18855). sequence: the
-    product over a sequence's tokens. geometric: their geometric mean, whose spread does not grow
-    with the length.
+    token: the token's ratio. Truncated it is TIS (Yao et al., "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training"), masked it is IcePop (https://arxiv.org/abs/2510.18855).
+    sequence: the product of these over a sequence. geometric: their geometric mean, whose spread
+    does not grow with the length.
 
     Example: log ratios [.1, .3] of one sequence give exp([.1, .3]), exp(.4), exp(.2).
     """

@@ -63,7 +63,7 @@ def rewards_of_turns(
     last_turn = order[-1]
     values = [0.0] * rollout.turns
     values[last_turn] = -penalty
-    if states:
+    if states:  # empty if the environment names none
         states = tuple(states[turn] for turn in order)
     if not rollout.turn_scores:
         # The rubric has weighted and added the rewards already. Adding them up again here could
@@ -169,10 +169,16 @@ def turn_advantages(
         rollout_advantages_PG = advantages(totals_PG, baseline=config.advantage, scale=config.scale)
         state_advantages_PGK, compared_PGK = _advantages_by_state(groups, returns_PGK, config)
         result_PGK = rollout_advantages_PG[:, :, None] + credit.step_weight * state_advantages_PGK
+    return _without_padding(groups, result_PGK, compared_PGK)
+
+
+def _without_padding(
+    groups: Sequence[Sequence[TurnRewards]], result_PGK: Tensor, compared_PGK: Tensor
+) -> TurnAdvantages:
+    """Return the values of each rollout's turns, from tensors padded to the longest rollout."""
     by_turn: list[list[list[float] | None]] = []
     compared: list[list[list[bool]]] = []
     for group, values_GK, flags_GK in zip(groups, result_PGK, compared_PGK, strict=True):
-        # The tensors are padded to the longest rollout.
         lengths = [len(turns.rewards or ()) for turns in group]
         by_turn.append(
             [

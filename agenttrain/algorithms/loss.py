@@ -167,7 +167,8 @@ def mean_parts(values: Tensor) -> Tensor:
 def extremes(name: str, values: Tensor) -> MetricParts:
     """Return the metrics `<name>/min` and `<name>/max` of values of any shape, NaN left out.
 
-    Without values they are inf and -inf, which change no minimum and no maximum.
+    Without values they are inf and -inf, which change no minimum and no maximum. A part of an
+    extreme is the extreme twice.
     """
     valid = values.float()[~values.isnan()]
     infinity = valid.new_tensor([torch.inf])
@@ -208,7 +209,7 @@ def metric_names(config: AlgorithmConfig) -> list[str]:
 
 
 class Averages:
-    """Combines parts of the same name over microbatches, updates and processes.
+    """Combines parts (sum, count) of the same name over microbatches, updates and processes.
 
     Example: parts (6., 3.) and (2., 1.) of ``kl`` make the mean 2.0. Parts (6., 6.) and (2., 2.) of
     ``kl_max`` make 6.0, as for every name that ends in ``max``. Names in ``min`` take the least.
@@ -233,7 +234,7 @@ class Averages:
             )
 
     def means(self, accelerator: Any) -> dict[str, float]:
-        """Return each name's value over all processes, which need the same names. NaN: none."""
+        """Return each name's value over all processes, which need the same names. NaN: no value."""
         if not self._parts:
             return {}
         names = sorted(self._parts)

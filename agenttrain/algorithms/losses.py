@@ -21,7 +21,7 @@ def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimat
     variance), k3 = exp(-d) - 1 + d (unbiased, never negative). John Schulman, "Approximating KL
     divergence", http://joschu.net/blog/kl-approx.html
 
-    As a term of the loss, k1 has an expected gradient of zero. It belongs into the reward. In the
+    As a term of the loss, k1 has an expected gradient of zero: k1 belongs into the reward. In the
     loss it must be multiplied by the ratio, which gives it the gradient of the KL
     (https://arxiv.org/abs/2512.02556).
     """
@@ -76,10 +76,10 @@ with the other sequences of its microbatch."""
 def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor:
     """Return True for the tokens among the top `share` by entropy, [N].
 
-    https://arxiv.org/abs/2506.01939. As many tokens are True as reach TRL's quantile without ties.
-    Among tokens that tie with the last of them (`TIED`) those of the lowest `place_N` come first.
-    TRL takes those that rounding puts above, but the rollouts of a group have equal entropies until
-    their texts differ, and rounding changes with the microbatch.
+    https://arxiv.org/abs/2506.01939. The count is that of the tokens that reach TRL's quantile if
+    no two entropies are equal. Of entropies that differ by at most `TIED` from the lowest chosen
+    one, those of the lowest `place_N` are chosen. TRL leaves that to rounding, but the rollouts of
+    a group have equal entropies until their texts differ, and rounding changes with the microbatch.
 
     Example: of [0, 1, 2, 3, 4] the top half, .5, is [2, 3, 4]; of [1, 1, 1, 2, 0] with places 0 …
     4 it is the first two and the 2.
@@ -94,7 +94,7 @@ def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor
     mask_N = entropy_N > cutoff + TIED
     (ties,) = ((entropy_N >= cutoff - TIED) & ~mask_N).nonzero(as_tuple=True)
     by_place = ties[place_N[ties].argsort()]
-    mask_N[by_place[: count - int(mask_N.sum())]] = True
+    mask_N[by_place[: count - int(mask_N.sum())]] = True  # fill up to `count`
     return mask_N
 
 
@@ -103,11 +103,11 @@ class EntropyBonus:
     """The weight of the entropy in the loss. Adaptive with `algorithm.entropy.adaptive`.
 
     Adaptive as in Skywork-OR1, https://arxiv.org/abs/2505.22312: after each update the coefficient
-    rises by a step if the entropy is at or below its target, else it falls. It acts only if the
-    entropy of the last update was at or below the target.
+    rises by a step if the entropy is at or below its target, else it falls. The bonus acts only if
+    the entropy of the last update was at or below the target.
 
-    Example: target 1.0, step .01, at coefficient .02: an update of entropy .8 makes it .03, one of
-    entropy 1.2 makes it .02 again, which does not act.
+    Example: target 1.0, step .01, coefficient .02: an update of entropy .8 makes it .03, one of
+    entropy 1.2 makes it .02 again, and the bonus does not act.
     """
 
     coefficient: float

@@ -54,7 +54,7 @@ class Origins:
     turn_S: Tensor
     """Turn of the rollout, from 0."""
     third_S: Tensor
-    """0, 1 or 2: the third of its rollout's sampled tokens."""
+    """0, 1 or 2: the third of its trajectory's sampled tokens."""
     stale_S: Tensor
     """True: sampled under other weights than the trainer's at the start of the step."""
 

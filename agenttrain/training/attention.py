@@ -74,7 +74,7 @@ def packed_attention(
     `sliding_window` includes the token itself. `s_aux` [heads] are the scores of the sinks. Raises
     UnsupportedAttention for other masks, caches, dropout and unknown keywords.
     """
-    # A mask or window that is not honoured joins the unknown keywords, which are refused together.
+    # A mask or window that packing cannot honour goes to `keywords`, for `_check_supported`.
     window = attention_mask.window if isinstance(attention_mask, WindowMask) else None
     if window is None:
         keywords["attention_mask"] = attention_mask
@@ -93,7 +93,7 @@ def packed_attention(
             count_call(Kernel.varlen)
             output = attend_varlen(query_T, key_T, value_T, blocks.varlen, scoring, kernel)
             return output[None], None
-    # Split once: the gradient of a slice is as large as the tensor that it was taken from.
+    # Otherwise block by block. Split once: the gradient of a slice is as large as its tensor.
     sizes = [block.tokens for block in blocks.blocks]
     queries, keys, values = (tensor.split(sizes) for tensor in states)
     outputs = []
@@ -116,9 +116,9 @@ def packed_attention(
 class _Select(torch.autograd.Function):
     """Select tokens by position, with a gradient that is a selection too instead of a scatter-add.
 
-    `sources` [selected] holds the position that each selected token comes from, `places` [tokens]
-    one index among the selected for each token, and `unselected` the positions that are not
-    selected, if any.
+    `sources` [selected] is the position of each selected token, `places` [tokens] the index at
+    which each token was selected. `unselected` are the positions of tokens that were not, if any:
+    their `places` may be any index.
 
     For a token that is selected several times, only the place in `places` contributes to its
     gradient. That is exact here: the other places are padding, to which nothing attends and whose
@@ -189,7 +189,7 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> WindowMask | None:
-    """Return a causal mask's window, None without one. Raises UnsupportedAttention."""
+    """Return a causal mask's window, None without one. Raises UnsupportedAttention for others."""
     if attention_mask is not None or use_vmap:
         raise UnsupportedAttention("the model adds to the causal mask what packing does not honour")
     if local_size is None:
@@ -259,7 +259,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
         with torch.autocast("cpu", enabled=False):
             exact = attend(query.float(), key.float(), value.float(), scoring)
         return exact.to(query.dtype)
-    # Parts save scores that are computed and dropped. A GPU's causal kernel computes none of them.
+    # Parts avoid computing scores of later keys. A GPU's causal kernel skips these by itself.
     in_parts = query.device.type == "cpu" or offset or scoring.window or scoring.softcap
     size = QUERIES if in_parts else queries
     parts = []
@@ -346,7 +346,7 @@ def _attend_explicitly(query: Tensor, key: Tensor, value: Tensor, scoring: Scori
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = scoring.softcap * torch.tanh(query @ key.mT * (scale / scoring.softcap))
     mask = _mask(query.shape[2], key.shape[2], scoring.window, query.device)
-    if mask is None:
+    if mask is None:  # plain causal attention: m = n
         mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
     scores = scores.masked_fill(~mask, -torch.inf)
     if scoring.sinks is not None:
@@ -378,7 +378,9 @@ class Varlen:
     cu_seqlens_k: Tensor
     """[B + 1] int32: the same in the list of keys, where each segment follows its prefix."""
     max_seqlen_q: int
+    """Most tokens of a segment."""
     max_seqlen_k: int
+    """Most keys of a segment."""
     key_positions_U: Tensor | None
     """Packed position of every key: a shared prefix is repeated for each segment after it. None if
     no prefix is shared: keys are the packed tokens."""

@@ -101,6 +101,7 @@ def make_sequences(rollout: Rollout) -> list[TrainingSequence]:
     for trajectory in rollout.trajectories:
         if not trajectory.sampled_length:
             continue
+        # O: the trajectory's own tokens, which follow the context that it branches from.
         sampled_O = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
         context_length = trajectory.context_length
         if sampled_O[0] and not context_length:
@@ -160,11 +161,14 @@ class Microbatch:
     labels_S: Tensor
     """The sampled tokens."""
     behaviour_S: Tensor
+    """The engine's logprobs."""
     sequence_S: Tensor
     """Index in `sequences` of each sampled token's sequence."""
     advantages_S: Tensor
     weights_B: Tensor
+    """Weight in the loss of each token of a sequence."""
     ref_logprobs_S: Tensor | None
+    """Logprobs under the reference. None without a reference."""
     images: PackedImages | None = None
     """Positions and images of the tokens. None: no sequence has an image."""
 
@@ -205,7 +209,8 @@ def _pack_trees(
 ) -> Microbatch:
     """Pack the sequences of some prefix trees, whose indices are those of `candidates`.
 
-    Each branch becomes a segment, level by level from the roots.
+    Each branch becomes a segment, level by level from the roots, so that a prefix comes before all
+    segments that attend to it.
     """
     segments: list[Segment] = []
     pieces: list[Tensor] = []
@@ -254,8 +259,8 @@ def _packed_images(
 ) -> PackedImages:
     """Return the images and positions of branches that are packed one after the other.
 
-    `sources` are pairs (layout of the images of the branch's sequence or None if it has none,
-    branch).
+    `sources` are pairs (layout, branch). The layout is that of the images of the branch's sequence,
+    None without images.
     """
     positions: list[Tensor] = []
     pieces: list[Piece] = []
@@ -324,11 +329,13 @@ class Block:
     start: int
     """Packed position of the first token."""
     tokens: int
+    """Number of tokens, without padding."""
     segments: int
+    """Number of segments."""
     length: int
     """Tokens of the longest segment."""
     prefix: tuple[BlockSlice, ...]
-    """The prefix's segments, the first one first."""
+    """Segments of the shared prefix, as slices of earlier blocks, in order."""
     gather: Tensor
     """[segments x length] Token of the block at every padded position. Padding repeats the last
     token of its segment."""
@@ -357,7 +364,7 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
     for run in runs:
         longest, start = run[0], run[0].start
         prefix = []
-        for part in longest.prefix:
+        for part in longest.prefix:  # the block that begins last before `part` contains it
             index = bisect_right(blocks, part.start, key=lambda block: block.start) - 1
             start_in_block = part.start - blocks[index].start
             prefix.append(BlockSlice(index, start_in_block, start_in_block + part.length))
@@ -366,6 +373,7 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
         lengths_N1 = torch.tensor([segment.length for segment in run])[:, None]
         starts_N1 = torch.tensor([segment.start - start for segment in run])[:, None]
         is_token = (position_L < lengths_N1).flatten()
+        # `minimum`: padding repeats the last token of its segment.
         gather = (starts_N1 + torch.minimum(position_L, lengths_N1 - 1)).flatten()
         blocks.append(
             Block(

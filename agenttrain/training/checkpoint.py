@@ -109,7 +109,7 @@ class Checkpoints:
         self._take_weights(writing, policy, copies=False)
         writing.write()
         path = self.finish(policy.world)
-        assert path is not None
+        assert path is not None  # it was begun above
         return path
 
     def begin(
@@ -120,18 +120,18 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy the policy, and write the copy while training goes on, until `finish`; as `save`."""
+        """Begin what `save` does: copy the policy, write the copy in a thread until `finish`."""
         writing = self._begin(policy, step, state, rng, copies=True)
         self._take_weights(writing, policy, copies=True)
         writing.start()
 
     def _take_weights(self, writing: Writing, policy: Policy, *, copies: bool) -> None:
-        """Add the weights to a snapshot, and wait until what it has already is written."""
+        """Add the weights to a snapshot, then wait for the thread, if it writes the other files."""
         try:
             writing.snapshot.take_weights(policy, copies=copies)
         except BaseException as error:
             self._writing = None  # `finish` would complete it without its weights
-            if isinstance(error, Exception):  # a second SIGTERM waits for no disk
+            if isinstance(error, Exception):  # not at a second SIGTERM, which must not wait
                 writing.wait()
             raise
         writing.wait()
@@ -190,10 +190,10 @@ class Checkpoints:
     ) -> Writing:
         """Make the unfinished folder with its small files; return the `Writing` of the large ones.
 
-        The snapshot in it lacks the weights, which `Snapshot.take_weights` adds.
+        Its snapshot lacks the weights, which `_take_weights` adds.
         """
         world, model = policy.world, policy.model
-        self.finish(world)
+        self.finish(world)  # one checkpoint is written at a time
         rng = random_states() if rng is None else rng
         path = self.folder / f"{PREFIX}{step:06d}"
         part = self.folder / f".{path.name}.part"
@@ -206,6 +206,7 @@ class Checkpoints:
                         if is_adapted(model):
                             save_adapter_config(model, part)
                         else:
+                            # The configs alone: the snapshot writes the weights.
                             model.save_pretrained(part, state_dict={})
                             (part / "model.safetensors").unlink(missing_ok=True)
                         self.tokenizer.save_pretrained(part)
@@ -219,7 +220,7 @@ class Checkpoints:
         return self._writing
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Restore weights, optimizer and random states; return the state.
+        """Restore weights, optimizer and random states; return the state that `save` was given.
 
         Raises CheckpointError.
         """
@@ -332,15 +333,21 @@ class Writing:
     """Progress of a checkpoint, as far as this process writes it."""
 
     path: Path
+    """Folder of the complete checkpoint."""
     part: Path
-    """The folder until it is complete."""
+    """Folder until then."""
     step: int
     state: dict[str, Any]
+    """JSON that `Checkpoints.load` returns."""
     snapshot: Snapshot
+    """Files that this process writes."""
     thread: threading.Thread | None = None
     written: bool = False
+    """True once `write` has ended, in an error too."""
     digests: dict[str, str] = field(default_factory=dict)
+    """sha256 of each written file, by name."""
     failure: Exception | None = None
+    """Error of `write`. `Checkpoints.finish` raises it, and PeerFailed in the other processes."""
 
     def start(self) -> None:
         """Begin to write in a thread."""
@@ -348,10 +355,10 @@ class Writing:
         self.thread.start()
 
     def write(self) -> None:
-        """Write the files of this process. `Checkpoints.finish` raises an error of it on all."""
+        """Write the files of the snapshot; store an error as `failure`."""
         try:
             with as_not_written(self.part):
-                if self.failure is None:
+                if self.failure is None:  # `save` calls this again, for the weights
                     self.digests |= self.snapshot.write(self.part)
         except Exception as error:
             self.failure = error

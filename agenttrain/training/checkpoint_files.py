@@ -191,12 +191,12 @@ def replace(part: Path, path: Path) -> None:
 
 def recover(folder: Path) -> None:
     """Undo a `replace` that died between its two renames, and remove other leftovers."""
-    for former in folder.glob(f".{PREFIX}*.former"):
+    for former in folder.glob(f".{PREFIX}*.former"):  # .step-000010.former of step-000010
         path = folder / former.name[1:].removesuffix(".former")
         if not path.exists():
             with suppress(FileNotFoundError):  # another process of the run has renamed it
                 former.rename(path)
-    for pattern in (f".{PREFIX}*.part", f"{PRUNED}*"):
+    for pattern in (f".{PREFIX}*.part", f"{PRUNED}*"):  # half written, half removed
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
 

@@ -41,10 +41,11 @@ def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
 def _forward(layer: Any, *states: Any, **keywords: Any) -> Any:
     """Call a layer's forward pass in its compiled form."""
     function = type(layer).forward
-    # From transformers 5.23 on, checkpointing is part of `forward`, and torch compiles nothing
-    # inside a checkpoint that it meets while it compiles. Before, it is around `forward`.
+    # Before transformers 5.23, checkpointing is around `forward`.
     if function.__code__.co_name != "forward_with_checkpointing":
         return compiled(function)(layer, *states, **keywords)
+    # From 5.23 on it is part of `forward`, and torch compiles nothing inside a checkpoint. Compile
+    # the function inside, then checkpoint it.
     layer_forward = compiled(function.__wrapped__)
     if layer.gradient_checkpointing and layer.training:
         call = partial(layer_forward, layer, **keywords)

@@ -16,6 +16,7 @@ from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import (
     SETTINGS,
+    InvalidSettings,
     Number,
     Quoted,
     Whole,
@@ -69,11 +70,9 @@ class CosineMinOptions(CosineOptions):
     @model_validator(mode="after")
     def _check(self) -> CosineMinOptions:
         if (self.min_lr is None) == (self.min_lr_rate is None):
-            raise_problems(
-                [
-                    "optimizer.schedule=cosine_with_min_lr: set one of "
-                    "optimizer.schedule_options.min_lr and optimizer.schedule_options.min_lr_rate"
-                ]
+            raise InvalidSettings(
+                "optimizer.schedule=cosine_with_min_lr: set one of "
+                "optimizer.schedule_options.min_lr and optimizer.schedule_options.min_lr_rate"
             )
         return self
 
@@ -236,11 +235,12 @@ class TrainingConfig:
     """How a step's rollouts become optimizer updates."""
 
     token_budget: Whole = Field(default=16384, ge=1)
-    """Tokens of one microbatch, shared ones once; a longer rollout is one alone."""
+    """Tokens of one microbatch; a shared prefix counts once, and a longer rollout is packed
+    alone."""
     logits_budget_mb: Whole = Field(default=1024, ge=1)
     """Logits kept for the backward pass; above it they are computed again, tile by tile."""
     share_prefix: Data[SharePrefix] = SharePrefix.auto
-    """The loss is the same; time and memory are not."""
+    """Compute a common prefix of rollouts once: the same loss in other time and memory."""
     mixed_precision: Data[MixedPrecision] = MixedPrecision.no
     """accelerate's `no`, `bf16` or `fp16`."""
     gradient_checkpointing: Data[bool] = False
@@ -324,24 +324,22 @@ class ModelConfig:
     revision: Quoted = None
     """Branch, tag or commit of a model of the hub; None: main. config.yaml has its commit."""
     base_revision: Quoted = None
-    """The same of the model that adapters in model.path are for, if that is one of the hub; None:
-    the revision in adapter_config.json."""
+    """Branch, tag or commit of the base model, where model.path holds adapters of a model of the
+    hub; None: the revision in adapter_config.json."""
     dtype: Data[Dtype] = Dtype.float32
     """Number format of the weights; the optimizer keeps float32 copies of others."""
     init: Data[Init] = Init.pretrained
     """Where the first weights come from; random ones are for `agenttrain sft`."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     vision: Data[VisionTower] = VisionTower.frozen
-    """Of a model that reads images: whether the part that does is trained."""
+    """Training of the part that reads images, for a model that has one."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
         if self.vision is VisionTower.trained and self.lora.rank:
-            raise_problems(
-                [
-                    f"model.vision=trained: model.lora.rank={self.lora.rank} trains adapters of "
-                    "the language model alone; leave one of them out"
-                ]
+            raise InvalidSettings(
+                f"model.vision=trained: model.lora.rank={self.lora.rank} trains adapters of the "
+                "language model alone; leave one of them out"
             )
         return self
 

@@ -36,7 +36,7 @@ def assign_advantages(
     penalties: Mapping[str, float],
     reward_weights: Mapping[str, float],
 ) -> MetricParts:
-    """Set the advantages of every rollout; None for one without a reward. Return their metrics.
+    """Set the advantages of every rollout; None for one without a reward. Return metrics of turns.
 
     `penalties` has the KL over each rollout's sampled tokens, by rollout id. Times beta it is
     subtracted from the reward before the baseline. `reward_weights` are the rubric's; a missing
@@ -76,9 +76,9 @@ def assign_advantages(
     local_PG = advantages_PG[first : first + len(groups)].tolist()
     for group, advantages_G in zip(groups, local_PG, strict=True):
         for rollout, advantage in zip(group, advantages_G, strict=False):  # short groups are padded
-            # NaN although there is a reward: no function of non-zero weight gave one.
+            # NaN: no reward, or none by a function of non-zero weight.
             set_advantages(rollout, None if math.isnan(advantage) else advantage)
-    return {}
+    return {}  # credit by rollout has no metrics
 
 
 def gather_if_batchwise(

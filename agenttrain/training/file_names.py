@@ -43,7 +43,7 @@ def on_meta(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def one_by_one(model: PreTrainedModel) -> bool:
     """Return True if each tensor of the files comes from one weight.
 
-    Then `in_files` can convert some weights without the others. The answer is cached for each
+    If so, `in_files` can convert some weights without the others. The answer is cached for each
     model: its experts make thousands of tensors.
     """
     if model not in _ONE_BY_ONE:
@@ -55,10 +55,7 @@ _ONE_BY_ONE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def _try_one_by_one(model: PreTrainedModel) -> bool:
-    """Return True if converting the weights one by one gives the same tensors as together.
-
-    This is tried on meta tensors, and names and shapes are compared.
-    """
+    """Return True if meta tensors have the same names and shapes converted alone as together."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)

@@ -83,7 +83,7 @@ class Updating:
     """Bytes that an optimizer update holds beside the weights."""
 
     gradients: int
-    """In the format of the weights. Weights with a float32 copy have a float32 sum as well."""
+    """In the format of the weights. Weights with a float32 copy have a float32 gradient too."""
     masters: int
     """Float32 copies of weights in another format."""
     moments: int
@@ -102,24 +102,25 @@ def updating(model: PreTrainedModel, config: OptimizerConfig) -> Updating:
 def _moments(optimizer: Optimizer) -> int:
     """Return the bytes of an optimizer's state, once it has made an update."""
     parts = getattr(optimizer, "parts", None)
-    if parts is not None:
+    if parts is not None:  # several optimizers in one
         return sum(map(_moments, parts))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, SGD):
         return 0
     if isinstance(optimizer, Muon):
         return sum(p.nbytes for p in parameters)
-    return sum(2 * p.nbytes + STEP_COUNT for p in parameters)
+    return sum(2 * p.nbytes + STEP_COUNT for p in parameters)  # AdamW
 
 
 class Saved:
-    """Bytes that a forward pass over a rollout holds for the backward pass, but the head's."""
+    """Bytes that a forward pass over a rollout holds for the backward pass, without the head."""
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None) -> None:
         self._model, self._autocast = model, autocast
         softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
         self._longest = TRACED if softcap is None else TRACED_SCORES
         self._traced: dict[int, int] = {}
+        """Tokens of a rollout -> bytes that were traced for it."""
 
     def __call__(self, tokens: int) -> int:
         """Return the bytes for a rollout of that many tokens."""
@@ -144,15 +145,15 @@ class Saved:
             state |= {name: _fake(tensor) for name, tensor in net.named_buffers()}
             ids = torch.zeros(1, tokens, dtype=torch.long)
             positions = torch.arange(tokens)[None]
-        weights = {tensor.untyped_storage()._cdata for tensor in state.values()}
-        saved: dict[int, torch.UntypedStorage] = {}
+        weight_ids = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        saved: dict[int, torch.UntypedStorage] = {}  # holds them, so that ids stay unique
         saved_bytes = 0
 
         def save(tensor: Tensor) -> Tensor:
-            """Count a storage that autograd saves, once and without the weights."""
+            """Count the bytes of a storage that autograd saves, once, and none for weights."""
             nonlocal saved_bytes
             storage = tensor.untyped_storage()
-            if storage._cdata not in weights and storage._cdata not in saved:
+            if storage._cdata not in weight_ids and storage._cdata not in saved:
                 saved[storage._cdata] = storage
                 saved_bytes += storage.nbytes()
             return tensor
@@ -161,6 +162,7 @@ class Saved:
         cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
         keywords = {"position_ids": positions, "blocks": tree, "use_cache": False}
         hooks = saved_tensors_hooks(save, lambda tensor: tensor)
+        # Layers that are skipped because equal ones ran are counted in `skipped.saved_bytes`.
         repeated = equal_layers_run_twice(layers(self._model), lambda: saved_bytes)
         with packing(self._model), repeated as skipped, mode, _traceable_experts(), cast, hooks:
             functional_call(net, state, (ids,), keywords)
@@ -222,16 +224,17 @@ def head_bytes(
     """Return the peak bytes of `tokens` sampled tokens' logprobs and their backward pass."""
     head: Any = model.get_output_embeddings()
     entries, hidden = head.weight.shape
-    size = 2 if autocast else head.weight.element_size()
+    number_bytes = 2 if autocast else head.weight.element_size()
     tile_tokens, tile_logits = CPU_TILE if device == "cpu" else GPU_TILE
     height = max(1, min(tile_tokens, tokens))
     tile_bytes = height * min(entries, max(1, tile_logits // height)) * FLOAT32
     logits_bytes, budget = tokens * entries * FLOAT32, budget_mb * 2**20
+    # Within the budget the product of a tile is kept, and counts as part of the logits.
     tiles_bytes = (TILES if logits_bytes > budget else TILES - 1) * tile_bytes
     trained_numbers = head.weight.numel() if head.weight.requires_grad else 0
     # The weight's gradient is summed in float32 and cast to the weight's format at the end.
-    cast_bytes = trained_numbers * size if size != FLOAT32 else 0
+    cast_bytes = trained_numbers * number_bytes if number_bytes != FLOAT32 else 0
     gradient_bytes = trained_numbers * FLOAT32
-    states_bytes = tokens * hidden * (size + FLOAT32)
+    states_bytes = tokens * hidden * (number_bytes + FLOAT32)
     kept_bytes = min(logits_bytes, budget)
     return kept_bytes + gradient_bytes + max(tiles_bytes, cast_bytes) + states_bytes

@@ -49,7 +49,7 @@ def gather_by_layer(
     for _, layer_weights in groupby(weights, key=layer_of):
         names, tensors = map(list, zip(*layer_weights, strict=True))
         full = gather(tensors)
-        del tensors
+        del tensors  # `gather` copies them
         for name in names:
             yield name, next(full)
 
@@ -116,7 +116,7 @@ def _gather_buffers(tensors: Sequence[DTensor], places: Sequence[PackedPart], to
     group = mesh.get_group(mesh.ndim - 1)
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     buffers = torch.empty(count * total, dtype=torch.uint8, device=mesh.device_type)
-    buffer = buffers[rank * total : (rank + 1) * total]
+    buffer = buffers[rank * total : (rank + 1) * total]  # of this process, gathered in place
     for tensor, place in zip(tensors, places, strict=True):
         part: Any = tensor.to_local()
         target = buffer[place.offset : place.offset + part.nbytes].view(part.dtype)

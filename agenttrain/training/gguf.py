@@ -37,7 +37,7 @@ def convert(file: Path, folder: Path) -> None:
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
     pre = reader.fields.get("tokenizer.ggml.pre")
-    if pre is not None and pre.contents() in DIGITS_ALONE:
+    if pre is not None and pre.contents() in DIGITS_ALONE:  # else transformers is right
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),

@@ -120,7 +120,8 @@ class _LinearLogprobs(torch.autograd.Function):
             statistics.fold(logits, tokens, vocabulary)
             if keep:
                 logits_of_tiles.append(logits)
-        # log sum exp of the logits, and -sum p log p = log sum exp(d) - sum p d.
+        # With d = logit - highest: log sum exp(logit) = highest + log sum exp(d), and the entropy
+        # is -sum p log p = log sum exp(d) - sum p d.
         log_S = statistics.exp_S.log()
         normaliser_S = statistics.highest_S + log_S
         entropy_S = log_S - statistics.product_S / statistics.exp_S
@@ -191,6 +192,7 @@ class _Product:
         tokens, logits = CPU_TILE if on_cpu else GPU_TILE
         self.tokens = max(1, min(tokens, hidden_SH.shape[0]))
         entries = max(1, logits // self.tokens)
+        # A GPU's fast kernels need aligned rows.
         self.entries = entries if on_cpu else entries - entries % ALIGNED
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
@@ -211,17 +213,17 @@ class _Product:
 
 
 class _Statistics:
-    """Sums over the tiles so far, for each token's softmax, with d = logit - highest_S."""
+    """Sums over the tiles so far, for each token's softmax."""
 
     def __init__(self, labels_S: Tensor, type: torch.dtype, fold: Callable[..., None]) -> None:
-        """`fold` is `_fold`, or compiled."""
+        """`fold` is the function `_fold`, perhaps compiled."""
         self._fold = fold
         zeros_S = torch.zeros(labels_S.shape, dtype=type, device=labels_S.device)
         self.labels_S = labels_S
         self.highest_S = zeros_S + LOWEST
         """Highest logit."""
         self.exp_S = zeros_S
-        """Sum of exp(d)."""
+        """Sum of exp(d), with d = logit - highest_S."""
         self.product_S = zeros_S.clone()
         """Sum of exp(d) * d."""
         self.label_S = zeros_S.clone()

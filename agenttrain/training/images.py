@@ -47,7 +47,7 @@ def hidden_with_images(
         hidden_TH: Tensor = output.last_hidden_state[0]
         return hidden_TH
     rows = []
-    for segment in segments:
+    for segment in segments:  # one pass for each, after its prefix
         places_T = packed_positions(segment).to(device)
         output = language(
             **embed(

@@ -133,7 +133,7 @@ class _Counting(TorchFunctionMode):
         """Call a function of torch; count the kernel first if it is attention."""
         keywords = keywords or {}
         if function is scaled_dot_product_attention:
-            # A function, so that Python matches positional and keyword arguments to names.
+
             def chosen_kernel(
                 query: Tensor,
                 key: Tensor,
@@ -143,6 +143,7 @@ class _Counting(TorchFunctionMode):
                 is_causal: bool = False,
                 **_: Any,
             ) -> Kernel:
+                """Return the kernel for a call's arguments, which Python matches to these names."""
                 states = in_format(query, key, value)
                 return sdpa_kernel(*states, attn_mask, causal=is_causal)
 

@@ -76,8 +76,7 @@ class Scorer(nn.Module):
     of any length gives the same results as separate passes, attention is one call per layer. The
     entropy carries a gradient only with `entropy_grad`.
 
-    `choose_layout` finds out by trial what the model allows. The constructor calls it, unless
-    `defer`: then the caller does, once the model is on its device and sharded.
+    `choose_layout` finds out by trial what the model allows.
     """
 
     packed: bool
@@ -100,7 +99,10 @@ class Scorer(nn.Module):
         key: str = "model.path",
         vision: Vision | None = None,
     ) -> None:
-        """`key` is the setting that names the model, for errors. `vision` reads its images."""
+        """`key` is the setting that names the model, for errors. `vision` reads its images.
+
+        With `defer` the caller calls `choose_layout`, once the model is on its device and sharded.
+        """
         super().__init__()
         self.model = model
         self.vision = vision
@@ -126,23 +128,10 @@ class Scorer(nn.Module):
         world: World | None = None,
         autocast: AbstractContextManager[None] | None = None,
     ) -> None:
-        """Set `packed`, `varlen` and `kernels` by a trial. Raises UnsupportedModel."""
-        world = world or World()
+        """Set `packed`, `varlen`, `least_shared`, `kernels` by a trial. Raises UnsupportedModel."""
         model, inside = self.model, self.inside
-        where: dict[str, Any] = {"device": device, "inside": inside}
-
-        check_head(model, **where, key=self._key)
-        all_have_kernel = all(world.gather([has_kernel(device)], "whether there is a kernel"))
-        reason = None
-        choices = (True, False) if all_have_kernel else (False,)
-        for varlen in choices:
-            self.varlen = varlen
-            reason = why_not_packed(model, varlen=varlen, **where)
-            # One process that cannot pack is enough: all of them must run as many passes.
-            reasons = world.gather([reason], "the trial of how rollouts are computed")
-            reason = next((reason for reason in reasons if reason is not None), None)
-            if reason is None:
-                break
+        check_head(model, device=device, inside=inside, key=self._key)
+        reason = self._choose_packing(device, world or World())
         self.packed = reason is None
         name = type(model).__name__
         if reason is not None and self._share_prefix is SharePrefix.always:
@@ -170,6 +159,22 @@ class Scorer(nn.Module):
         self.varlen = self.varlen and Kernel.varlen in self.kernels
         release_gathered(self)
 
+    def _choose_packing(self, device: torch.device, world: World) -> str | None:
+        """Set `varlen` to a way of packing that works; return why there is none, or None.
+
+        All processes use the same way, because all of them must run as many passes.
+        """
+        all_have_kernel = all(world.gather([has_kernel(device)], "whether there is a kernel"))
+        reason = None
+        for varlen in (True, False) if all_have_kernel else (False,):
+            self.varlen = varlen
+            local = why_not_packed(self.model, varlen=varlen, device=device, inside=self.inside)
+            reasons = world.gather([local], "the trial of how rollouts are computed")
+            reason = next((reason for reason in reasons if reason is not None), None)
+            if reason is None:
+                break
+        return reason
+
     def _check_compiled(self, ids_T: Tensor, hidden_TH: Tensor) -> None:
         """Compile the layers by running the trial. Raises UnsupportedModel."""
         exclude_from_compilation()
@@ -183,7 +188,7 @@ class Scorer(nn.Module):
             reason = f"its hidden states differ by {gap.item():.2g} (relative)"
         except Exception as error:  # torch's compiler raises whatever its parts raise
             gap, reason = torch.tensor(torch.inf), f"{type(error).__name__}: {error}"
-        # Not `gap > allowed`: NaN has to count as a difference.
+        # Not `gap > …`: NaN has to count as a difference.
         if not gap.item() <= (1e-4 if hidden_TH.dtype in EXACT else 5e-2):
             raise UnsupportedModel(
                 f"training.compile=true: {type(self.model).__name__} cannot be compiled: {reason}. "
@@ -407,7 +412,7 @@ def check_head(
             "hold NaN or infinity, or are too large for its number format. Copy the model again, "
             "or set model.dtype=float32."
         )
-    if not gap <= 1e-2 * logits_TV.abs().max().item():
+    if not gap <= 1e-2 * logits_TV.abs().max().item():  # not `gap > …`: NaN is a difference
         raise UnsupportedModel(
             f"{key}: {type(model).__name__} changes its logits after the language-model head "
             f"(by up to {gap:.3g}) in a way that training does not know of. Choose another model."
@@ -475,8 +480,9 @@ def why_not_packed(
 ) -> str | None:
     """Try packing on a few tokens; return why it changes the model's results, or None.
 
-    States along the sequence would be carried from one rollout into the next. `varlen` is that of
-    `packed_hidden`, `inside` calls a function of the model while its weights are gathered.
+    A model that carries a state along the sequence, such as a convolution, would carry it from one
+    rollout into the next. `varlen` is that of `packed_hidden`, `inside` calls a function of the
+    model while its weights are gathered.
     """
     device = device or model.device
     inside = inside or (lambda function: function(model))
@@ -493,8 +499,8 @@ def why_not_packed(
                 packed_TH = inside(
                     lambda model: packed_hidden(model, token_ids_T, TRIAL, varlen=varlen)
                 )
-                # The rollout before must not reach the next one, nor a branch its sibling. One pass
-                # each: a backward pass ends what FSDP2 keeps gathered for it.
+                # A rollout must not reach the next one, nor a branch its sibling. One `inside` for
+                # each, because a backward pass frees the weights that FSDP2 has gathered.
                 leaks = any(
                     inside(
                         partial(
@@ -517,7 +523,7 @@ def why_not_packed(
     tolerance = 1e-4 if exact else 5e-2
     packed_TH, separate_TH = packed_TH.float(), separate_TH.float()
     gap = (packed_TH - separate_TH).abs().max().item() / separate_TH.abs().max().item()
-    # Not `gap > allowed`: NaN has to count as a difference.
+    # Not `gap > tolerance`: NaN has to count as a difference.
     if not gap <= tolerance:
         return f"packed, its hidden states differ by {gap:.2g} (relative; at most {tolerance:g})"
     return "packed, a rollout's hidden states depend on its neighbours" if leaks else None

@@ -41,53 +41,58 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     with adapters continues with them. Raises ValueError for targets that the model does not have,
     and for loaded adapters whose rank, alpha or targets differ from the settings.
     """
-    from peft import LoraConfig
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    targets = settings.targets
     if is_adapted(model):
         _check_same_adapters(model, settings)
         conversions = getattr(model, CONVERSIONS, None) or ()
         patterns = [p for conversion in conversions for p in conversion.source_patterns]
         if any(PEFT in pattern for pattern in patterns):
-            # These conversions are for the adapters' file. Without them, the model's files get
-            # those of the model's family.
+            # transformers recorded the conversions of the adapters' file. Without a record, saving
+            # the model uses those of its family.
             setattr(model, CONVERSIONS, None)
     else:
-        # peft ignores a target that does not exist as long as another one does.
-        modules = [name for name, _ in model.named_modules()]
-        for target in targets:
-            if target != "all-linear" and not any(
-                f".{name}".endswith(f".{target}") for name in modules
-            ):
-                last_parts = {name.rpartition(".")[2] for name in modules}
-                raise ValueError(
-                    f"model.lora.targets={targets}: {type(model).__name__} has no module {target}"
-                    f"{did_you_mean(target, sorted(last_parts))}"
-                )
-        config = LoraConfig(
-            r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
-            target_modules="all-linear" if targets == ["all-linear"] else list(targets),
-            exclude_modules=VISION_TOWER if hasattr(backbone(model), "visual") else None,
-            task_type="CAUSAL_LM",
-        )
-        try:
-            model.add_adapter(config, ADAPTER)
-        except ValueError as error:
-            raise ValueError(f"model.lora.targets={targets}: {error}") from error
+        _add_new_adapters(model, settings)
     # Embedding and head may be one weight: the adapter of one layer must not change the other.
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     has_adapter = any(isinstance(module, BaseTunerLayer) for module in (embedding, head))
     if has_adapter and embedding.weight is head.weight:
         raise ValueError(
-            f"model.lora.targets={targets}: embedding and head of {type(model).__name__} "
+            f"model.lora.targets={settings.targets}: embedding and head of {type(model).__name__} "
             "are one weight (tie_word_embeddings), into which an adapter of one of them cannot be "
             "merged; leave both out"
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def _add_new_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Add adapters with new weights to the target modules."""
+    from peft import LoraConfig
+
+    targets = settings.targets
+    # peft ignores a target that does not exist as long as another one does.
+    modules = [name for name, _ in model.named_modules()]
+    for target in targets:
+        exists = any(f".{name}".endswith(f".{target}") for name in modules)
+        if target != "all-linear" and not exists:
+            last_parts = {name.rpartition(".")[2] for name in modules}
+            raise ValueError(
+                f"model.lora.targets={targets}: {type(model).__name__} has no module {target}"
+                f"{did_you_mean(target, sorted(last_parts))}"
+            )
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
+        target_modules="all-linear" if targets == ["all-linear"] else list(targets),
+        exclude_modules=VISION_TOWER if hasattr(backbone(model), "visual") else None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model.add_adapter(config, ADAPTER)
+    except ValueError as error:
+        raise ValueError(f"model.lora.targets={targets}: {error}") from error
 
 
 def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
@@ -100,8 +105,8 @@ def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
 def load_saved_adapters(model: Any, folder: Path) -> None:
     """Load the adapters in a folder onto a model that has none.
 
-    transformers records the conversions of the last files that it loaded. The model keeps those of
-    its own files.
+    transformers overwrites the model's `CONVERSIONS` by those of the adapters' file. They are put
+    back, because saving the model reads them.
     """
     conversions = getattr(model, CONVERSIONS, None)
     model.load_adapter(str(folder))
@@ -190,7 +195,7 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the adapters' weights by peft's names, on the CPU. All processes gather together."""
     from peft import get_peft_model_state_dict
 
-    # "auto" compares the base with that on the hub, and saves its embeddings if they differ.
+    # Not the default "auto", which saves embeddings that differ from those of the base on the hub.
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return {
         f"{PEFT}{name}": tensor.contiguous().cpu()
@@ -222,8 +227,8 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
 def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """Load the base model of a folder of adapters and merge the adapters into its weights.
 
-    They are added in float32, whatever the files' formats, and the sum is cast once: to `dtype`,
-    or for ``auto`` to the format of the adapters, which is that of their training. The
+    Base and adapters are added in float32, whatever the files' formats, and the sum is cast once:
+    to `dtype`, or for ``auto`` to the format of the adapters, which is that of their training. The
     end-of-sequence tokens are those of the folder.
     """
     from peft import PeftModel

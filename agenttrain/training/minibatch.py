@@ -37,6 +37,7 @@ class Minibatch:
     tokens: int
     """Sampled tokens of all processes."""
     epoch: int = 0
+    """Pass over the step's rollouts, from 0."""
     first: bool = False
     """True for the first minibatch of a step: the policy is still the one that sampled."""
     kept: Mapping[SequenceKey, Tensor] | None = None
@@ -48,6 +49,7 @@ class Minibatch:
     losses: list[Tensor] = field(default_factory=list)
     """Loss of each microbatch."""
     scores: list[ScoredMicrobatch] = field(default_factory=list)
+    """Each microbatch with its logprobs and entropies."""
     entropy: list[Tensor] = field(default_factory=list)
     """Sum of each microbatch's entropies over the tokens that the bonus acts on."""
 
@@ -77,8 +79,9 @@ def top_entropy(
 ) -> dict[SequenceKey, Tensor]:
     """Return the mask of the top `share` of tokens by entropy, [S] for each of `sequences`.
 
-    Tokens of all processes are compared. Ties go to the earlier position, then to the rollout with
-    the lower id. Neither depends on which process holds a rollout or on what is packed with it.
+    Tokens of all processes are compared. Ties go to the earlier position, then to the rollout that
+    comes first by group and sample. So they do not depend on which process holds a rollout, or on
+    what is packed with it.
     """
     # (group, sample, sequence key), which sorts alike in every process, and the entropies.
     local: list[tuple[tuple[Any, ...], Tensor]] = [
@@ -99,6 +102,7 @@ def top_entropy(
     )
     kept_N = top_entropy_mask(entropy_N, place_N, share)
     masks = kept_N.split([len(entropy_S) for _, entropy_S in entropies])
+    # This process's masks begin at `first`.
     first = sum(len(entries) for entries in by_rank[: world.rank])
     return {key[-1]: mask_S for (key, _), mask_S in zip(local, masks[first:], strict=False)}
 
@@ -147,7 +151,7 @@ def store_scores(
 ) -> None:
     """Write the scores of packed sequences into their trajectories, one sequence after the other.
 
-    They become `trainer_logprobs` and `entropies`.
+    A trajectory's `trainer_logprobs` and `entropies` are saved with its rollout.
     """
     lengths = [sequence.sampled_length for sequence in sequences]
     logprobs = logprobs_S.float().cpu().split(lengths)
@@ -160,8 +164,9 @@ def store_scores(
 def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     """Return True if the policy has to score the rollouts before the step's first update.
 
-    Recomputed probabilities need no pass of their own if the only update's forward pass computes
-    them early enough: a KL in the reward and a teacher's advantages need them before it.
+    `top_entropy` ranks tokens by their entropy before that update. Recomputed probabilities need a
+    pass of their own if the first update's forward pass would compute them too late: for a second
+    update, for a KL in the reward, or for a teacher's advantages.
     """
     recomputed = config.behaviour is Behaviour.recomputed
     adds_to_rewards = config.kl_in_reward is not None or config.teacher is not None

@@ -52,7 +52,7 @@ class Culprit:
 
     rollout_id: str
     place: str
-    """`place_of` its trajectory."""
+    """`place_of` its trajectory, such as ``<rollout_id> trajectory 1``."""
     what: str
     """The number, such as ``its advantage is nan``."""
 
@@ -140,40 +140,51 @@ def find_culprits(
         # Run it even if an input is broken: with sharded weights the other processes run along.
         loss, logprobs_S = run_alone(sequence or stand_in())
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        finite = {n: bool(local_part(grad).isfinite().all()) for n, grad in gradients.items()}
+        broken = [n for n, grad in gradients.items() if not local_part(grad).isfinite().all()]
         norm = full_tensor(nn.utils.get_total_norm(gradients.values()))
         model.zero_grad()
         del gradients  # they would stay in memory beside those of the next pass
         if sequence is None:
             continue
-
-        # In the order of computation: the first broken number breaks all later ones.
-        problems = []
-        # The trajectory's advantages are float64. One that is only too large for float32 is not
-        # named here, but by the loss that it breaks.
-        advantages = sequence.trajectory.advantages or ()
-        index = _first_broken(advantages)
-        if index is not None:
-            problems.append(f"its advantage is {advantages[index]}")
-        for name, values_S in (
-            ("the engine's logprob", sequence.behaviour_S),
-            ("the reference's logprob", sequence.ref_logprobs_S),
-            ("the logprob before the step", sequence.old_logprobs_S),
-            ("the policy's logprob", logprobs_S),
-        ):
-            index = None if values_S is None else _first_broken(values_S.tolist())
-            if index is not None:
-                problems.append(f"{name} of token {int(sequence.targets_S[index]) + 1}")
-        if not loss.isfinite():
-            problems.append(f"its loss is {loss.item():g}")
-        problems += [f"its gradient of {name}" for name, is_ok in finite.items() if not is_ok]
-        if not norm.isfinite():
-            problems.append("the norm of its gradient")
-        if problems:
+        problem = _first_problem(sequence, logprobs_S, loss, broken, norm)
+        if problem is not None:
             rollout = sequence.rollout
             place = place_of(rollout, sequence.trajectory)
-            result.append(Culprit(rollout_id=rollout.rollout_id, place=place, what=problems[0]))
+            result.append(Culprit(rollout_id=rollout.rollout_id, place=place, what=problem))
     return result
+
+
+def _first_problem(
+    sequence: TrainingSequence,
+    logprobs_S: Tensor,
+    loss: Tensor,
+    broken_gradients: Sequence[str],
+    norm: Tensor,
+) -> str | None:
+    """Return the first number that is not finite, in the order of computation; it breaks the rest.
+
+    `broken_gradients` names the weights whose gradient is not finite.
+    """
+    # The trajectory's advantages are float64. One that is only too large for float32 is not named
+    # here, but by the loss that it breaks.
+    advantages = sequence.trajectory.advantages or ()
+    index = _first_broken(advantages)
+    if index is not None:
+        return f"its advantage is {advantages[index]}"
+    for name, values_S in (
+        ("the engine's logprob", sequence.behaviour_S),
+        ("the reference's logprob", sequence.ref_logprobs_S),
+        ("the logprob before the step", sequence.old_logprobs_S),
+        ("the policy's logprob", logprobs_S),
+    ):
+        index = None if values_S is None else _first_broken(values_S.tolist())
+        if index is not None:
+            return f"{name} of token {int(sequence.targets_S[index]) + 1}"
+    if not loss.isfinite():
+        return f"its loss is {loss.item():g}"
+    if broken_gradients:
+        return f"its gradient of {broken_gradients[0]}"
+    return None if norm.isfinite() else "the norm of its gradient"
 
 
 def _first_broken(values: Sequence[float]) -> int | None:

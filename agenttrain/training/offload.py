@@ -48,7 +48,7 @@ class StateOffload:
 
     @torch.no_grad()
     def to_device(self) -> None:
-        """Move the state back."""
+        """Move the state from host memory back to the device."""
         for tensor, buffer in self._buffers.values():
             is_on_host = tensor.data_ptr() == buffer.data_ptr()
             if is_on_host:
@@ -69,7 +69,7 @@ def _state(optimizer: Optimizer) -> Iterator[Tensor]:
     if isinstance(optimizer, MasterWeights):
         for _, master in optimizer.pairs:
             yield local_part(master)
-    for part in parts or ():
+    for part in parts or ():  # several optimizers in one
         yield from _state(part)
     if parts is None:
         states: Any = optimizer.state.values()

@@ -109,17 +109,29 @@ class Policy:
 
         Load a checkpoint's weights afterwards. `steps` is the run's length, `temperature` that of
         its rollouts. With `weights`, `model` is on the meta device and each process reads its part
-        once it is sharded. `sampled`: an engine of this process samples from `sampler`, then an
-        unsharded copy.
+        once it is sharded. `sampled`: an engine of this process samples from `self.sampler`, an
+        unsharded copy if the policy is sharded.
         """
         self.world = world or World()
         self.accelerator = accelerator or make_accelerator(training.mixed_precision)
         self.device: torch.device = self.accelerator.device
-        # Sharded layers are moved to the device one by one, when they are sharded.
+        self.step = 0
+        """Number of finished steps."""
+        # Settings.
+        self.algorithm = algorithm
+        self._config = optimizer
+        self._training = training
+        self._max_completion_tokens = max_completion_tokens
+        self._steps = steps
+        self._sharding = sharding
+        self.vision = vision
+        self.reward_weights = dict(reward_weights or {})
+        """Weights of the rubric, for algorithms that normalise each reward function."""
+        self._bonus = EntropyBonus(algorithm.entropy.bonus)
+        # The model. Sharded layers are moved to the device one by one, when they are sharded.
         self.model = model if sharding else model.to(self.device)
         if sharding and self.device.type == "cpu":
             map_large_blocks()
-        self.vision = vision
         if vision is not None and vision.frozen:
             freeze_vision(self.model)
         # A slow file system may delay one process by minutes: wait without a limit before the first
@@ -129,15 +141,7 @@ class Policy:
         self.sampler = self.model
         if sharding and sampled:
             self.sampler = copy.deepcopy(self.model).requires_grad_(False)
-        self.step = 0
-        self.algorithm = algorithm
-        self._config = optimizer
-        self._training = training
-        self._max_completion_tokens = max_completion_tokens
-        self._steps = steps
-        self.reward_weights = dict(reward_weights or {})
-        """Weights of the rubric, for algorithms that normalise each reward function."""
-        self._bonus = EntropyBonus(algorithm.entropy.bonus)
+        # Scorer and reference, both sharded or wrapped for several processes.
         self._scorer = Scorer(
             self.model,
             temperature=temperature,
@@ -150,14 +154,13 @@ class Policy:
         )
         if training.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self._sharding = sharding
         self._reference = make_reference(self._scorer, self.accelerator, algorithm, sharding)
         self._wrapped = wrap(self._scorer, self.accelerator, sharding)
         if weights is not None:
             self._read(weights)
         if self.sampler is not self.model:
             self.sampler.to(self.device)
-        # Find out how rollouts can be computed, now that the weights are where they are trained.
+        # Try how rollouts can be computed, now that the weights are where they are trained.
         self._scorer.choose_layout(self.device, self.world, self.accelerator.autocast())
         if self._reference is not None:
             self._reference.scorer.copy_layout(self._scorer)
@@ -165,6 +168,7 @@ class Policy:
         check_kernels(self._scorer.kernels, self.device, longest)
         self.kernel = kernel_names(self._scorer.kernels)
         """Names of the kernels that compute attention: ``varlen``, or ``efficient,flash``."""
+        # The optimizer, whose state is in host memory between updates if it is offloaded.
         built = build_optimizer(self.model, optimizer)
         self._masters = built if isinstance(built, MasterWeights) else None
         self.optimizer = self.accelerator.prepare_optimizer(built)
@@ -220,7 +224,7 @@ class Policy:
         if needs_old_logprobs(self.algorithm):
             flat = list(chain(*sequences))
             scores = score_microbatches(self._scorer, self._pack(flat))
-            for sequence in flat:
+            for sequence in flat:  # into its trajectory, to be saved with the rollout
                 store_scores([sequence], *scores[sequence.key])
 
             def with_scores(sequence: TrainingSequence) -> TrainingSequence:
@@ -233,7 +237,7 @@ class Policy:
     def kl_penalties(
         self, groups: Sequence[Sequence[TrainingSequence]]
     ) -> tuple[dict[str, float], MetricParts]:
-        """Return each rollout's KL by id if it is part of the reward, and the metric's parts."""
+        """Return each rollout's KL by id, and its metric; empty without a KL in the reward."""
         penalty = self.algorithm.kl_in_reward
         if penalty is None:
             return {}, {}
@@ -329,18 +333,19 @@ class Policy:
             self._masters.fold()
 
     def optimizer_step(self, minibatch: Minibatch) -> MetricParts:
-        """Update the weights; return metrics. Raises BrokenUpdate in all, before any change."""
+        """Update the weights; return metrics. Raises BrokenUpdate in all processes, before that."""
         losses = torch.stack(minibatch.losses)
         norm = self._clip(losses)
         if norm is None:
             raise self._broken_update(losses, minibatch)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if minibatch.epoch == 0 and not needs_old_logprobs(self.algorithm):
+        if minibatch.epoch == 0 and not needs_old_logprobs(self.algorithm):  # else `score` did it
             for batch, logprobs_S, entropy_S in minibatch.scores:
                 store_scores(batch.sequences, logprobs_S, entropy_S)
         metrics = {
             "grad_norm": self._from_main(norm),
+            # The loss is the sum over processes: the parts (loss, 1), (loss, 0), … add up to it.
             "loss": torch.stack((losses.sum(), self._from_main(1.0)[1])),
             "train/tokens": self._from_main(minibatch.tokens),
         }
@@ -353,17 +358,20 @@ class Policy:
             self._bonus.observe(total / minibatch.bonus_tokens, self.algorithm)
             metrics["entropy_coef"] = self._from_main(self._bonus.coefficient)
         if minibatch.first:
-            # Compare with the engine that sampled, before the step's first update.
-            sequences = [s for batch, _, _ in minibatch.scores for s in batch.sequences]
-            engine_S = torch.cat([batch.behaviour_S for batch, _, _ in minibatch.scores])
-            trainer_S = torch.cat([logprobs_S for _, logprobs_S, _ in minibatch.scores])
-            # The engine's policy_version equals the number of finished steps.
-            origins = token_origins(sequences, self.step, engine_S.device)
-            tokens = engine_S.new_tensor(len(engine_S))
-            sums = torch.stack((engine_S.sum(), trainer_S.sum(), tokens))
-            engine, trainer, count = self.accelerator.reduce(sums.double(), "sum").tolist()
-            metrics |= mismatch(engine_S, trainer_S, origins, (engine / count, trainer / count))
+            metrics |= self._mismatch(minibatch)
         return metrics
+
+    def _mismatch(self, minibatch: Minibatch) -> MetricParts:
+        """Compare the engine's logprobs with the policy's from before the step's first update."""
+        sequences = [s for batch, _, _ in minibatch.scores for s in batch.sequences]
+        engine_S = torch.cat([batch.behaviour_S for batch, _, _ in minibatch.scores])
+        trainer_S = torch.cat([logprobs_S for _, logprobs_S, _ in minibatch.scores])
+        # The engine's policy_version equals the number of finished steps.
+        origins = token_origins(sequences, self.step, engine_S.device)
+        tokens = engine_S.new_tensor(len(engine_S))
+        sums = torch.stack((engine_S.sum(), trainer_S.sum(), tokens))
+        engine, trainer, count = self.accelerator.reduce(sums.double(), "sum").tolist()
+        return mismatch(engine_S, trainer_S, origins, (engine / count, trainer / count))
 
     def end_step(self, averages: Averages) -> dict[str, float]:
         """Finish the step: update the reference, free memory; return the step's metrics.
@@ -474,12 +482,12 @@ class Policy:
 
     def _broken_update(self, losses: Tensor, minibatch: Minibatch) -> BrokenUpdate:
         """Return the error that names the rollouts or weights that broke an update."""
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad()  # the broken gradients, before each sequence has its own
         trained = minibatch.trained(self.algorithm)
 
         def score_alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
             """Run one sequence forward and backward; return its loss and logprobs, [S]."""
-            (microbatch,) = self._scorer.pack([sequence], 1, self.device)
+            (microbatch,) = self._scorer.pack([sequence], sequence.length, self.device)
             with self.accelerator.no_sync(self._wrapped):
                 inputs = loss_inputs(
                     microbatch, *self.forward(microbatch), minibatch, self.algorithm

@@ -99,35 +99,32 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
     def branches(places: range, start: int, depth: int = 0) -> Iterator[Branch]:
         """Yield the branches of the sequences at these `places` of the sorted order.
 
-        Their first `start` tokens are equal and belong to branches above. The cases: a single
-        sequence, a tree that is too deep, a common part that is too short to share, and one that
-        becomes a branch.
+        Their first `start` tokens are equal and belong to branches above. In the example at the
+        file's top `common` is 0 3 1. Places 0 1 2 share ``a``; their parts are 0 1 and 2.
         """
-        shared = min((common[place] for place in places[1:]), default=start)
+        if len(places) == 1 or depth == DEEPEST:  # nothing more is shared
+            for index in (order[place] for place in places):
+                yield Branch(start=start, end=len(ids[index]), ending=(index,))
+            return
+        shared = min(common[place] for place in places[1:])
         # Separate neighbours that have no more than this in common.
         cuts = [places.start, *(p for p in places[1:] if common[p] == shared), places.stop]
         parts = [range(a, b) for a, b in pairwise(cuts)]
-        if len(places) == 1:
-            index = order[places.start]
-            yield Branch(start=start, end=len(ids[index]), ending=(index,))
-        elif depth == DEEPEST:
-            for index in (order[place] for place in places):
-                yield Branch(start=start, end=len(ids[index]), ending=(index,))
-        elif shared < start + least:  # too short to share: repeated in the branches below
+        if shared < start + least:  # too short to share: repeated in the branches below
             for part in parts:
                 yield from branches(part, start, depth + 1)
-        else:
-            # Sequences without a token of their own end with this branch.
-            ending = [p for p in places if len(ids[order[p]]) == shared]
-            longer = (part for part in parts if part.start not in ending)
-            yield Branch(
-                start=start,
-                end=shared,
-                ending=tuple(sorted(order[place] for place in ending)),
-                children=tuple(
-                    _by_length(b for part in longer for b in branches(part, shared, depth + 1))
-                ),
-            )
+            return
+        # Sequences without a token of their own end with this branch.
+        ending = [p for p in places if len(ids[order[p]]) == shared]
+        longer = (part for part in parts if part.start not in ending)
+        yield Branch(
+            start=start,
+            end=shared,
+            ending=tuple(sorted(order[place] for place in ending)),
+            children=tuple(
+                _by_length(b for part in longer for b in branches(part, shared, depth + 1))
+            ),
+        )
 
     return _by_length(branches(range(len(ids)), 0)) if ids else []
 

@@ -26,7 +26,7 @@ SYNCED_ADAPTERS = (
 
 @dataclass(slots=True, eq=False)
 class ReferencePolicy:
-    """Scorer of a model that is not trained. A resumed run makes an equal one again."""
+    """Scorer of a frozen model. It needs no checkpoint: a resumed run makes an equal one again."""
 
     scorer: Scorer
 
@@ -55,7 +55,7 @@ class AdaptersOff(ReferencePolicy):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Switch the adapters off for the block: calls score with the untrained model."""
+        """Switch the adapters off for the block, so that calls score with the untrained model."""
         model: Any = self.scorer.model
         # peft changes which weights have a gradient when it switches adapters off and on.
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -97,10 +97,11 @@ class SyncedCopy(ReferencePolicy):
     """reference = mixup * policy + (1 - mixup) * reference (https://arxiv.org/abs/2404.09656)."""
 
     every: int
+    """Steps from one mix to the next."""
     mixup: float
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:
-        """Mix after every N-th step."""
+        """Mix the policy's weights in after every `every`-th step."""
         if step % self.every:
             return
         reference = dict(self.scorer.model.named_parameters())
@@ -109,7 +110,7 @@ class SyncedCopy(ReferencePolicy):
                 reference[name].lerp_(weight.to(reference[name].dtype), self.mixup)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return its weights, which no other part of a checkpoint has."""
+        """Return the mixed weights, which no other part of a checkpoint has."""
         return {name: weight.detach() for name, weight in self.scorer.model.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,12 +134,12 @@ def copy_weights(reference: ReferencePolicy, policy: Scorer) -> None:
 def make_reference(
     scorer: Scorer, accelerator: Any, config: AlgorithmConfig, sharding: Sharding | None = None
 ) -> ReferencePolicy | None:
-    """Return the configured reference, which is the policy as it is now, or None.
+    """Return the configured reference: the policy as it is now. None without a KL penalty.
 
-    The reference is the policy as it is now: without adapters a copy of it. If the policy has no
-    storage yet, `copy_weights` gives the copy its weights. With adapters both share the weights
-    below: new adapters are switched off for the reference, and those of an earlier training are
-    copied. Raises ValueError for a synced reference of a model with adapters.
+    Without adapters the reference is a copy of the policy. If the policy has no storage yet,
+    `copy_weights` fills the copy later. With adapters both share the base weights: new adapters are
+    switched off for the reference, and those of an earlier training are copied. Raises ValueError
+    for a synced reference of a model with adapters.
     """
     if config.kl is None:
         return None

@@ -269,16 +269,17 @@ def own_part(state: Any, *, copies: bool = False) -> Any:
 
 
 def _join(parts: Sequence[Any], indices: Sequence[int], count: int, source: str) -> Any:
-    """Join the states that the processes `indices` of `count` wrote; TensorParts for tensors.
+    """Join the states that the processes `indices` of `count` wrote.
 
-    `source` names files and key in errors.
+    A sharded tensor becomes a TensorParts. `source` names files and key in errors.
     """
     first = parts[0]  # all parts have the structure of the first
-    if isinstance(first, dict) and first.keys() == {"part", "shape"}:
+    if isinstance(first, dict) and first.keys() == {"part", "shape"}:  # a tensor: `own_part`
         shape = torch.Size(first["shape"])
         start = rows_of_part(shape[0], indices[0], count).start
         starts = accumulate((len(part["part"]) for part in parts), initial=start)
         tensors = [part["part"] for part in parts]
+        # Not strict: the last of `starts` is the end.
         return TensorParts(list(zip(starts, tensors, strict=False)), shape, source)
     if isinstance(first, dict):
         return {

@@ -58,9 +58,9 @@ class Conversion:
 
     converter: WeightConverter
     sources: tuple[tuple[str, StoredTensor], ...]
-    """Pattern of the converter and tensor, in the order in which transformers collects them."""
+    """Pairs (pattern of the converter, tensor), in the order that transformers collects them in."""
     first: str
-    """Name of the first weight that it makes."""
+    """Name of the first weight that it makes, by which the converter names the others."""
 
     @property
     def by_expert(self) -> bool:
@@ -101,7 +101,7 @@ def empty_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
-    dtype_plan = model._get_dtype_plan(dtype)
+    dtype_plan = model._get_dtype_plan(dtype)  # modules that stay in float32
     for name, parameter in model.named_parameters():
         if any(part in dtype_plan for part in name.split(".")):
             parameter.data = parameter.data.to(torch.float32)
@@ -226,19 +226,21 @@ class SlicedWeights:
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
         state, prefix = model.state_dict(), model.base_model_prefix
-        sources_of: dict[str, list[tuple[str, StoredTensor]]] = {}
+        sources_of: dict[str, list[tuple[str, StoredTensor]]] = {}  # by a conversion's first weight
         for key in sorted(self._stored, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:  # the renaming is meant for other files
                 name, pattern = rename_source_key(key, [], [], prefix, state)
             if name not in state:
                 continue  # as transformers does: weights of another task
-            if pattern is not None:
+            if pattern is not None:  # one of several tensors of which a converter makes weights
                 sources_of.setdefault(name, []).append((pattern, self._stored[key]))
                 continue
             self._check(name, state[name], self._stored[key].shape, self._stored[key])
             yield WeightSource(name, self._stored[key], tuple(state[name].shape), state[name].dtype)
+        # As `from_pretrained` records them: saving the model reverts them.
         model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+        # Convert shapes alone, on the meta device, to see which weights each conversion makes.
         for first_name, sources in sources_of.items():
             converter = by_pattern[sources[0][0]]
             conversion = Conversion(converter=converter, sources=tuple(sources), first=first_name)
@@ -289,7 +291,7 @@ class SlicedWeights:
         if rows.stop == rows.start:
             return
         sources, start = source.sources, rows.start
-        if source.by_expert:
+        if source.by_expert:  # read the tensors of these experts alone
             patterns = dict.fromkeys(pattern for pattern, _ in sources)
             by_pattern = {p: [entry for entry in sources if entry[0] == p] for p in patterns}
             sources = tuple(chain(*(by_pattern[p][rows.start : rows.stop] for p in patterns)))
@@ -318,7 +320,10 @@ class SlicedWeights:
         return {name: t[0] if isinstance(t, list) else t for name, t in weights.items()}
 
     def check_copies(self, model: nn.Module, world: World) -> None:
-        """Raise WrongWeights in all processes if some read another copy than the main one."""
+        """Raise WrongWeights in all processes if ranks read a copy that differs from the main one.
+
+        Ranks that read the main files compare them with checksums of the others' rows.
+        """
         identities = world.gather([self._identity()], "the files of the weights")
         main_files = identities[0]
         main_readers = [rank for rank, files in enumerate(identities) if files == main_files]

@@ -107,33 +107,42 @@ def own_weights(
     """
     weights, shard = _weights_to_save(model), shard_of(model)
     tensors: dict[str, Tensor] = {}
-    if shard is None:
+    if shard is None:  # not sharded: the main process writes all
         if is_main:
             tensors = {n: _on_cpu(t.detach(), copies) for n, t in weights.items()}
         return "model.safetensors", _as_in_files(model, tensors)
     file = f"model-{shard.index + 1:05}-of-{shard.count:05}.safetensors"
     if not shard.replica:  # other nodes hold the same weights
         owners = _owners(model, weights, shard.count)
-        waiting: dict[str, Callable[[], Tensor | None]] = {}
-        size = 0
-
-        def receive() -> None:
-            """Wait for the weights that are on their way; keep those that this process writes."""
-            for name, wait in waiting.items():
-                full = wait()
-                if full is not None:
-                    tensors[name] = _on_cpu(full, copies)
-            waiting.clear()
-
-        for name, tensor in weights.items():
-            is_owner = owners[name] == shard.index
-            waiting[name] = gather_to(tensor.detach(), owners[name], is_owner=is_owner)
-            size += tensor.nbytes
-            if size > AT_ONCE:  # not after each weight, which would cost a round trip
-                receive()
-                size = 0
-        receive()
+        tensors = _gather_owned(weights, owners, shard.index, copies=copies)
     return file, _as_in_files(model, tensors)
+
+
+def _gather_owned(
+    weights: Mapping[str, Tensor], owners: Mapping[str, int], index: int, *, copies: bool
+) -> dict[str, Tensor]:
+    """Send each weight to its owner; return those that process `index` owns, on the CPU."""
+    owned: dict[str, Tensor] = {}
+    waiting: dict[str, Callable[[], Tensor | None]] = {}
+    size = 0
+
+    def receive() -> None:
+        """Wait for the weights that are on their way; store those that this process owns."""
+        for name, wait in waiting.items():
+            full = wait()
+            if full is not None:
+                owned[name] = _on_cpu(full, copies)
+        waiting.clear()
+
+    for name, tensor in weights.items():
+        is_owner = owners[name] == index
+        waiting[name] = gather_to(tensor.detach(), owners[name], is_owner=is_owner)
+        size += tensor.nbytes
+        if size > AT_ONCE:  # not after each weight, which would cost a round trip
+            receive()
+            size = 0
+    receive()
+    return owned
 
 
 def weights_index(shares: Iterable[tuple[str, dict[str, int]]]) -> dict[str, Any]:

@@ -78,8 +78,10 @@ class ModelTeacher:
         self._prompt_ids = prompt_ids
         text = model.config.get_text_config()
         self._longest: float = getattr(text, "max_position_embeddings", None) or torch.inf
+        """Most tokens of a sequence that the teacher scores."""
         self._sharded = sharding is not None
-        self._world.exchange((), "the teacher in every process", patient=True)  # a slow file system
+        # Wait without a limit: a slow file system may delay one process by minutes.
+        self._world.exchange((), "the teacher in every process", patient=True)
         model = model.requires_grad_(False)
         self._scorer = Scorer(
             model if sharding else model.to(self._device),
@@ -157,13 +159,14 @@ def with_teacher_prompt(
     A sequence that does not begin with the whole prompt of the main trajectory stays the same: a
     sub-agent's prompt is not about the row.
     """
-    # Go back to the trajectory that this one branches from, and count the tokens they share.
+    # Follow the parents to the first trajectory; count the leading tokens that are shared with it.
     root, shared = sequence.trajectory, sequence.length
     while root.parent is not None:
         parent, position = root.parent
         root, shared = sequence.rollout.trajectories[parent], min(shared, position)
     length = root.prompt_length
-    if prompt_ids is None or root.role != MAIN or shared < length:
+    has_main_prompt = root.role == MAIN and shared >= length
+    if prompt_ids is None or not has_main_prompt:
         return sequence
     prompt = torch.tensor(prompt_ids(sequence.rollout, root), dtype=torch.long)
     return replace(
@@ -208,12 +211,12 @@ def add_teacher(
 ) -> MetricParts:
     """Mix the teacher's part into the advantages of the scored rollouts. Return its metrics.
 
-    `sequences` are those of the scored rollouts of `groups`. A rollout that has a reward but was
-    not scored gets no advantage: the rewards' part alone would teach something else than the other
-    rollouts do.
+    `sequences` are those of the rollouts of `groups` that the teacher scored. A rollout that has a
+    reward but was too long for the teacher gets no advantage: the rewards' part alone would teach
+    something else than the other rollouts do.
     """
     teacher = config.teacher
-    assert teacher is not None, "the sequences were scored by it"
+    assert teacher is not None
     scored_ids = {sequence.rollout.rollout_id for sequence in chain(*sequences)}
     differences, gated_in, too_long = [], [], []
     for sequence in chain(*sequences):

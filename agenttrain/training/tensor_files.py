@@ -153,6 +153,7 @@ class HashedFile:
         self._file, self._hash_thread = file, hash_thread
         self._hash = hashlib.sha256()
         self._size = 0
+        """Bytes written."""
         self._on_its_way = 0
         """Bytes that the system was asked to bring to disk."""
 
@@ -162,9 +163,9 @@ class HashedFile:
         return self._hash.hexdigest()
 
     def write(self, data: Any) -> int:
-        """Write bytes, or any buffer of them."""
+        """Write bytes, or any buffer of them, and hash them meanwhile."""
         view = memoryview(data).cast("B")
-        if len(view) < HASHED_BESIDE:
+        if len(view) < HASHED_BESIDE:  # not worth a thread
             self._hash.update(view)
             self._write(view)
             return len(view)
@@ -172,7 +173,7 @@ class HashedFile:
         try:
             self._write(view)
         finally:
-            hashing.result()  # torch takes its buffer back when this returns or raises
+            hashing.result()  # wait: torch reuses the buffer once this returns or raises
         return len(view)
 
     def _write(self, view: memoryview) -> None:

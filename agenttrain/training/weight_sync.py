@@ -118,13 +118,13 @@ class SyncProbe:
 class ProbeCheck:
     """Checks an engine's log-probabilities of the probe.
 
-    It is a callable for `Replicated.verify`, and holds plain values: it can be sent to the process
-    that has the engine.
+    A callable for `Replicated.verify` of plain values, so that it can be sent to the process that
+    has the engine.
     """
 
     token_ids: tuple[int, ...]
     start: int
-    """That of the SyncProbe."""
+    """Index of the first token that the engine sampled."""
     policy: tuple[float, ...]
     """The policy's log-probability of every token after the first."""
     first: Gap | None
@@ -132,10 +132,12 @@ class ProbeCheck:
     warned: bool
     """True once a far token was warned of."""
     before: tuple[tuple[float, ...], tuple[float, ...]] | None
-    """The policy's and the engine's scores at the last sync (`SyncProbe.scores`). None: the
-    engine's may stay the same."""
+    """The policy's and the engine's log-probabilities at the last sync (`SyncProbe.scores`). None:
+    the engine's need not have changed."""
     version: int
+    """Policy version, for errors."""
     tolerance: float
+    """Limit of the gap, in nats."""
     exact: bool
     """The tolerance is that of the largest gap, not of the mean."""
     growth: float
@@ -150,11 +152,11 @@ class ProbeCheck:
         return None
 
     def check(self, scores: Sequence[float]) -> SyncProbe:
-        """Return the probe with the engine's scores. Raises StaleWeights.
+        """Return the probe with the engine's scores.
 
-        It is raised if the gap exceeds both the tolerance and `growth` times the first sync's gap.
-        With `before` it is also raised if the policy's log-probabilities changed and the engine's
-        did not at all.
+        Raises StaleWeights if the gap exceeds both the tolerance and `growth` times the first
+        sync's gap, and, given `before`, if the policy's log-probabilities changed since then and
+        the engine's did not at all.
         """
         probe = SyncProbe(
             token_ids=self.token_ids,
@@ -165,16 +167,16 @@ class ProbeCheck:
             warned=self.warned,
         )
         gap, first, tolerance = probe.gap, self.first, self.tolerance
-        pairs = [(gap.max, tolerance)]
+        gaps_and_limits = [(gap.max, tolerance)]
         if not self.exact:
             first_gap = first or Gap(mean=0.0, q90=0.0, max=0.0)
-            pairs = [
+            gaps_and_limits = [
                 (gap.mean, max(tolerance, self.growth * first_gap.mean)),
                 (gap.q90, max(tolerance, self.growth * first_gap.q90)),
             ]
         # `any`: one of the two within its limit is agreement, because wrong weights raise both.
         # Not `value > limit`: NaN must not count as agreement.
-        if not any(value <= limit for value, limit in pairs):
+        if not any(value <= limit for value, limit in gaps_and_limits):
             raise StaleWeights(
                 f"weight sync {self.version}: the engine's log-probabilities of a fixed sequence "
                 f"differ from the policy's by up to {gap}"
@@ -208,7 +210,7 @@ async def sync(
     *,
     prompt_ids: Sequence[int] = (),
 ) -> SyncProbe | None:
-    """Give `engine` the policy's weights. It samples with policy version `version` from now on.
+    """Give `engine` the policy's weights, with which it samples from now on as version `version`.
 
     An engine that samples from `policy.sampler` itself only drops its caches, and the result is
     None. An engine with a copy of the weights is sent them and then scores the probe.
@@ -232,21 +234,13 @@ async def sync(
     has_adapters = is_adapted(policy.model)
     as_adapters = engine.takes_adapters and has_adapters
     dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else policy.model.dtype
-    weights: Iterable[tuple[str, Tensor]]
-    if isinstance(engine, ModelNames) and engine.model_names:
-        weights = named_weights(policy.model, dtype)
-    elif not as_adapters:
-        weights = PolicyWeights(policy.model, dtype)
-    elif isinstance(engine, Forgetful) and engine.lacks_base:
-        base = checkpoint_weights(policy.model, dtype, merged=False)
-        weights = chain(base, checkpoint_adapters(policy.model))
-    else:
-        weights = checkpoint_adapters(policy.model)
-    await engine.update(weights, version)
+    await engine.update(_weights_for(engine, policy.model, dtype), version)
+
+    # Check them: both sides score the probe.
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
-    growth = GROWTH if config.tolerance is None else 0
+    growth = GROWTH if config.tolerance is None else 0  # 0: a tolerance of the user's is the limit
     # Merging adapters, casting and quantising round small changes away: equal scores of the engine
     # then prove nothing.
     is_exact_copy = as_adapters or not (has_adapters or dtype != policy.model.dtype)
@@ -262,7 +256,7 @@ async def sync(
         token_ids=tuple(token_ids),
         start=start,
         policy=tuple(policy_T),
-        first=before.first or before.gap if before else None,
+        first=None if before is None else before.first or before.gap,
         warned=bool(before and before.warned),
         before=None if must_move_from is None else must_move_from.scores,
         version=version,
@@ -286,18 +280,31 @@ async def sync(
     return probe
 
 
+def _weights_for(
+    engine: Separate, model: PreTrainedModel, dtype: torch.dtype
+) -> Iterable[tuple[str, Tensor]]:
+    """Return the weights that a sync sends to `engine`, under the names that it takes."""
+    if isinstance(engine, ModelNames) and engine.model_names:
+        return named_weights(model, dtype)
+    if not (engine.takes_adapters and is_adapted(model)):
+        return PolicyWeights(model, dtype)
+    if isinstance(engine, Forgetful) and engine.lacks_base:
+        base = checkpoint_weights(model, dtype, merged=False)
+        return chain(base, checkpoint_adapters(model))
+    return checkpoint_adapters(model)
+
+
 async def _probe_text(
     policy: Policy, engine: Engine, before: SyncProbe | None, prompt_ids: Sequence[int]
 ) -> tuple[Sequence[int], int]:
     """Return the probe's ids, and the index of the first id that the engine sampled.
 
-    They are those of the last sync, `before`. At the first sync they are made: sampled after
-    `prompt_ids`, or, without a prompt, a fixed sequence.
+    The probe of the last sync, `before`, is used again. At the first sync the engine samples one
+    after `prompt_ids`. Without a prompt it is a fixed sequence, all of which is compared.
     """
     if before:
         return before.token_ids, before.start
     if not prompt_ids:
-        # Ids from the whole vocabulary.
         vocabulary = policy.model.get_input_embeddings().weight.shape[0]
         end = min(PROBE_TOKENS, engine.max_context - 1)
         return [index * STEP % vocabulary for index in range(1, end)], 1
@@ -325,7 +332,7 @@ def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[fl
 
 @dataclass(frozen=True, slots=True)
 class PolicyWeights:
-    """Iterable of the policy's `checkpoint_weights`. Each iteration gathers them (`Regathered`)."""
+    """The policy's `checkpoint_weights`. Each iteration gathers them anew (`Regathered`)."""
 
     model: PreTrainedModel
     dtype: torch.dtype
@@ -338,7 +345,8 @@ class PolicyWeights:
         """Return name, format and shape of each weight, without gathering any."""
         weights: dict[str, Tensor] = {}
         for name, part in _own_parts(self.model, self.dtype, merged=False):
-            weights |= on_meta({base_name(name): part})  # one by one: parts may be cast copies
+            # One at a time, because a part may be a cast copy.
+            weights |= on_meta({base_name(name): part})
         forms = _checkpoint_pieces(self.model, weights.items())
         return [WeightForm(name, form.dtype, tuple(form.shape)) for name, form in forms]
 

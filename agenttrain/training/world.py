@@ -88,6 +88,7 @@ class World:
             store = distributed_c10d._get_default_store()
             # Every process makes its worlds in the same order, so the number names the same world.
             self._store = dist.PrefixStore(f"agenttrain/{next(_numbers)}", store)
+            # Heartbeats are those of a process, in whichever of its worlds another one waits.
             heartbeat_store = dist.PrefixStore("agenttrain", store)
             self._pulse = Pulse(heartbeat_store, rank=self.rank, limit_s=timeout_s)
 
@@ -132,7 +133,7 @@ class World:
     ) -> list[Value]:
         """Gather objects. A process that passes a `failure` raises it, the others PeerFailed.
 
-        So an error of one process ends the work of all. With `patient` there is no time limit, as
+        An error of one process thus ends the work of all. With `patient` there is no time limit, as
         long as the heartbeats of the others go on (`Pulse`): their own watchdogs judge them.
         """
         limit_s = math.inf if patient else None
@@ -149,8 +150,8 @@ class World:
     def together(self, what: str, *kinds: type[Exception], patient: bool = False) -> Iterator[None]:
         """Raise an error of these kinds, that one process raises in the block, in all processes.
 
-        They meet at the end of the block, and the others raise PeerFailed. The block itself must
-        not communicate. `patient` is that of `exchange`.
+        The processes meet at the end of the block, and those without an error raise PeerFailed. The
+        block itself must not communicate. `patient` is that of `exchange`.
         """
         failure: Exception | None = None
         try:
@@ -186,7 +187,7 @@ class World:
                             flush=True,
                         )
 
-        if dist.get_backend() != "gloo":
+        if dist.get_backend() != "gloo":  # NCCL raises no error here
             threading.Thread(target=warn_of_stopped_ranks, daemon=True).start()
         try:
             yield
@@ -256,6 +257,8 @@ class World:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         self._count += 1
         number = self._count
+        # Keys: rank/<rank> is the rank's last barrier, came/<number> counts the ranks at a barrier,
+        # all/<number> exists once all are there.
         try:
             self._store.set(f"rank/{self.rank}", f"{number} {what}")
             is_last = self._store.add(f"came/{number}", 1) == self.size
@@ -294,7 +297,7 @@ class World:
                 checked_at = now
                 if waited_s > limit_s:
                     raise
-                if limit_s < math.inf:
+                if limit_s < math.inf:  # heartbeats are for a wait without a deadline
                     continue
                 missing = self._missing_ranks()
                 if silent := self._pulse.silent(missing):
@@ -312,6 +315,7 @@ class World:
             number, name = 0, "the start"
             key = f"rank/{rank}"
             if self._store.check([key]):
+                # ``12 the names of broken weights``: the barrier's number and name.
                 text, _, name = self._store.get(key).decode().partition(" ")
                 number = int(text)
             if number < self._count:
@@ -359,7 +363,7 @@ class Pulse:
         def count() -> None:
             number = 0
             with suppress(dist.DistError):  # without the store no process can wait for this one
-                while not self._ending.wait(self._every_s if number else 0):
+                while not self._ending.wait(self._every_s if number else 0):  # the first at once
                     number += 1
                     self._store.set(f"alive/{self._rank}", str(number))
 
@@ -374,9 +378,10 @@ class Pulse:
         atexit.register(end)
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks whose counter has not moved for `limit_s`. Call it often.
+        """Return the ranks whose counter has not moved for `limit_s`.
 
-        Time is counted from call to call. A rank that has not started to count is never silent.
+        Call it while waiting: of the time between two calls at most `LONGEST_CHECK_S` counts. A
+        rank that has not started to count is never silent.
         """
         now = time.monotonic()
         elapsed_s = min(now - self._checked_at, LONGEST_CHECK_S)
@@ -397,7 +402,7 @@ class Pulse:
     def find_stopped(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks whose counter does not move, after watching all for some seconds."""
         counts = {rank: self._read_counter(rank) for rank in ranks}
-        time.sleep(3 * self._every_s)
+        time.sleep(3 * self._every_s)  # a live counter moves meanwhile
         return [rank for rank, count in counts.items() if self._read_counter(rank) == count]
 
     def _read_counter(self, rank: int) -> bytes | None:

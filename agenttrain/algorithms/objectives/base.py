@@ -68,9 +68,10 @@ class ObjectiveInputs:
         )
 
     def ratio(self, level: Ratio | str) -> Tensor:
-        """Return policy / behaviour, [S]. Above token level a sequence's tokens share theirs.
+        """Return policy / behaviour, [S]. Above token level a sequence's tokens have one value.
 
-        With `token_advantages` its gradient is each token's own (`importance_ratio`).
+        With `token_advantages` the gradient of a token's value goes to this token alone
+        (`importance_ratio`).
 
         Example: ``inputs.ratio("sequence_mean")``. Raises ValueError for another name.
         """
@@ -126,8 +127,8 @@ def importance_ratio(
     both gradients are equal.
 
     A sum's gradient reaches each token once for every token of its sequence. With
-    `rollout_tokens_B` it counts as once for every token of the rollout, so that at a ratio of 1 a
-    token's gradient is the same in however many sequences its rollout lies. Example: a token of a
+    `rollout_tokens_B` it is scaled to once for every token of the rollout, so that at a ratio of 1
+    a token's gradient is the same in however many sequences its rollout lies. Example: a token of a
     sequence of 2 has the gradient 2 in the sum of both ratios, and 6 if its rollout has 6 tokens.
 
     A ratio too large for its type is infinite and has no gradient. Otherwise a clip that removes

@@ -13,7 +13,7 @@ from agenttrain.algorithms.objectives.base import (
 )
 from agenttrain.algorithms.objectives.config import Ratio, objective
 from agenttrain.utils.data_fields import Data
-from agenttrain.utils.sections import SETTINGS, Number, raise_problems
+from agenttrain.utils.sections import SETTINGS, InvalidSettings, Number
 
 
 @dataclass(config=SETTINGS)
@@ -31,12 +31,10 @@ class ClipSettings:
     @model_validator(mode="after")
     def _check(self) -> ClipSettings:
         if self.dual is not None and self.dual <= 1 + self.high:
-            raise_problems(
-                [
-                    f"algorithm.objective.dual={self.dual}: must be above 1 + "
-                    f"algorithm.objective.high={1 + self.high:g}: it bounds what the other clip "
-                    "leaves; 3 is usual"
-                ]
+            raise InvalidSettings(
+                f"algorithm.objective.dual={self.dual}: must be above 1 + "
+                f"algorithm.objective.high={1 + self.high:g}: it bounds what the other clip "
+                "leaves; 3 is usual"
             )
         return self
 

@@ -30,8 +30,8 @@ def geometric_mean(inputs: ObjectiveInputs, settings: GeometricMeanSettings) -> 
     """-A times the geometric mean of the sequence's clipped ratios: GMPO.
 
     https://arxiv.org/abs/2507.20673. A token's log ratio is at most `high` where A > 0 and at
-    least `-low` where A < 0, so that one token cannot move its sequence without bound. The same at
-    each token of a sequence: algorithm.aggregation=sequence_mean makes it the mean over sequences.
+    least `-low` where A < 0, so that one token cannot move its sequence without bound. All tokens
+    of a sequence have one loss: algorithm.aggregation=sequence_mean takes the mean over sequences.
     """
     log_ratio_S, low, high = inputs.log_ratio_S, -settings.low, settings.high
     from_above_S, from_below_S = log_ratio_S.clamp(max=high), log_ratio_S.clamp(min=low)
