@@ -59,6 +59,7 @@ class CurriculumConfig:
 
     @model_validator(mode="after")
     def _check(self) -> CurriculumConfig:
+        """Check the bounds of the band, and keys without an effect."""
         problems = []
         if self.low > self.high:
             problems.append(
@@ -67,7 +68,8 @@ class CurriculumConfig:
             )
         unused_names = () if self.enabled else field_names(CurriculumConfig)
         for name in unused_names:
-            if (value := getattr(self, name)) != getattr(CurriculumConfig, name):
+            default = getattr(CurriculumConfig, name)
+            if (value := getattr(self, name)) != default:
                 problems.append(
                     f"data.curriculum.{name}={value}: has no effect without "
                     "data.curriculum.enabled=true"
@@ -140,6 +142,7 @@ class DataConfig:
     def _check(self) -> DataConfig:
         """Check keys without an effect on these rows, and keys that exclude each other."""
         problems = []
+        # A key such as data.path, set without the group (data=file) whose sections use it.
         for name, group in GROUPS.items():
             value = getattr(self, name)
             if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
@@ -345,9 +348,8 @@ def check_hub(
 def known_rows(section: Mapping[str, Any]) -> int | None:
     """Return the number of rows of a section `data.train` or `data.test`.
 
-    None if counting them would not be cheap.
-
-    Example: 2 for a JSONL file of two lines, `sys.maxsize` for
+    Only the lines of JSONL files are counted; it is None for rows whose number is not cheap to get.
+    Example: 2 for a JSONL file of two lines, `sys.maxsize` (no end) for
     ``agenttrain.data.bundled.shop.row``.
     """
     target = section.get("_target_")

@@ -55,19 +55,22 @@ class Curriculum:
     def __init__(self, source: TaskSource, config: CurriculumConfig, *, seed: int) -> None:
         self._source, self._config, self._seed = source, config, seed
         self._measures: dict[int, Measure] = {}
+        """Row -> the success so far on it."""
         self._fresh = 0
         """New rows used so far. They come in the source's own order."""
         self._steps = 0
+        """Steps whose results were learnt."""
         self._start = 0
         """The data cursor at the beginning of this step."""
         self._ahead: list[list[int]] = []
         """The rows of closed steps without results, the oldest first."""
         self._upcoming = self._rows()
+        """Yields the next rows of this step."""
         self._step_rows: list[int] = []
         """The rows of this step that were chosen so far."""
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """Return `count` tasks from the run's `start`-th on.
+        """Return `count` tasks from the run's `start`-th on, which is 0 for its first task.
 
         All must belong to one step: this one, or a closed one without results. Raises ValueError
         for tasks of earlier steps.
@@ -107,7 +110,7 @@ class Curriculum:
     def learn(self, cursor: int, results: Iterable[Result]) -> None:
         """Finish the oldest step that has no results yet, whose tasks end at `cursor`.
 
-        `results` are those of all its groups. The step is closed first if it is still open.
+        `results` are those of all groups of the step. It is closed first if it is still open.
         """
         success_counts, reward_counts = Counter[str](), Counter[str]()
         for task_id, successes, rewards in results:
@@ -128,7 +131,7 @@ class Curriculum:
             self._upcoming = self._rows()
 
     def metrics(self) -> dict[str, float]:
-        """Return the sizes of the pools and the mean success, as metrics.
+        """Return the sizes of the pools of `_pool` and the mean success, as metrics.
 
         `curriculum/new`, the rows never used, is there for a finite dataset only.
         """
@@ -180,7 +183,8 @@ class Curriculum:
         next_new, step_rows = self._fresh, list[int]()
         while measured or next_new < len(self._source):
             wants_new = rng.random() < self._config.explore
-            # A row outside the band is rarer than a new one, too.
+            # The next measured row gives way to a new one as its weight says: outside the band,
+            # with the chance 1 - floor.
             rejected = measured and rng.random() >= weights[measured[-1]]
             if next_new < len(self._source) and (wants_new or rejected or not measured):
                 step_rows.append(self._source.index(next_new))

@@ -76,9 +76,11 @@ class TaskSource:
         self._rows, self._shuffle, self._seed = rows, shuffle, seed
         self._needs_prompt, self._images = needs_prompt, images
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
+        """(number of an epoch, its row indices in shuffled order); -1: none yet."""
         self._kept: Sequence[int] | None = None
         """Numbers of the rows that `leave_out` has kept; None: all."""
         self.note: str | None = None
+        """Rows that were left out, and why, for the user."""
 
     def __len__(self) -> int:
         return len(self._rows) if self._kept is None else len(self._kept)
@@ -117,12 +119,12 @@ class TaskSource:
     def place_of(self, task: Task) -> str | None:
         """Return the place of a task's row; None if the task is not of this source.
 
-        All rows are searched; of rows without end only the one whose number is the task's id.
+        Rows without end cannot be searched: only the one whose number is the task's id is compared.
         """
-        rows: Iterable[int] = range(0 if self.endless else len(self))
-        if self.endless and task.task_id.isdecimal():
-            rows = (int(task.task_id),)
-        return next((self.where(index) for index in rows if self.row(index) == task), None)
+        candidates: Iterable[int] = range(len(self))
+        if self.endless:
+            candidates = (int(task.task_id),) if task.task_id.isdecimal() else ()
+        return next((self.where(index) for index in candidates if self.row(index) == task), None)
 
     def leave_out(self, indices: Collection[int], note: str) -> None:
         """Remove rows; the others keep their ids. The source must have an end.
