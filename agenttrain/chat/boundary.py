@@ -105,6 +105,7 @@ class TurnBoundary:
         """
         end = self.answer_end()
         after_calls = _after_body(self.render([USER, assistant], False))
+        # Where answers have no end (GLM), all text behind the calls closes them.
         closing = self._to_last_control(after_calls) if end else after_calls.rstrip()
         if not closing.endswith(end):
             # Calls end with another token than answers.

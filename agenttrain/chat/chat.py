@@ -627,7 +627,7 @@ class Chat:
         return suffix
 
     def _turn_ends(self) -> list[int]:
-        """Return the ids that end a turn and never occur inside of one."""
+        """Return the ids that end a turn and never occur inside of one: that of ``<|im_end|>``."""
         inside: list[int] = []
         with suppress(ChatError):
             # The ids between the generation prompt and the content of an answer with reasoning.

@@ -42,7 +42,7 @@ class Edit:
 
     def apply(self, template: str) -> str | None:
         """Return the edited template, also if it was edited before; None if it lacks `find`."""
-        if not self.find:
+        if not self.find:  # `put` begins the template
             return template if self.put in template else self.put + template
         find = pattern(self.find)
         is_edited = bool(self.put) and pattern(self.put).search(template) is not None

@@ -118,7 +118,7 @@ class CallGrammar:
         """Return the grammar, as JSON, of a completion that may call these tools.
 
         `in_reasoning`: the completion begins inside the reasoning. Arguments fit the schemas as
-        `ArgumentSchema` reads them.
+        the tools check them (`ArgumentSchema`).
         """
         key = json.dumps(schemas), in_reasoning, form
         if key not in self._cache:

@@ -439,13 +439,8 @@ def make_spec(content: Any, *, source: str) -> ResponseSpec:
         raise ChatError(f"{source}: {error}") from error
 
 
-def _own_format(settings: dict[str, Any]) -> ResponseSpec:
-    """Make a spec of agenttrain's own form of response schemas, which names marks and a syntax.
-
-    Raises ValueError and re.error for a setting that cannot work.
-    """
-    form = settings.pop("format", "marked")
-    call_id: Any = settings.get("call_id", CALL_ID)
+def _check_call_id(call_id: Any) -> None:
+    """Raise ValueError for a format of call ids that does not give each call an id of its own."""
     # Twice as many ids as calls may be needed: an id that the model wrote itself is skipped.
     id_count = 2 * MAX_CALLS + 2
     try:
@@ -455,6 +450,15 @@ def _own_format(settings: dict[str, Any]) -> ResponseSpec:
         distinct = False
     if not distinct:
         raise ValueError(f"call_id: {call_id!r} must be made of {{turn}} and {{index}}")
+
+
+def _own_format(settings: dict[str, Any]) -> ResponseSpec:
+    """Make a spec of agenttrain's own form of response schemas, which names marks and a syntax.
+
+    Raises ValueError and re.error for a setting that cannot work.
+    """
+    form = settings.pop("format", "marked")
+    _check_call_id(settings.get("call_id", CALL_ID))
     if form == "harmony":
         _check_keys(settings, ["call_id", "lenient"])
         if not isinstance(settings.get("lenient", False), bool):
@@ -480,9 +484,9 @@ def _own_format(settings: dict[str, Any]) -> ResponseSpec:
         raise ValueError("header: the pattern must have the group (?P<name>…)")
     if spec.lenient:
         _check_lenient(spec)
-    re.compile(spec.header or "")
+    re.compile(spec.header or "")  # raises re.error
     for key in ("call_open_pattern", "call_open_also"):
-        pattern = getattr(spec, key) or "x"
+        pattern = getattr(spec, key) or "x"  # x stands for a key that is not set
         if re.search(pattern, "") is not None:
             raise ValueError(f"{key}: {pattern!r} matches everywhere, nothing included")
         if "_open" in re.compile(pattern).groupindex:

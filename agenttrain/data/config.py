@@ -156,19 +156,18 @@ class DataConfig:
                 if overrides:  # the sections have another value, which hides data.<name>
                     remedy = f"set {overrides}, which come before it"
                 problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
-        if self.where is not None and self.train.get("_target_") in ENDLESS:
+        is_endless = self.train.get("_target_") in ENDLESS
+        if self.where is not None and is_endless:
             problems.append(
                 f"data.where={self.where}: has no effect on rows without end, which are made one "
                 "by one; leave it out"
             )
-        if self.shuffle and self.train.get("_target_") in ENDLESS:
+        if self.shuffle and is_endless:
             problems.append(
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
             )
-        same_rows = self.train == self.test
-        if self.test_fraction is not None and (
-            (names_test_rows(self) and not same_rows) or self.train.get("_target_") in ENDLESS
-        ):
+        has_other_test_rows = names_test_rows(self) and self.train != self.test
+        if self.test_fraction is not None and (has_other_test_rows or is_endless):
             problems.append(
                 f"data.test_fraction={self.test_fraction}: data.test has rows of its own; leave it "
                 "out, or let both read the same: data=file data.path=…"

@@ -76,7 +76,7 @@ class Curriculum:
         for tasks of earlier steps.
         """
         ahead_start = self._start - sum(map(len, self._ahead))
-        if ahead_start <= start < self._start:
+        if ahead_start <= start < self._start:  # of a closed step
             ahead = [row for rows in self._ahead for row in rows]
             rows = ahead[start - ahead_start : start - ahead_start + count]
         else:
@@ -92,7 +92,7 @@ class Curriculum:
             return
         rows = self._choose(0, cursor - self._start)
         used = {*self._measures, *(row for step in self._ahead for row in step)}
-        self._fresh += len({*rows} - used)
+        self._fresh += len({*rows} - used)  # rows that this step uses for the first time
         self._ahead.append(rows)
         self._start, self._upcoming, self._step_rows = cursor, self._rows(), []
 
@@ -137,13 +137,13 @@ class Curriculum:
         """
         pools = Counter(self._pool(measure) for measure in self._measures.values())
         rates = [m.rate for m in self._measures.values() if m.rate is not None]
-        new_rows = {"curriculum/new": float(len(self._source) - self._fresh)}
-        return {
-            **({} if self._source.endless else new_rows),
-            **{f"curriculum/{pool}": float(pools[pool]) for pool in ("band", "easy", "hard")},
-            "curriculum/unmeasured": float(pools["unmeasured"]),
-            "curriculum/success": math.fsum(rates) / len(rates) if rates else math.nan,
-        }
+        metrics = {}
+        if not self._source.endless:
+            metrics["curriculum/new"] = float(len(self._source) - self._fresh)
+        for pool in ("band", "easy", "hard", "unmeasured"):
+            metrics[f"curriculum/{pool}"] = float(pools[pool])
+        metrics["curriculum/success"] = math.fsum(rates) / len(rates) if rates else math.nan
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later choices depend, as JSON."""
@@ -179,7 +179,7 @@ class Curriculum:
         # it stands and the earlier it is popped (Efraimidis and Spirakis 2006,
         # https://doi.org/10.1016/j.ipl.2005.11.003: by u^(1/weight), here by its logarithm).
         keys = {row: math.log(1 - rng.random()) / weight for row, weight in weights.items()}
-        measured = sorted(keys, key=lambda row: -keys[row])[::-1]
+        measured = sorted(keys, key=lambda row: keys[row])
         next_new, step_rows = self._fresh, list[int]()
         while measured or next_new < len(self._source):
             wants_new = rng.random() < self._config.explore

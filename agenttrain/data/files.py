@@ -187,6 +187,7 @@ class FileRows:
         """
         self._files: list[_File] = []
         self._starts: list[int] = []
+        """Number of the first row of each file."""
         self._rows = 0
         for file in check_row_files(path, split, limit):
             remaining = None if limit is None else limit - self._rows

@@ -36,7 +36,7 @@ class _Message:
     body: str | None
     """None if the completion ends inside the header."""
     closed: bool
-    """The message ends with <|end|>, <|call|> or <|return|>, not with the next one or the text."""
+    """The message ends with <|end|>, <|call|> or <|return|>, not at <|start|> or the text's end."""
     text: str
     """The whole message with its marks."""
 

@@ -70,7 +70,7 @@ class Pattern:
         if self._text is not None:  # one literal text: no regular expression is needed
             at = text.find(self._text, start)
             return None if at < 0 else Hit(at, at + len(self._text), {})
-        if self._needs_no_limit:  # see _LITERAL
+        if self._needs_no_limit:  # it cannot backtrack
             match = self._compiled.search(text, start)
             return None if match is None else Hit(match.start(), match.end(), {})
         match = self.match(text, start)
@@ -133,7 +133,8 @@ class Pattern:
         if remaining <= 0:
             return None
         key = (self.source, *cache_key)
-        cached = _SLOW.get(key) if _SLOW else None  # hashing a long text takes time
+        # While nothing is cached, the key is not looked up: hashing a long text takes time.
+        cached = _SLOW.get(key) if _SLOW else None
         if cached is not None:
             result, spent = cached
         else:

@@ -114,7 +114,8 @@ class SchemaSpec:
         """
         first = text.find(self._opener) if self._opener else -1
         opening, closing = self.reasoning
-        # A closing mark alone, after a call, does not turn that call into reasoning.
+        # A call in the reasoning is none: search behind the closing mark. A closing mark without
+        # an opening mark does not turn the call before it into reasoning.
         if first >= 0 and closing and opening in text[:first]:
             first = text.find(self._opener, max(text.find(closing), 0))
         return len(text) if first < 0 else first
@@ -182,7 +183,8 @@ class SchemaSpec:
         """Search the calls with `iterator`, one by one; return (calls, text outside of them)."""
         calls: list[ParsedCall] = []
         outside: list[str] = []
-        at = 0
+        at = 0  # end of the last match
+        # Between two matches stands content, and calls that are not closed.
         for match in self.iterator.matches(text) if self.iterator is not None else ():
             calls += self._unclosed_calls(text[at : match.start()], outside)
             if len(calls) > MAX_CALLS:
@@ -415,7 +417,8 @@ class Node:
                 raise ContentError(f"expected text, found {kind(value)}")
             matches = [groups(match) for match in pattern.matches(value)]
             value = (matches if self.iterator is not None else _mapping(matches)) or None
-        if self.parser is not None and value is not None and not (raw and self.allow_non_json):
+        stays_text = raw and self.allow_non_json
+        if self.parser is not None and value is not None and not stays_text:
             if not isinstance(value, str):
                 raise ContentError(f"expected JSON text, found {kind(value)}")
             args = {**_PARSERS[self.parser], "allow_non_json": self.allow_non_json}

@@ -229,6 +229,7 @@ class _Marks:
         best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
         for field, pattern in self.searches:
             hit = self.search(pattern, at)
+            # Earlier than the best so far, or as early and longer.
             if hit is not None and (hit.start, -hit.end) < (best[1].start, -best[1].end):
                 best = (field, hit)
         return best
@@ -273,7 +274,8 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
     longer = region
     for _ in range(most_marks):
         hit = field.close.search(marks.text, longer.end) if field.close else None
-        if not cut or not hit or not longer.closed or hit.start > limit or hit.end <= longer.end:
+        has_next_mark = hit is not None and longer.end < hit.end and hit.start <= limit
+        if not cut or not longer.closed or hit is None or not has_next_mark:
             break
         longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
         cut = _read(longer, marks)
@@ -338,8 +340,8 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
     types: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
     if isinstance(arguments, dict) and types:
         arguments = {
-            parameter: typed(text, types.get(parameter, ())) if isinstance(text, str) else text
-            for parameter, text in arguments.items()
+            key: typed(argument, types.get(key, ())) if isinstance(argument, str) else argument
+            for key, argument in arguments.items()
         }
     call_id = value.get("id") if isinstance(value, dict) else None
     return ParsedCall(
@@ -360,7 +362,8 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     `id` and `type` are unexpected if they are parameters of the tool in `schemas`.
     """
     function = written.get("function", written) if isinstance(written, dict) else None
-    if call.problem is not None or not isinstance(function, dict) or call.arguments is written:
+    is_arguments = call.arguments is written  # the object is no call, but its arguments
+    if call.problem is not None or not isinstance(function, dict) or is_arguments:
         return call
     present = [key for key in ARGUMENT_KEYS if key in function]
     # The keys whose values may be arguments: not the name's, and not those without a value.
@@ -368,7 +371,8 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
     key, problem = arguments_of(filled, parameters=types)
-    if len(present) > 1 or (problem and ("name" in function or not (present or call.arguments))):
+    has_usual_form, has_arguments = "name" in function, bool(present or call.arguments)
+    if len(present) > 1 or (problem and (has_usual_form or not has_arguments)):
         return replace(call, problem=problem)
     return replace(call, arguments=function[key]) if present and not call.arguments else call
 

@@ -353,7 +353,10 @@ class _Reader:
         return self._strings(at) or self._scalar(at)
 
     def _items(self, at: int, bracket: str, depth: int) -> tuple[list[Any], int, int]:
-        """Read values up to a closing bracket: (values, position behind it, number of commas)."""
+        """Read values up to a closing bracket: (values, position behind it, number of commas).
+
+        The commas tell the tuple ``(1,)`` from ``(1)``.
+        """
         items: list[Any] = []
         commas = 0
         at = skip_blank(self.text, at)

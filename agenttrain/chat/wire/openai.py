@@ -131,7 +131,7 @@ def parse_request(body: bytes) -> ChatRequest:
     """Parse a request's body; raises RequestError that names the first field at fault."""
     data = read_object(body)
     for name, value in unfollowed(data, ChatRequest.model_fields, OPENAI).items():
-        raise _refused(name, value)
+        raise _refused(name, value)  # the first of them
     if data.get("tool_choice") not in (None, "auto", "none"):
         raise RequestError(
             f"tool_choice={quote(data['tool_choice'])}: only auto and none are supported, because "
@@ -453,6 +453,7 @@ def _head(head: AnswerHead, kind: str) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
+    """Return the numbers of tokens in OpenAI's form."""
     usage: dict[str, Any] = {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.sampled_tokens,
