@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cache, partial
@@ -122,8 +122,8 @@ def make_fix(
 ) -> Fix:
     """Fix a template as `chat_template.name` says: for a recognised family, a named one, or none.
 
-    With `auto`, a fix that does not work is left out, and `Fix.problem` says why. A family that the
-    user names must work: raises ChatError.
+    With `auto`, a fix that does not work is left out, and `Fix.problem` says why. Raises ChatError
+    if the fix of a family that the user names does not work.
     """
 
     def reads(family: Family, template: str) -> bool:
@@ -148,22 +148,33 @@ def make_fix(
                 f"renders the calls that it renders without; {REMEDY}"
             )
         if family.marks and not matches_source(source, family):
-            # The user names a family that the template is not of. It may still be a fork without
-            # the marks that writes calls as the family does.
-            recognised = recognise(source, all_families, reads)
-            fits = family.tools and reads(family, fix.template)
-            if not fits or (recognised is not None and not fix.changes):
-                kind = f"is of the family {recognised}" if recognised else "is of no known family"
-                raise ChatError(
-                    f"chat_template={name}: has no effect, because the model's template {kind}; "
-                    "set chat_template=auto, or chat_template=file with "
-                    "chat_template.path=<file.jinja>"
-                )
+            _check_foreign(fix, family, all_families, reads)
         return fix
     except ChatError as error:
         if config.name != "auto":
             raise
         return Fix(family=name, stock=source, template=source, problem=str(error))
+
+
+def _check_foreign(
+    fix: Fix,
+    family: Family,
+    all_families: Mapping[str, Family],
+    reads: Callable[[Family, str], bool],
+) -> None:
+    """Raise ChatError if a family that the user names has no effect on a template of another.
+
+    It has an effect on a fork that lacks the family's marks and writes calls as the family does.
+    """
+    recognised = recognise(fix.stock, all_families, reads)
+    fits = family.tools and reads(family, fix.template)
+    if fits and (recognised is None or fix.changes):
+        return
+    kind = f"is of the family {recognised}" if recognised else "is of no known family"
+    raise ChatError(
+        f"chat_template={fix.family}: has no effect, because the model's template {kind}; set "
+        "chat_template=auto, or chat_template=file with chat_template.path=<file.jinja>"
+    )
 
 
 def _template_source(
