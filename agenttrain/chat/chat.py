@@ -538,6 +538,7 @@ class Chat:
         ``"7 7 7… [19,993 characters clipped]"``.
         """
         text = clean(text)
+        # An ASCII character is at most one token.
         if text.isascii() and len(text) + PREFIX <= max_tokens:
             return text
         # Tokenise a growing head of the text, until it has too many tokens or is the whole text.

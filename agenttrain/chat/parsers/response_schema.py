@@ -531,12 +531,8 @@ def compile_node(
     args = checked("x-parser-args", Mapping, "a mapping") or {}
     properties = checked("properties", Mapping, "a mapping") or {}
     additional = schema.get("additionalProperties", {})
-    substitutions = []
-    for pair in checked("x-regex-substitutions", list, "a list") or ():
-        key = f"{scope}.x-regex-substitutions"
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"{key}: {pair!r} is no pair of [pattern, replacement]")
-        substitutions.append((Pattern(pair[0], key), str(pair[1])))
+    pairs = checked("x-regex-substitutions", list, "a list") or ()
+    substitutions = tuple(_substitution(pair, scope) for pair in pairs)
     patterns = {
         key: Pattern(schema[key], f"{scope}.{key}")
         for key in ("x-regex", "x-regex-iterator", "x-regex-key-value")
@@ -549,7 +545,7 @@ def compile_node(
         type=schema.get("type"),
         const=schema.get("const", NOTHING),
         default=schema.get("default", NOTHING),
-        substitutions=tuple(substitutions),
+        substitutions=substitutions,
         regex=patterns.get("x-regex"),
         iterator=patterns.get("x-regex-iterator"),
         key_value=key_value,
@@ -566,6 +562,14 @@ def compile_node(
         required=tuple(checked("required", list, "a list") or ()),
         json_args=json_args or {},
     )
+
+
+def _substitution(pair: Any, scope: str) -> tuple[Pattern, str]:
+    """Compile ``["\\s+", " "]``, a pattern and its replacement. Raises ValueError."""
+    key = f"{scope}.x-regex-substitutions"
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise ValueError(f"{key}: {pair!r} is no pair of [pattern, replacement]")
+    return Pattern(pair[0], key), str(pair[1])
 
 
 def _transform(expression: Any, scope: str) -> Callable[[Any], Any] | None:
